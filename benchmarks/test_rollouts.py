@@ -131,7 +131,7 @@ def about(case: TrainingConfig, device: str) -> str:
 
 def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any], dict[str, str]]:
     """Return a row's seconds, info and cells: what the trainer logged of its steps."""
-    from grpo_trainer.rollout import policy_weights
+    from grpo_trainer.engines import policy_weights
 
     # completions end where they like
     settings = _engines(config)[name][1] | {"generation_kwargs": None, "write_report": False}

@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_trainer.config import GRPOConfig
-    from grpo_trainer.rollout import VLLMClient
-    from grpo_trainer.scripts import (
+    from grpo_trainer.cli.arguments import (
         DatasetMixtureConfig,
         ModelConfig,
         ScriptArguments,
-        TrlParser,
         get_dataset,
         get_peft_config,
         get_quantization_config,
     )
+    from grpo_trainer.cli.parser import TrlParser
+    from grpo_trainer.config import GRPOConfig
     from grpo_trainer.trainer import GRPOTrainer
+    from grpo_trainer.vllm import VLLMClient
 
 __all__ = [
     "DatasetMixtureConfig",
@@ -32,12 +32,17 @@ __all__ = [
     "get_quantization_config",
 ]
 
-_ELSEWHERE = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "VLLMClient": "rollout"}
+_ELSEWHERE = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "TrlParser": "cli.parser",
+    "VLLMClient": "vllm",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: a server needs one small module alone."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = _ELSEWHERE.get(name, "scripts")
+    room = _ELSEWHERE.get(name, "cli.arguments")
     return getattr(importlib.import_module(f"{__name__}.{room}"), name)

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from grpo_kernels import linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
-from grpo_trainer.attributes import TrainerAttributes
+from grpo_trainer.agents import EnvironmentFactory, prompts_by_reset
 from grpo_trainer.checkpoint import GroupTrainer, settings_of
 from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, loss_config
 from grpo_trainer.data import (
-    Curriculum,
     MicroBatch,
     ProcessingClass,
     Prompts,
@@ -28,18 +27,29 @@ from grpo_trainer.data import (
     as_they_are,
     check_datasets,
     check_images,
-    training_prompts,
     unopened,
 )
+from grpo_trainer.engines import EngineContext, RolloutEngine, make_rollouts
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     Ahead,
     Collector,
+    Curriculum,
     Interaction,
     RolloutFunction,
     Sinks,
+    training_prompts,
 )
-from grpo_trainer.model import (
+from grpo_trainer.monitor import (
+    LogsRun,
+    WritesCard,
+    close_progress,
+    phase,
+    step_metric,
+    value_metric,
+    watch,
+)
+from grpo_trainer.policy import (
     SyncReference,
     base_policy,
     check_images_run,
@@ -51,24 +61,14 @@ from grpo_trainer.model import (
     load_processing_class,
     load_weights,
     make_reference,
+    placement_of,
     policy_loss_of,
     router_coef,
     target_logprobs,
 )
-from grpo_trainer.monitor import (
-    LogsRun,
-    WritesCard,
-    close_progress,
-    phase,
-    step_metric,
-    value_metric,
-    watch,
-)
-from grpo_trainer.overrides import check_overrides
+from grpo_trainer.report import ReportWriter
 from grpo_trainer.rewards import RewardSource, Tokenizers
-from grpo_trainer.rollout import EngineContext, RolloutEngine, make_rollouts
-from grpo_trainer.sharding import placement_of
-from grpo_trainer.tools import EnvironmentFactory, prompts_by_reset
+from grpo_trainer.trl_names import TrainerAttributes, check_overrides
 
 
 class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
@@ -187,6 +187,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         weights = args.reward_weights or [1.0] * len(rewards)
         names = [reward.name for reward in rewards]
         engine = None if rollout_engine is None else type(rollout_engine).__name__
+        if args.write_report:
+            self.add_callback(ReportWriter(self))
         self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
 

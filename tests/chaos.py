@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-import grpo_trainer.cli.train  # noqa: F401  imported once, for all that are forked
 from grpo_trainer.cli import main as grpo_train
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import write_dataset

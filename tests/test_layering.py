@@ -41,17 +41,18 @@ KERNELS = {
 }
 TRAINER = {
     "common": "",
-    "sharding": "common",
     "config": "common",
     "data": "common config",
-    "scripts": "common config data",
-    "model": "common config data sharding",
+    "policy": "common config data",
     "monitor": "common config data",
-    "rewards": "common config monitor sharding",
-    "checkpoint": "common config data monitor sharding",
-    "rollout": "common config data model monitor sharding",
-    "tools": "common config data monitor rewards rollout",
-    "experience": "common config data monitor rewards rollout tools",
+    "report": "common monitor",
+    "checkpoint": "common config data policy monitor",
+    "rewards": "common config policy monitor",
+    "engines": "common config data policy monitor",
+    "vllm": "common config data policy monitor engines",
+    "generation": "vllm",
+    "agents": "common config data monitor rewards engines",
+    "experience": "common config data monitor rewards engines agents",
 }
 ROOMS = {
     f"{package}.{name}": {f"{package}.{below}" for below in known.split()}
@@ -77,7 +78,7 @@ def why_wrong(found: Import) -> str | None:
     package, other = found.by.split(".")[0], found.module.split(".")[0]
     if other not in ORDER[package]:
         return f"{package} may not know {other}"
-    if package in PACKAGES[2:] or room(found.by) == room(found.target):
+    if package in PACKAGES[2:] or found.by == package or room(found.by) == room(found.target):
         return None
     if package == other and found.target != package:
         if room(found.target) not in ROOMS.get(room(found.by), {room(found.target)}):

@@ -20,7 +20,7 @@ OWN = ("grpo_kernels", "grpo_trainer")
 TRACKERS = ("trackio", "wandb")  # imported where a run is logged to one
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # a module that is itself imported only where its extra is installed
-BEHIND_AN_EXTRA = {"weight_nccl.py": "vllm"}
+BEHIND_AN_EXTRA = {"nccl.py": "vllm"}
 
 # what stands at the head of a module is needed to import it, what a function imports to call it
 AT_IMPORT = {"grpo_kernels": (), "grpo_trainer": ("trainer",)}
@@ -86,7 +86,7 @@ def undeclared(found: Import, known: dict[str, set[str]]) -> bool:
         extras += (BEHIND_AN_EXTRA[found.module.name],)
     if found.module.parent.name == "integrations" and found.package in HOSTS:
         return False
-    if found.module.name == "trackers.py" and found.package in TRACKERS:
+    if found.module.name == "completions.py" and found.package in TRACKERS:
         return False
     name = DISTRIBUTIONS.get(found.package, found.package).replace("_", "-")
     return not any(name in known[extra] for extra in ("", *extras))

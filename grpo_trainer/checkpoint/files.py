@@ -2,25 +2,173 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from grpo_trainer.checkpoint.manifest import write_manifest
 from grpo_trainer.monitor import CARD_NAME
 
+MANIFEST_NAME = "checksums.json"
+
+_EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card: it may be edited
+_CHUNK = 1 << 20  # bytes that are read at once
+
+
+class _File(NamedTuple):
+    """What a file must be."""
+
+    size: int
+    sha256: str
+
+
+class Manifest:
+    """The files of ``folder``, as they were written.
+
+    Raises:
+        ValueError: the list is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise ValueError(f"{folder} has no {MANIFEST_NAME}")
+        try:
+            content = json.loads(path.read_text())
+            if _digest_of(content["files"]) != content["sha256"]:
+                raise ValueError("its checksum differs")
+            self._files = {name: _File(**entry) for name, entry in content["files"].items()}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check_sizes(self) -> None:
+        """Raise ValueError unless every file is there, as long as it was."""
+        for name, file in self._files.items():
+            path = self._folder / name
+            if not path.is_file():
+                raise ValueError(f"{self._folder} has no {name}")
+            if path.stat().st_size != file.size:
+                raise ValueError(
+                    f"{path} is damaged: expected {file.size} bytes, got {path.stat().st_size}"
+                )
+
+    def check_contents(self, names: Iterable[str] | None = None) -> None:
+        """Raise ValueError unless the files ``names``, by default all, are what was written."""
+        names = list(self._files if names is None else names)
+        paths = [self._folder / name for name in names]
+        for name, path, digest in zip(names, paths, _digests(paths), strict=True):
+            if digest != self._files[name].sha256:
+                raise ValueError(f"{path} is damaged: its checksum is not that in {MANIFEST_NAME}")
+
+
+def write_manifest(folder: Path) -> Path:
+    """List every file below ``folder``, and return where."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = [path for path in paths if path.relative_to(folder).as_posix() not in _EDITABLE]
+    files = {
+        path.relative_to(folder).as_posix(): _File(path.stat().st_size, digest)._asdict()
+        for path, digest in zip(paths, _digests(paths), strict=True)
+    }
+    content = {"files": files, "sha256": _digest_of(files)}
+    (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=2) + "\n")
+    return folder / MANIFEST_NAME
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    """Hash several files at once: that lets other threads run."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_digest, paths))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest_of(files: dict[str, dict[str, int | str]]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
 logger = logging.getLogger(__name__)
+
+_LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
+
+
+class StartError(ValueError):
+    """Training cannot begin as it was asked for."""
+
+
+def raise_together(accelerator: Accelerator, problem: str | None) -> None:
+    """Raise StartError on all processes if one has a ``problem``. Every process calls it."""
+    problems = [text for text in gather_object([problem]) if text is not None]
+    if problems:
+        raise StartError(problems[0])
+
+
+@contextmanager
+def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Keep other runs out of ``run_dir``; the system ends that, too, when the process is killed.
+
+    The main process locks for all of them.
+
+    Raises:
+        StartError: another run is there.
+    """
+    lock, problem = None, None
+    if accelerator.is_main_process:
+        try:
+            lock = _locked(run_dir)
+        except StartError as error:
+            problem = str(error)
+    raise_together(accelerator, problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            (run_dir / _LOCK_NAME).unlink(missing_ok=True)
+            lock.release()
+
+
+def _locked(run_dir: Path) -> FileLock | None:
+    """Lock ``run_dir``; None where the file system has no locks, or nothing can be written."""
+    path = run_dir / _LOCK_NAME
+    lock = FileLock(path)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    except Timeout:
+        raise StartError(
+            f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, where "
+            f"{path.read_text() or 'another process'} trains; its {_LOCK_NAME} is locked"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        logger.warning("%s cannot be locked, so nothing keeps other runs out: %s", run_dir, error)
+        return None
+    return lock
+
 
 SETTINGS_FILE = "grpo_settings.json"
 _INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from grpo_trainer.checkpoint.trainer import ResumableTrainer
+from grpo_trainer.checkpoint.resumable import ResumableTrainer
 from grpo_trainer.data import (
     PROMPT_COLUMNS,
     Numbered,

@@ -1,4 +1,4 @@
-"""The commands ``grpo-train``, ``grpo-train serve`` and ``grpo-train report``. May know every room.
+"""The commands ``grpo-train``, ``grpo-train serve`` and ``grpo-train report``.
 
 Nothing heavy is imported before a command runs: a vLLM server imports the guard, and that alone.
 """

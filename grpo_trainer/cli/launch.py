@@ -12,7 +12,7 @@ from pathlib import Path
 from accelerate.commands.launch import launch_command_parser
 from transformers.hf_argparser import string_to_bool
 
-from grpo_trainer.scripts import RunFile, TrlParser
+from grpo_trainer.cli.parser import RunFile, TrlParser
 
 _FOLDER = Path(__file__).parents[1] / "accelerate_configs"
 _NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours

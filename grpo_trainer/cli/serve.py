@@ -13,7 +13,7 @@ import torch
 from grpo_kernels.tools import OneLineParser, install_command
 from grpo_trainer.cli.guard import Guard
 from grpo_trainer.common import is_loopback
-from grpo_trainer.rollout import MAX_LOGPROBS
+from grpo_trainer.engines import MAX_LOGPROBS
 
 # what TRL's command calls otherwise, and its flags, which take a value there
 _ALSO_CALLED = {"vllm_model_impl": "model-impl", "log_level": "uvicorn-log-level"}

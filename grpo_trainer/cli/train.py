@@ -15,15 +15,8 @@ from transformers.hf_argparser import HfArg
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
-from grpo_trainer.cli.errors import fail
-from grpo_trainer.cli.launch import LaunchParser
-from grpo_trainer.config import GRPOConfig, load_function, load_module, options
-from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
-from grpo_trainer.monitor.report import main as report
-from grpo_trainer.rollout import ServerError
-from grpo_trainer.scripts import (
+from grpo_trainer.cli.arguments import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
@@ -32,6 +25,14 @@ from grpo_trainer.scripts import (
     get_quantization_config,
     loading_options,
 )
+from grpo_trainer.cli.errors import fail
+from grpo_trainer.cli.launch import LaunchParser
+from grpo_trainer.common import load_function, load_module
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
+from grpo_trainer.report import main as report
+from grpo_trainer.trainer import GRPOTrainer
+from grpo_trainer.vllm import ServerError
 
 logger = logging.get_logger(__name__)
 

@@ -1,18 +1,39 @@
-"""Work beside the caller's thread: coroutines in one event loop, functions in a thread each.
-
-The loop lives as long as the process, so that a client which a function keeps between calls stays
-usable: such clients belong to the loop that they were made in. No thread keeps the process alive.
-"""
+"""Work beside the main thread, and work that may fail."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_warned: set[tuple[str, type]] = set()
+
+
+@contextmanager
+def unfailing(what: str) -> Iterator[None]:
+    """Go on after any error inside, with one warning for each kind of them.
+
+    Nothing inside may wait for other processes: one that fails would not come.
+
+    Args:
+        what: what is missing then, with the folder of the run.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = (what, type(error))
+        if kind not in _warned:
+            _warned.add(kind)
+            logger.warning("%s: the run goes on without: %s: %s", what, kind[1].__name__, error)
+
 
 T = TypeVar("T")
 

@@ -1,9 +1,13 @@
-"""Text and values as a terminal may be given them and any file can hold them."""
+"""Texts that may be shown: plain, short, without secrets; names of things."""
 
 from __future__ import annotations
 
+import difflib
+import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 # control characters but newline and tab, what turns the direction of writing around, half pairs
@@ -42,3 +46,97 @@ def shortened(value: Any, characters: int = 200) -> str:
     """Return ``repr`` for a message: a prompt may be a whole book."""
     text = repr(value)
     return text if len(text) <= characters else text[:characters] + "..."
+
+
+# what other versions and tools call an argument, where its name is not alike
+_ALSO_CALLED = {
+    "attn_impl": "attn_implementation",
+    "config_name": "dataset_config",
+    "dataset": "dataset_name",
+    "dataset_split": "dataset_train_split",
+    "evaluation_strategy": "eval_strategy",
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "no_cuda": "use_cpu",
+    "revision": "model_revision",
+    "reward_model": "reward_model_name_or_path",
+    "reward_model_path": "reward_model_name_or_path",
+    "split": "dataset_train_split",
+    "torch_dtype": "dtype",
+    "vllm_dtype": "vllm_engine_kwargs",
+}
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """Return a remark on the one of ``known`` that ``name`` stands for; empty if none does."""
+    other = _ALSO_CALLED.get(name)
+    found = [other] if other in known else difflib.get_close_matches(name, known, n=1)
+    return f" (is it {found[0]}?)" if found else ""
+
+
+def name_of(word: str) -> str:
+    """Return the field that a word of a command line names, as ``lr`` for ``--lr=1``."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def no_such_option(word: str, known: Collection[str]) -> str:
+    """Say of a word of a command line that it names none of the ``known`` fields."""
+    option = word.partition("=")[0]
+    return f"{option}: there is no such argument{hint(name_of(word), known)}"
+
+
+_NAMES = r"(token|password|passwd|secret|api[_-]?key|access[_-]?key|authorization)"
+_SECRET = re.compile(_NAMES + "$", re.IGNORECASE)
+_MENTIONED = re.compile(_NAMES, re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")  # and password, in a URL
+
+
+def masked(value: Any, name: str = "", named: bool = True) -> Any:
+    """Return ``value`` with ``<NAME>`` in place of what is called a token, a password or the like.
+
+    Dictionaries, lists and tuples are copied, and URLs lose user and password. Without ``named``
+    None takes the place, as if it had not been given: for settings that somebody may load.
+    """
+    if isinstance(value, dict):  # all that is in a secret is one
+        names = {key: name if _SECRET.search(name) else str(key) for key in value}
+        return {key: masked(item, names[key], named) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [masked(item, name, named) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, bool):  # token=True: the one that is stored
+        return value
+    if _SECRET.search(name):
+        return f"<{name.upper()}>" if named else None
+    return masked_urls(value) if isinstance(value, str) else value
+
+
+def masked_urls(text: str) -> str:
+    """Return ``text`` with its URLs without user and password."""
+    return _USER.sub("***@", text)
+
+
+def masked_url(url: str) -> str:
+    """Return one URL without user and password, also if it is not written as URLs are."""
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
+
+
+def masked_text(text: str) -> str:
+    """Return settings that could not be read, cut off where they begin to name a secret."""
+    found = _MENTIONED.search(text)
+    return masked_urls(text if found is None else f"{text[: found.end()]}...")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is this machine and cannot be reached from another one."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield where to write what then takes the place of ``path``, at once."""
+    aside = path.with_name(f"incomplete-{path.name}")
+    yield aside
+    aside.replace(path)

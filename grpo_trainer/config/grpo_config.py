@@ -13,22 +13,31 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_trainer.common import masked
-from grpo_trainer.config.backward import BackwardFields, backward_options
 from grpo_trainer.config.checks import (
     AGGREGATIONS,
+    FLAG,
     SCALES,
+    NamedFields,
+    check_accelerator,
     check_booleans,
     check_config,
+    check_inherited,
+    leave_the_head_to_us,
     parse_json_fields,
     set_generation_batch,
     set_padding,
+    setting,
 )
-from grpo_trainer.config.inherited import check_accelerator, check_inherited, leave_the_head_to_us
-from grpo_trainer.config.loss import LossFields, check_level, loss_config
+from grpo_trainer.config.engines import RolloutFields, check_rollout
+from grpo_trainer.config.loss import (
+    BackwardFields,
+    LossFields,
+    backward_options,
+    check_level,
+    loss_config,
+)
 from grpo_trainer.config.media import MediaFields, check_media
 from grpo_trainer.config.old_names import OldNames, adopt_old_names
-from grpo_trainer.config.rollout import RolloutFields, check_rollout
-from grpo_trainer.config.setting import FLAG, NamedFields, setting
 from grpo_trainer.config.tools import ToolFields, check_tools, import_path
 
 _on_disk = ContextVar("_on_disk", default=False)

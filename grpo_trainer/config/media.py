@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from grpo_trainer.config.checks import check_choice
-from grpo_trainer.config.setting import FLAG, setting
+from grpo_trainer.config.checks import FLAG, check_choice, setting
 
 BAD_IMAGES = ("error", "skip")
 

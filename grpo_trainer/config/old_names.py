@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from grpo_trainer.config.checks import dtype_name
-from grpo_trainer.config.setting import FLAG, setting
+from grpo_trainer.config.checks import FLAG, dtype_name, setting
 
 
 def _old(text: str, **metadata: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from grpo_trainer.config.checks import check_choice, check_number
-from grpo_trainer.config.setting import setting
+from grpo_trainer.config.checks import check_choice, check_number, setting
 
 PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
 

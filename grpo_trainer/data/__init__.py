@@ -1,10 +1,6 @@
-"""What is trained on: prompts and their order, completions, micro-batches.
+"""What is trained on: prompts and their order, completions, micro-batches."""
 
-May know ``common`` and ``config``; nothing of who makes completions.
-"""
-
-from grpo_trainer.data.completion import Rollout
-from grpo_trainer.data.curriculum import Curriculum, training_prompts
+from grpo_trainer.data.batch import MicroBatch, Rollout, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.datasets import (
     Prompts,
     as_they_are,
@@ -13,20 +9,22 @@ from grpo_trainer.data.datasets import (
     check_parts,
     load_prompts,
     looks_local,
+    prompt_columns,
 )
 from grpo_trainer.data.images import (
     PROMPT_COLUMNS,
+    ImageError,
     ImageInputs,
+    Media,
     content_blocks,
     data_url,
+    distrust_rows,
     has_images,
     images_of,
     model_inputs,
     open_images,
     with_images,
 )
-from grpo_trainer.data.media import ImageError, Media, distrust_rows
-from grpo_trainer.data.microbatch import MicroBatch, RolloutBuffer, collate, pad_rows
 from grpo_trainer.data.prompts import (
     Encoded,
     ProcessingClass,
@@ -35,11 +33,11 @@ from grpo_trainer.data.prompts import (
     check_prompts,
     decode_completions,
     encode_prompts,
-    shortened,
     tokenizer_of,
 )
-from grpo_trainer.data.rows import Numbered, NumberedRow, unopened
-from grpo_trainer.data.sampling import (
+from grpo_trainer.data.rows import (
+    Numbered,
+    NumberedRow,
     PromptStream,
     RepeatedStream,
     RepeatSampler,
@@ -48,4 +46,5 @@ from grpo_trainer.data.sampling import (
     optimizer_steps,
     own_copy,
     repeated,
+    unopened,
 )

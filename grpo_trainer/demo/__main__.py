@@ -16,7 +16,7 @@ from grpo_trainer.data import load_prompts
 from grpo_trainer.demo import compare, head, report
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import DIGITS, write_dataset
-from grpo_trainer.monitor.report import REPORT_NAME, Sample, prompt_samples
+from grpo_trainer.report import REPORT_NAME, Sample, prompt_samples
 
 STEPS = 200
 GROUP = 16

@@ -16,8 +16,8 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch, Rollout, collate, decode_completions, encode_prompts
 from grpo_trainer.demo.compare import EXACT, Loss, loss_and_gradients, relative
 from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.engines import Sampling, TransformersEngine
 from grpo_trainer.experience import compute_advantages
-from grpo_trainer.rollout import Sampling, TransformersEngine
 
 
 class Difference(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.experience.advantages import Advantages
-from grpo_trainer.experience.scored import Scored, share
+from grpo_trainer.experience.advantages import Advantages, Scored, share
 from grpo_trainer.monitor import value_metric
 
 

@@ -9,8 +9,8 @@ from transformers import TrainerState
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
+from grpo_trainer.engines import Completions, Rollouts, Started
 from grpo_trainer.monitor import MetricLog, phase, value_metric
-from grpo_trainer.rollout import Completions, Rollouts, Started
 
 
 class Ahead:

@@ -9,7 +9,6 @@ from accelerate import Accelerator
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import (
-    Curriculum,
     ImageError,
     Media,
     NumberedRow,
@@ -19,7 +18,8 @@ from grpo_trainer.data import (
     check_prompts,
     open_images,
 )
-from grpo_trainer.experience.scored import share
+from grpo_trainer.experience.advantages import share
+from grpo_trainer.experience.curriculum import Curriculum
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """``from grpo_trainer.generation.vllm_client import VLLMClient``, as from TRL."""
 
-from grpo_trainer.rollout import VLLMClient
+from grpo_trainer.vllm import VLLMClient
 
 __all__ = ["VLLMClient"]

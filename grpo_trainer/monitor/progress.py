@@ -12,8 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.completions import REWARD_PREFIX
-from grpo_trainer.monitor.phases import PHASES
-from grpo_trainer.monitor.report.series import token_rate
+from grpo_trainer.monitor.metrics import PHASES, token_rate
 
 # metric -> how it is called here; the first that a run logs stand in this order
 SHOWN = {

@@ -1,7 +1,4 @@
-"""Reward functions: how they are found, called and checked.
-
-May know ``common``, ``config`` and ``monitor``.
-"""
+"""Reward functions: how they are found, called and checked."""
 
 from grpo_trainer.rewards.accuracy import (
     accuracy_reward,
@@ -13,8 +10,7 @@ from grpo_trainer.rewards.builtin import (
     get_soft_overlong_punishment,
     think_format_reward,
 )
-from grpo_trainer.rewards.call import RewardFunction, score
-from grpo_trainer.rewards.log import RewardLog
+from grpo_trainer.rewards.call import RewardFunction, RewardLog, score
 from grpo_trainer.rewards.model import RewardModel
 from grpo_trainer.rewards.resolve import BUILTIN_REWARDS, RewardSource, Tokenizers, resolve_rewards
 

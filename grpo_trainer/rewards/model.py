@@ -16,7 +16,7 @@ from transformers import (
 
 from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.sharding import loading_whole
+from grpo_trainer.policy import loading_whole
 
 
 class RewardModel:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.common import hint
-from grpo_trainer.config import GRPOConfig, load_function, options
+from grpo_trainer.common import hint, load_function
+from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.rewards import accuracy, builtin
 from grpo_trainer.rewards.call import RewardFunction
 from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer

@@ -16,8 +16,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.agents import Agents, Environments, make_toolbox
 from grpo_trainer.data import Rollout
-from grpo_trainer.rollout import (
+from grpo_trainer.engines import (
     Completions,
     RolloutEngine,
     Rollouts,
@@ -25,7 +26,6 @@ from grpo_trainer.rollout import (
     Sampling,
     cut_after_eos,
 )
-from grpo_trainer.tools import Agents, Environments, make_toolbox
 
 SPECIAL = ["<pad>", "<|start|>", "<|end|>"]
 PAIRS = ["12", "34"]  # tokens that encoding never makes, but a policy may draw

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.common import in_thread
-from grpo_trainer.rollout import Completions, RolloutEngine, Sampling
+from grpo_trainer.engines import Completions, RolloutEngine, Sampling
 
 CLOCK = ("_time", "_runtime", "_per_second")
 

@@ -24,7 +24,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from grpo_trainer.sharding import loading_whole
+from grpo_trainer.policy import loading_whole
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 PAD, BOS, END, START, IMAGE, VIDEO, BEGIN, STOP = (

@@ -17,8 +17,8 @@ from transformers import TrainerControl, TrainerState
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.monitor.live import LiveView
-from grpo_trainer.monitor.report.command import write_report
-from grpo_trainer.monitor.report.record import load_run
+from grpo_trainer.report.command import write_report
+from grpo_trainer.report.record import load_run
 from tests.support.browser import open_page
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

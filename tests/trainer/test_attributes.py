@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
-from grpo_trainer.attributes import TrainerAttributes
 from grpo_trainer.rewards import think_format_reward
+from grpo_trainer.trl_names import TrainerAttributes
 from tests.support.trainer import lengths_reward
 
 

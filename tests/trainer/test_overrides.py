@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.data import MicroBatch
-from grpo_trainer.overrides import _INSTEAD, CALLED
+from grpo_trainer.trl_names import _INSTEAD, CALLED
 
 
 def test_every_field_of_a_micro_batch_is_documented():

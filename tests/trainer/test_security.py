@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.checkpoint.manifest import write_manifest
+from grpo_trainer.checkpoint.files import write_manifest
 from grpo_trainer.data import encode_prompts
-from grpo_trainer.rollout import ServerError, VLLMClient
-from grpo_trainer.rollout.weight_files import FileTransfer
+from grpo_trainer.vllm import ServerError, VLLMClient
+from grpo_trainer.vllm.transfer import FileTransfer
 from tests.support.vllm_stub import StubServer
 
 ROOT = Path(__file__).parents[2]

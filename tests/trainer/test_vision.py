@@ -14,8 +14,8 @@ from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import MicroBatch
+from grpo_trainer.engines import Completions, RolloutEngine
 from grpo_trainer.experience import Collector
-from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import parameters
 from tests.support.vision import (

@@ -8,13 +8,13 @@ from accelerate import Accelerator
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import EngineContext, Rollouts, Sampling, policy_weights
+from grpo_trainer.engines import EngineContext, Rollouts, Sampling, policy_weights
 from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 
 @pytest.fixture
 def make_engine(make_args, policy, tokenizer):
-    from grpo_trainer.rollout.vllm_colocate import ColocatedVLLM
+    from grpo_trainer.vllm.colocate import ColocatedVLLM
 
     made = []
 

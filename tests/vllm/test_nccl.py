@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer.rollout import ServerError
+from grpo_trainer.vllm import ServerError
 
 
 class _Server:
@@ -37,7 +37,7 @@ def sent(monkeypatch):
 
 def test_updates(sent):
     """One group for all updates; a new one where others have joined, or an update has failed."""
-    from grpo_trainer.rollout.weight_nccl import NCCLTransfer
+    from grpo_trainer.vllm.nccl import NCCLTransfer
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}

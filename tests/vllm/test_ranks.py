@@ -13,8 +13,8 @@ from datasets import Dataset
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_tokenizer
-from grpo_trainer.rollout import policy_weights
-from grpo_trainer.sharding import placement_of
+from grpo_trainer.engines import policy_weights
+from grpo_trainer.policy import placement_of
 from tests.support import launch
 from tests.support.placements import prepare, processes
 from tests.support.trainer import lengths_reward

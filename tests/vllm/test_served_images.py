@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel, ProcessorMixin
 
-from grpo_trainer.rollout import Completions, ServerError
+from grpo_trainer.engines import Completions
+from grpo_trainer.vllm import ServerError
 from tests.support.vision import CHARACTERS, IMAGE, picture, tiny_model, tiny_processor, user
 from tests.vllm.vllm_helpers import CLOSE, change, difference, serving
 

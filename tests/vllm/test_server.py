@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import Completions, ServerError, VLLMClient, policy_weights
+from grpo_trainer.engines import Completions, policy_weights
+from grpo_trainer.vllm import ServerError, VLLMClient
 from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,

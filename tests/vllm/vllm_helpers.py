@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from grpo_trainer import GRPOConfig, VLLMClient
-from grpo_trainer.rollout import Completions, ServerError
+from grpo_trainer.engines import Completions
+from grpo_trainer.vllm import ServerError
 from tests.support.launch import end, environment, free_port
 from tests.support.trainer import mask_ids
 

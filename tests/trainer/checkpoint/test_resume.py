@@ -14,7 +14,8 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.checkpoint import CheckpointError, StartError, run_settings
+from grpo_trainer.checkpoint import CheckpointError, StartError
+from grpo_trainer.checkpoint import resuming as run_settings
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.cli import main
 from grpo_trainer.cli import train as cli
-from grpo_trainer.rollout import ServerError
+from grpo_trainer.vllm import ServerError
 from tests.trainer.cli.runs import a_judge, arguments
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.data import ImageError, Media, PromptStream, distrust_rows, open_images, unopened
-from grpo_trainer.data import media as media_module
+from grpo_trainer.data import images as media_module
 from tests.support.vision import picture
 from tests.trainer.data.test_images import ASKED, colours, png
 

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer.data import decode_completions, encode_prompts
-from grpo_trainer.rollout import Sampling, TransformersEngine
+from grpo_trainer.engines import Sampling, TransformersEngine
 
 
 def test_plain_and_conversational(chat_tokenizer):

@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.rollout import WeightsLostError
+from grpo_trainer.engines import WeightsLostError
 from tests.support.trainer import BackgroundEngine
 from tests.support.vllm_stub import StubServer, choices
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+from grpo_trainer.engines import Completions, RolloutEngine
 from grpo_trainer.monitor import is_own_metric, phase
-from grpo_trainer.rollout import Completions, RolloutEngine
 from tests.support.trainer import CannedEngine
 
 SAMPLING = {

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, T
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
-from grpo_trainer.rollout import policy_weights
-from grpo_trainer.rollout.together import Together
-from grpo_trainer.sharding import loading_whole, placement_of
+from grpo_trainer.engines import policy_weights
+from grpo_trainer.policy import loading_whole, placement_of
+from grpo_trainer.vllm.server import Together
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
 from tests.trainer.processes.features import held, make_trainer, plain, weights

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
-from grpo_trainer.rollout import policy_weights
-from grpo_trainer.sharding import placement_of
+from grpo_trainer.engines import policy_weights
+from grpo_trainer.policy import placement_of
 from tests.support import tools, vision
 from tests.support.placements import prepare, processes, rank
 from tests.support.trainer import BackgroundEngine, adapted, canned, lengths_reward, logged

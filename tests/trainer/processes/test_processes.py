@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.demo.policy import write_policy
-from grpo_trainer.model import check_placement
-from grpo_trainer.sharding import placement_of
+from grpo_trainer.policy import check_placement, placement_of
 from tests.support import launch
 from tests.support.placements import PLACEMENTS
 from tests.trainer.processes import checks, features

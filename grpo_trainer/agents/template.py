@@ -1,0 +1,198 @@
+"""What a chat template writes between a turn that calls tools and the next turn, as tokens.
+
+Tokens of earlier turns are kept as they were sampled: rendering the whole conversation again could
+split them differently, and the loss would be on tokens that nobody drew. So the results are
+rendered behind a stand-in for the conversation, and what the template adds there is appended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from itertools import takewhile
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_trainer.agents.parse import Message, TurnParser, tool_call
+
+logger = logging.getLogger(__name__)
+
+Schemas = list[dict[str, Any]]
+
+_USER: Message = {"role": "user", "content": "question"}
+# Templates of thinking models write an empty thought into the last turn, but not into earlier ones.
+# A thought that is not empty is written into both.
+_THOUGHTS: tuple[Message, ...] = ({}, {"reasoning_content": "thought"})
+_TURN: Message = {"role": "assistant", "content": "answer"}
+# tells the parts of a rendered call apart from a template's own words
+_VALUES = {"value_of_argument": "a1b2c3"}
+_RESULT = "result_d4e5f6"
+
+
+class ToolTemplate:
+    """The chat template of a tokenizer, for conversations with tools.
+
+    Args:
+        options: further arguments of ``apply_chat_template``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Collection[int],
+        options: dict[str, Any],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos = set(eos_token_ids)
+        self._options = options
+        self._thought: Message = {}
+        self._arguments: Any = _VALUES
+
+    def results(self, messages: list[Message], tools: Schemas, end: int) -> list[int]:
+        """Return the tokens from the end of the assistant's turn to the beginning of its next.
+
+        Args:
+            messages: the results, ``{"role": "tool", "name", "content"}``.
+            tools: schemas of the conversation's tools.
+            end: the token that the turn ended with.
+
+        Raises:
+            ValueError: the template writes earlier turns differently when results follow them.
+        """
+        suffix = self._suffix(messages, tools, self._thought)
+        if suffix and suffix[0] == end:  # GLM ends a turn with what the next message begins with
+            return suffix[1:]
+        if suffix is None:
+            raise ValueError(
+                "processing_class: expected a chat template that only adds to a conversation when "
+                f"a tool answers, got one that rewrites it before {json.dumps(messages)[:200]}"
+            )
+        return suffix
+
+    def check(self, tools: Schemas, parser: TurnParser) -> None:
+        """Raise ValueError unless the template can write a conversation that uses ``tools``."""
+        if self._tokenizer.chat_template is None:
+            raise _unsupported("none")
+        try:
+            self._text([_USER], [], add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"processing_class: its chat template fails on a plain conversation: {error}"
+            ) from error
+        name = tools[0]["function"]["name"]
+        answer = result_message(name, _RESULT)
+        try:
+            prompt = self._text([_USER], tools)
+            self._choose_arguments(name, tools)
+            conversation = self._conversation([name], {})
+            called = self._text(conversation, tools).removeprefix(prompt)
+            answered = self._text([*conversation, answer], tools)
+        except (TemplateError, TypeError) as error:
+            raise _unsupported(f"one that fails: {error}") from error
+        if name not in prompt:
+            logger.warning("the chat template does not show the tools: the prompts have to")
+        if not all(part in called for part in (name, *_VALUES, *_VALUES.values())):
+            raise _unsupported("one that leaves tool calls out")
+        if _RESULT not in answered:
+            raise _unsupported("one that leaves the results of tools out")
+        self._choose_thought([answer], tools)
+        self._check_parser(name, parser, tools)
+        self._check_next_turn(answer, parser, tools)
+
+    def _choose_arguments(self, name: str, tools: Schemas) -> None:
+        """Find out what form the template takes the arguments of a call in."""
+        try:
+            self._text(self._conversation([name], {}), tools)
+        except TypeError:  # DeepSeek's adds them to text, so they have to be JSON already
+            self._arguments = json.dumps(_VALUES)
+
+    def _choose_thought(self, messages: list[Message], tools: Schemas) -> None:
+        for thought in _THOUGHTS:
+            if self._suffix(messages, tools, thought) is not None:
+                self._thought = thought
+                return
+        raise _unsupported(
+            "one that writes earlier turns differently when a result follows them, so that the "
+            "next turn would not continue the tokens that were sampled"
+        )
+
+    def _check_parser(self, name: str, parser: TurnParser, tools: Schemas) -> None:
+        conversation = self._conversation([name], {})
+        prefix = self._text([_USER], tools, add_generation_prompt=True)
+        text = self._text(conversation, tools)
+        if not text.startswith(prefix):
+            # it opens a thought, which the turn without one does not have; tags may begin alike
+            ids = self._ids(conversation, tools)
+            start = _shared(ids, self._ids([_USER], tools, add_generation_prompt=True))
+            prefix, text = self._tokenizer.decode(ids[:start]), self._tokenizer.decode(ids)
+        turn = parser.read(text.removeprefix(prefix), "", prefix, tools)
+        if turn is None or turn.get("tool_calls") != [tool_call(name, _VALUES)]:
+            raise ValueError(
+                "processing_class: expected tool calls that can be read, got a chat template that "
+                "writes them in a form of its own; set the tokenizer's response_template, which "
+                "says how (without one they are <tool_call>{JSON}</tool_call>)"
+            )
+
+    def _check_next_turn(self, answer: Message, parser: TurnParser, tools: Schemas) -> None:
+        messages = [*self._conversation([answer["name"]], self._thought), answer]
+        prefix = self._text(messages, tools, add_generation_prompt=True)
+        turn = parser.read("text", "", prefix, tools)
+        if turn is not None and turn.get("tool_calls"):
+            raise ValueError(
+                "processing_class: expected a response_template whose start_anchor stands behind "
+                "the results of tools, got one that reads the calls before them once more"
+            )
+
+    def _suffix(
+        self, messages: list[Message], tools: Schemas, thought: Message
+    ) -> list[int] | None:
+        """Return what results add; None: the template rewrites what stands before."""
+        before = self._conversation([message["name"] for message in messages], thought)
+        prefix = self._ids(before, tools)
+        # The turn was sampled up to its end; a template may write more behind that. Other messages
+        # have ends, too: some models end a turn with what other messages begin with.
+        turn = _shared(prefix, self._ids([_USER, _TURN | thought], tools))
+        end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
+        prefix = prefix[: end + 1]
+        whole = self._ids([*before, *messages], tools, add_generation_prompt=True)
+        return whole[len(prefix) :] if whole[: len(prefix)] == prefix else None
+
+    def _conversation(self, names: list[str], thought: Message) -> list[Message]:
+        calls = [tool_call(name, self._arguments) for name in names]
+        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **thought}]
+
+    def _ids(self, messages: list[Message], tools: Schemas, **options: Any) -> list[int]:
+        rendered = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=True,
+            return_dict=True,
+            **self._options,
+            **options,
+        )
+        return list(rendered["input_ids"])
+
+    def _text(self, messages: list[Message], tools: Schemas, **options: Any) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, **self._options, **options
+        )
+
+
+def result_message(name: str, text: str) -> Message:
+    """Return what a tool answered, as chat templates take it."""
+    return {"role": "tool", "name": name, "content": text}
+
+
+def _unsupported(got: str) -> ValueError:
+    return ValueError(
+        f"processing_class: expected a chat template for conversations with tools, got {got}"
+    )
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    """Count the tokens that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,348 @@
+"""transformers' Trainer with checkpoints that are whole, and resumed to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
+
+from grpo_trainer.checkpoint.files import (
+    checkpoints,
+    delete_unfinished,
+    model_aside,
+    only_run,
+    raise_together,
+    rotate,
+    write_settings,
+    written_aside,
+)
+from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
+from grpo_trainer.common import whole
+from grpo_trainer.config import pickled_without_secrets
+from grpo_trainer.data import optimizer_steps
+from grpo_trainer.policy import Placement
+
+_NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the run at once\n"
+_STDERR = 2
+
+
+class Interrupt:
+    """Whether somebody asked the run to end, on any of its processes."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._here = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
+
+        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
+        """
+        self._here = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._here = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._accelerator.is_main_process:
+            os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
+
+    def asked(self) -> bool:
+        """Return whether any process has noted one. Every process calls it, after a step.
+
+        With several processes it waits for the step: they go on together, or none does.
+        """
+        if self._accelerator.num_processes == 1:
+            return self._here
+        here = torch.tensor([self._here], device=self._accelerator.device)
+        return bool(self._accelerator.gather(here).any())
+
+
+_SHARED_FILE = "shared_state.pt"
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint must hold."""
+
+    def state(self) -> Any:
+        """Return numbers, text, tensors, and lists and dictionaries of them."""
+        ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+class ResumableTrainer(Trainer):
+    """Adds to a checkpoint what the subclass says it needs, and writes it all at once.
+
+    Trainer itself saves parameters, optimizer, schedule, random states and its counters.
+    """
+
+    _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
+    _interrupt: Interrupt
+    _last_saved = _last_ended = 0  # steps
+    _has_saved = False  # whether what is in the run's folder may be this trainer's own
+
+    # by name, those that differ from process to process
+    _parts: dict[str, Stateful]
+    _placement: Placement
+
+    def start(self) -> None:
+        """Make everything that a run changes as it is before the first step."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End what runs beside the steps, after the last one and after an error."""
+        raise NotImplementedError
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on all processes; it is saved once."""
+        raise NotImplementedError
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def placed(self) -> None:
+        """Look at the policy after it was placed, or weights were loaded into it."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must be the same in a run that resumes, as JSON holds it."""
+        raise NotImplementedError
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train as ``transformers.Trainer`` does; True resumes from the newest checkpoint.
+
+        From the last checkpoint of a run that has taken all of its steps only the model and the
+        trainer's state are loaded; nothing is logged or written, and the result has no metrics.
+
+        After Ctrl-C the step ends and a checkpoint is written, from which a run goes on exactly;
+        after another one training ends at once.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended training; the message names step and checkpoint.
+            StartError: another run trains in ``output_dir``, or has left its model or checkpoints
+                there, and it is not ``overwrite_output_dir``; or the checkpoint is damaged or lacks
+                a file, or belongs to a run that this one cannot continue exactly; the message
+                names the file or the setting. A ValueError.
+            CheckpointError: a checkpoint could not be written.
+        """
+        with only_run(Path(self.args.output_dir), self.accelerator):
+            self.start()
+            checkpoint = self._checkpoint(resume_from_checkpoint)
+            self._last_saved = self._last_ended = 0
+            self._interrupt = Interrupt(self.accelerator)
+            try:
+                with self._interrupt.noted():
+                    asked = str(checkpoint) if checkpoint else None
+                    output = super().train(asked, *args, **kwargs)
+                    self._stop_if_asked()  # in the last step
+                return output
+            except KeyboardInterrupt as error:
+                raise KeyboardInterrupt(self._where_it_stopped()) from error
+            finally:
+                self.stop()
+
+    def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
+        """Return what training resumes from. Every process calls it; all raise what one finds."""
+        found, problem = None, None
+        overwrite = self.args.overwrite_output_dir or self._has_saved
+        try:
+            found = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
+            if found is not None and self.accelerator.is_local_main_process:  # one of each disk
+                steps = optimizer_steps(self.train_dataset, self.args)
+                check_checkpoint(found, self.args, self.settings(), steps)
+        except ValueError as error:
+            problem = str(error)
+        raise_together(self.accelerator, problem)
+        if self.accelerator.is_local_main_process:
+            delete_unfinished(Path(self.args.output_dir))
+        return found
+
+    def _inner_training_loop(
+        self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
+    ) -> TrainOutput:
+        if resume_from_checkpoint is not None:
+            # Trainer's loop looks whether to stop after a step only
+            state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
+            if state.global_step >= optimizer_steps(self.train_dataset, self.args):
+                if self._placement.late:
+                    loader = self.get_train_dataloader()
+                    self._prepare_for_training(state.max_steps, loader, resume_from_checkpoint)
+                return self._finished(state)
+        return super()._inner_training_loop(
+            *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
+        )
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """End a step, and an epoch, whose last step has ended before."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step, state = self.state.global_step, self.state
+        epoch_ends = float(state.epoch or 0).is_integer() and step != self._last_ended
+        self._last_ended = step
+        if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if not self._interrupt.asked():
+            return
+        if self.state.global_step > self._last_saved:
+            self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
+        raise KeyboardInterrupt
+
+    def _where_it_stopped(self) -> str:
+        where = f"stopped after step {self.state.global_step}"
+        found = checkpoints(Path(self.args.output_dir))
+        if not found or self.args.save_only_model:
+            return f"{where}; there is no checkpoint to go on from"
+        return (
+            f"{where}; newest checkpoint: {found[-1]}; --resume_from_checkpoint true, in Python "
+            "train(resume_from_checkpoint=True), goes on from it"
+        )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._placement.at_rest(self.model)  # the optimizer gets the parameters that are trained
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.placed()
+        return prepared
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.placed()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        if self._placement.place(self.model):
+            self.placed()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _finished(self, state: TrainerState) -> TrainOutput:
+        """End a run without a step left. Its model is loaded already."""
+        state.is_local_process_zero = self.is_local_process_zero()
+        state.is_world_process_zero = self.is_world_process_zero()
+        self.state = state
+        self._last_saved = state.global_step
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        self.is_in_train = False
+        return TrainOutput(state.global_step, 0.0, {})
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        try:
+            with written_aside(run_dir, name, self.accelerator) as aside:
+                self._aside = aside
+                self._save_states(aside / name)
+                super()._save_checkpoint(model, trial)
+                if name == best and self.args.should_save:
+                    self.state.best_model_checkpoint = str(run_dir / name)
+                    self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+        finally:
+            self._aside = None
+        self._last_saved, self._has_saved = self.state.global_step, True
+        if self.args.should_save:
+            rotate(run_dir, self.args.save_total_limit, keep={name, best})
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, so that ``from_pretrained`` loads it. Every process calls it.
+
+        A checkpoint of a sharded model has the shards alone, unless the settings of FSDP or
+        DeepSpeed ask for the whole model as well.
+        """
+        if not self._placement.late:
+            super().save_model(output_dir, _internal_call)
+            return
+        whole = self._placement.whole_checkpoints or self.args.save_only_model
+        if self._aside is not None and not whole:
+            return
+        weights = self._placement.saved(self.model, _is_saved(self.model))
+        self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_state(self) -> None:
+        """Write the trainer's state into ``output_dir``."""
+        if self.args.should_save:
+            with whole(Path(self.args.output_dir) / TRAINER_STATE_NAME) as path:
+                self.state.save_to_json(str(path))
+
+    @pickled_without_secrets()
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._has_saved = True
+        if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
+            super()._save(output_dir, state_dict)
+            return
+        with model_aside(Path(output_dir or self.args.output_dir)) as aside:
+            super()._save(str(aside), state_dict)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
+
+    @pickled_without_secrets()
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:  # an upload reads the folder later, from where it stays
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_states(self, folder: Path) -> None:
+        if self.args.save_only_model:
+            return
+        states = {name: part.state() for name, part in self._parts.items()}
+        torch.save(states, self._process_file(folder))
+        if self.args.should_save:
+            torch.save(self.shared_state(), folder / _SHARED_FILE)
+            write_settings(folder, self.settings())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        # when to log, evaluate and save: Trainer has taken that from the checkpoint
+        self.state.compute_steps(self.args, self.state.max_steps)
+        states = self._read(self._process_file(Path(checkpoint)))
+        for name, part in self._parts.items():
+            if name in states:  # what is only logged may be switched on later
+                part.restore(states[name])
+        self.load_shared_state(self._read(Path(checkpoint) / _SHARED_FILE))
+
+    def _read(self, path: Path) -> Any:
+        if not path.exists():
+            raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
+        device = self.accelerator.device
+        where = "cpu" if device.type == "cpu" else device  # torch cannot load to cpu:0
+        return torch.load(path, map_location=where, weights_only=True)
+
+    def _process_file(self, folder: Path) -> Path:
+        return folder / f"process_state_{self.accelerator.process_index}.pt"
+
+
+def _is_saved(model: Any) -> Callable[[str], bool]:
+    """Return which weights ``save_pretrained`` writes: of an adapted model the adapters alone."""
+    adapters = [f".{name}." for name in model.peft_config] if is_peft_model(model) else [""]
+    return lambda name: any(adapter in f"{name}." for adapter in adapters)

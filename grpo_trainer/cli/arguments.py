@@ -1,0 +1,303 @@
+"""Arguments of the command line, under TRL's names: datasets, models, adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
+from transformers import BitsAndBytesConfig
+from transformers.hf_argparser import HfArg
+from transformers.utils import is_bitsandbytes_available, is_peft_available
+
+from grpo_kernels.tools import install_command
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.data import Prompts, load_prompts
+
+
+@dataclass
+class ScriptArguments:
+    """The dataset of a script."""
+
+    dataset_name: str | None = HfArg(
+        default=None, help="Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
+    )
+    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
+    dataset_train_split: str = HfArg(
+        default="train", help="Split for training, of a folder or a hub dataset."
+    )
+    dataset_test_split: str = HfArg(
+        default="test", help="Split for evaluation, of a folder or a hub dataset."
+    )
+    dataset_streaming: bool = HfArg(
+        default=False, help="Read the dataset while training, in its own order; needs max_steps."
+    )
+    ignore_bias_buffers: bool = HfArg(default=False, help="Is there for scripts written for TRL.")
+
+
+@dataclass
+class DatasetConfig:
+    """One dataset of a mixture, in the words of ``datasets.load_dataset``.
+
+    Args:
+        path: a file, a folder, a hub id or a format such as ``json``.
+        name: configuration of a hub dataset.
+        data_dir, data_files: what of it is read.
+        split: which of its splits.
+        columns: the columns that are kept. Default: all.
+        fraction: its share of the mixture; all of a mixture have one, or none.
+    """
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+
+
+# what a file may have in the fields of a dataset
+_TYPES: dict[str, Any] = {
+    "path": str,
+    "name": str | None,
+    "split": str,
+    "columns": list | None,
+    "fraction": int | float | None,
+}
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """Datasets that are trained on as one, in place of ``dataset_name``.
+
+    Raises:
+        ValueError: one is described by unknown names, or the shares cannot be.
+    """
+
+    datasets: list[DatasetConfig] = field(
+        default_factory=list,
+        metadata={"help": "Datasets to train on as one; in a file with path, split, columns, ..."},
+    )
+    streaming: bool = HfArg(default=False, help="Read `datasets` while training; needs max_steps.")
+    test_split_size: float | None = HfArg(
+        default=None, help="Rows of `datasets` for evaluation: how many, or which share below 1."
+    )
+
+    def __post_init__(self) -> None:
+        self.datasets = [_described(item) for item in self.datasets]
+        given = [item.fraction for item in self.datasets if item.fraction is not None]
+        if not given:
+            return
+        if len(given) < len(self.datasets) or min(given) < 0 or not any(given):
+            shown = [item.fraction for item in self.datasets]
+            raise ValueError(
+                "datasets: expected a fraction > 0 for all of them or for none, got "
+                f"{', '.join(map(str, shown))}"
+            )
+        if self.streaming:
+            raise ValueError("datasets: expected no fraction with streaming, got one")
+
+
+def _described(item: DatasetConfig | dict[str, Any]) -> DatasetConfig:
+    if isinstance(item, DatasetConfig):
+        return item
+    try:
+        described = DatasetConfig(**item)
+    except TypeError as error:
+        known = ", ".join(DatasetConfig.__dataclass_fields__)
+        raise ValueError(
+            f"datasets: expected a path, and beside it some of {known}; got {item!r}"
+        ) from error
+    for name, kind in _TYPES.items():
+        value = getattr(described, name)
+        if not isinstance(value, kind):
+            shown = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"datasets: expected {shown} as {name}, got {value!r}")
+    return described
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 0) -> DatasetDict:
+    """Load the datasets, one after the other, as ``train``, and with ``test_split_size`` ``test``.
+
+    ``seed`` draws the rows of ``test``: the same ones on every process and in a resumed run. With
+    fractions each gives its first rows, as many as the largest mixture has in which no row
+    comes twice.
+
+    Raises:
+        ValueError: there is none, or one of them cannot be loaded or has no such columns.
+    """
+    if not mixture_config.datasets:
+        raise ValueError("datasets: expected at least one, got none")
+    loaded = [_load(item, mixture_config.streaming) for item in mixture_config.datasets]
+    fractions = [item.fraction for item in mixture_config.datasets]
+    if fractions[0] is not None:
+        loaded = _mixed(loaded, [float(fraction or 0) for fraction in fractions])
+    try:
+        joined = concatenate_datasets(loaded)
+    except ValueError as error:
+        raise ValueError(f"datasets: expected columns of the same types: {error}") from error
+    size = mixture_config.test_split_size
+    if size is None:
+        return DatasetDict({"train": joined})
+    if isinstance(joined, IterableDataset):
+        raise ValueError(f"test_split_size: expected None with streaming, got {size}")
+    return joined.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
+
+
+def _load(item: DatasetConfig, streaming: bool) -> Prompts:
+    options = {"data_dir": item.data_dir, "data_files": item.data_files}
+    given = {name: value for name, value in options.items() if value is not None}
+    dataset = load_prompts(item.path, item.split, item.name, streaming=streaming, **given)
+    if item.columns is None:
+        return dataset
+    missing = [name for name in item.columns if name not in (dataset.column_names or [name])]
+    if missing:
+        raise ValueError(f"datasets: expected columns of {item.path!r}, got {', '.join(missing)}")
+    return dataset.select_columns(item.columns)
+
+
+def _mixed(datasets: list[Any], fractions: list[float]) -> list[Dataset]:
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    pairs = list(zip(datasets, shares, strict=True))
+    size = min(len(dataset) / share for dataset, share in pairs if share > 0)
+    return [dataset.select(range(round(share * size))) for dataset, share in pairs]
+
+
+@dataclass
+class ModelConfig:
+    """The model, what is trained of it, and how the rest is stored.
+
+    Raises:
+        ValueError: an argument has no effect without another one, or a package is missing.
+    """
+
+    model_name_or_path: str | None = HfArg(default=None, help="Model folder or hub id.")
+    model_revision: str = HfArg(
+        default="main", help="Branch, tag or commit of a model from the hub."
+    )
+    dtype: str | None = HfArg(
+        default="float32",
+        help="Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
+    attn_implementation: str | None = HfArg(
+        default=None, help="Kind of attention, such as sdpa or flash_attention_2."
+    )
+    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter in place of the whole model.")
+    lora_r: int = HfArg(default=16, help="Rank of the adapter.")
+    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
+    lora_dropout: float = HfArg(
+        default=0.05, help="Dropout on the adapter's input; 0 with one on the LM head."
+    )
+    lora_target_modules: list[str] | None = HfArg(
+        default=None, help="Names of adapted layers, or all-linear. Default: what peft has for it."
+    )
+    lora_target_parameters: list[str] | None = HfArg(
+        default=None, help="Names of adapted parameters, such as those of experts."
+    )
+    lora_modules_to_save: list[str] | None = HfArg(
+        default=None, help="Layers that are trained and saved as a whole."
+    )
+    lora_task_type: str = HfArg(default="CAUSAL_LM", help="The adapter's task for peft.")
+    use_rslora: bool = HfArg(default=False, help="Scale by lora_alpha / sqrt(lora_r) instead.")
+    use_dora: bool = HfArg(default=False, help="Train magnitudes apart from directions (DoRA).")
+    load_in_8bit: bool = HfArg(
+        default=False, help="Keep the frozen weights in 8 bits; needs use_peft."
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="Keep the frozen weights in 4 bits; needs use_peft."
+    )
+    bnb_4bit_quant_type: str = HfArg(default="nf4", help="Number format of 4 bits: nf4 or fp4.")
+    use_bnb_nested_quant: bool = HfArg(
+        default=False, help="Quantise the scales of 4-bit weights too."
+    )
+    bnb_4bit_quant_storage: str | None = HfArg(
+        default=None, help="Dtype in which 4-bit weights are stored. Default: uint8."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.use_peft:
+            needs_peft = ("lora_", "use_rslora", "use_dora", "load_in_")
+            self._refuse([name for name in self._set() if name.startswith(needs_peft)], "use_peft")
+        if not self.load_in_4bit:
+            self._refuse([name for name in self._set() if "bnb_" in name], "load_in_4bit")
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit, load_in_4bit: expected at most one of them, got both")
+        if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
+            raise ValueError(
+                f"bnb_4bit_quant_type: expected nf4 or fp4, got {self.bnb_4bit_quant_type!r}"
+            )
+        if self.use_peft and not is_peft_available():
+            raise ValueError(
+                f"use_peft: expected the package peft to be installed; {install_command('peft')}"
+            )
+        if (self.load_in_4bit or self.load_in_8bit) and not is_bitsandbytes_available():
+            raise ValueError(
+                "load_in_4bit, load_in_8bit: expected the package bitsandbytes to be installed"
+            )
+
+    def _set(self) -> list[str]:
+        """Return which arguments of this class differ from their defaults."""
+        own = fields(ModelConfig)
+        return [item.name for item in own if getattr(self, item.name) != item.default]
+
+    def _refuse(self, names: list[str], needed: str) -> None:
+        if names:
+            raise ValueError(f"{', '.join(names)}: expected {needed} with it, got {needed}=False")
+
+
+def loading_options(model_args: ModelConfig) -> dict[str, Any]:
+    """Return arguments of ``from_pretrained``: those that are not its defaults here."""
+    given = {
+        "revision": (model_args.model_revision, "main"),
+        "dtype": (model_args.dtype, "float32"),
+        "attn_implementation": (model_args.attn_implementation, None),
+    }
+    return {name: value for name, (value, default) in given.items() if value != default}
+
+
+def get_peft_config(model_args: ModelConfig) -> Any | None:
+    """Return the adapter's configuration; None without ``use_peft``."""
+    if not model_args.use_peft:
+        return None
+    from peft import LoraConfig
+
+    modules: Any = model_args.lora_target_modules
+    if modules is not None and len(modules) == 1:
+        [modules] = modules  # "all-linear" is a name of peft's only outside a list
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=modules,
+        target_parameters=model_args.lora_target_parameters,
+        modules_to_save=model_args.lora_modules_to_save,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+    )
+
+
+def get_quantization_config(
+    model_args: ModelConfig, args: GRPOConfig | None = None
+) -> BitsAndBytesConfig | None:
+    """Return how the base model is quantised; None if it is not.
+
+    4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
+    model's.
+    """
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if not model_args.load_in_4bit:
+        return None
+    own = {} if args is None else options("model_init_kwargs", args.model_init_kwargs)
+    dtype = own.get("dtype", model_args.dtype)
+    in_bf16 = args is not None and args.bf16
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype="bfloat16" if in_bf16 else None if dtype == "auto" else dtype,
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    )

@@ -1,0 +1,201 @@
+"""Completions, and micro-batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_kernels import SamplingMask, TokenBatch
+from grpo_kernels.batch import IGNORE_INDEX
+from grpo_trainer.data.images import ImageInputs, model_inputs
+from grpo_trainer.data.prompts import Prompt
+from grpo_trainer.data.rows import Row
+
+
+@dataclass
+class Rollout:
+    """One completion. An engine, tools or a function of the user's make it; scoring adds to it."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    completion: Any  # text, or messages for a conversational prompt
+    completion_ids: list[int]
+    truncated: bool = False  # ended without an end-of-sequence token
+    logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
+    sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
+    env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
+    images: ImageInputs | None = None  # of the prompt
+    # of scoring
+    row: Row | None = None  # of the dataset
+    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
+    left_out: bool = False  # of the loss
+
+    @property
+    def by_policy(self) -> list[int]:
+        """1 for each token that the policy drew, 0 for those of tools and environments."""
+        return [1] * len(self.completion_ids) if self.env_mask is None else self.env_mask
+
+    @property
+    def in_loss(self) -> list[int]:
+        """1 for each token that is trained on."""
+        return [0] * len(self.completion_ids) if self.left_out else self.by_policy
+
+
+@dataclass
+class MicroBatch:
+    """B prompts with their completions, right-padded to L tokens.
+
+    ``target[b, t]`` is the token that position t predicts, ``input_ids[b, t + 1]``, if it belongs
+    to a completion in the loss, else -100. So the hidden states need no slicing.
+    """
+
+    input_ids: Tensor  # (B, L) int64
+    attention_mask: Tensor  # (B, L) int64
+    target: Tensor  # (B, L) int64
+    advantages: Tensor  # (B,) fp32
+    num_items: Tensor  # () what token-sum losses divide by, per micro-batch of the window
+    num_tokens: Tensor  # () what means over this micro-batch divide by
+    old_logprobs: Tensor | None = None  # (B, L)
+    ref_logprobs: Tensor | None = None  # (B, L)
+    rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
+    sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
+
+    def token_batch(
+        self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
+    ) -> TokenBatch:
+        """Return the tokens in the loss. ``num_items`` scales with the window's micro-batches."""
+        return TokenBatch.from_padded(
+            self.target,
+            self.advantages,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+            rollout_logprobs=self.rollout_logprobs,
+            sampling_mask=self.sampling_mask,
+            num_items_in_batch=self.num_items * gradient_accumulation_steps,
+            num_tokens_in_micro_batch=self.num_tokens,
+            entropy_scale=entropy_scale,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
+
+
+def collate(
+    rollouts: Sequence[Rollout],
+    advantages: Tensor,  # (B,)
+    num_items: Tensor,  # ()
+    num_tokens: Tensor,  # ()
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+) -> MicroBatch:
+    """Join and pad B completions; the result is on the device of ``advantages``."""
+    rows, targets = [], []
+    for rollout in rollouts:
+        row = torch.tensor(rollout.prompt_ids + rollout.completion_ids)
+        start = len(rollout.prompt_ids)
+        in_loss = torch.tensor(rollout.in_loss, dtype=torch.bool)
+        target = torch.full_like(row, IGNORE_INDEX)
+        target[start - 1 : -1] = row[start:].where(in_loss, IGNORE_INDEX)
+        rows.append(row)
+        targets.append(target)
+    masks = [torch.ones_like(row) for row in rows]
+    pads = ((rows, pad_token_id), (masks, 0), (targets, IGNORE_INDEX))
+    input_ids, attention_mask, target = (
+        pad_rows(part, value, multiple=pad_to_multiple_of).to(advantages.device)
+        for part, value in pads
+    )
+    return MicroBatch(
+        input_ids,
+        attention_mask,
+        target,
+        advantages,
+        num_items=num_items,
+        num_tokens=num_tokens,
+        rollout_logprobs=_logprobs(rollouts, input_ids),
+        sampling_mask=_sampling_mask(rollouts, input_ids),
+        inputs=model_inputs(
+            [rollout.images for rollout in rollouts],
+            [len(row) for row in rows],
+            input_ids.shape[1],
+            input_ids.device,
+        ),
+    )
+
+
+def _logprobs(
+    rollouts: Sequence[Rollout],
+    input_ids: Tensor,  # (B, L)
+) -> Tensor | None:  # (B, L)
+    """Put the engine's where ``target`` has the tokens that they belong to, 0 elsewhere."""
+    placed = torch.zeros(input_ids.shape)
+    for row, rollout in zip(placed, rollouts, strict=True):
+        if rollout.logprobs is None:
+            return None
+        start = len(rollout.prompt_ids) - 1
+        row[start : start + len(rollout.logprobs)] = torch.tensor(rollout.logprobs)
+    return placed.to(input_ids.device)
+
+
+def _sampling_mask(
+    rollouts: Sequence[Rollout],
+    input_ids: Tensor,  # (B, L)
+) -> SamplingMask | None:
+    """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
+    rows: list[list[int]] = []
+    for number, rollout in enumerate(rollouts, 1):
+        if rollout.sampling_mask is None:
+            return None
+        rows += [[]] * (len(rollout.prompt_ids) - 1) + rollout.sampling_mask
+        rows += [[]] * (number * input_ids.shape[1] - len(rows))
+    return SamplingMask.from_lists(rows, input_ids.device)
+
+
+def pad_rows(
+    rows: Sequence[Tensor], value: int, left: bool = False, multiple: int | None = None
+) -> Tensor:
+    """Stack (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
+    side = "left" if left else "right"
+    padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    more = -padded.shape[1] % (multiple or 1)
+    return functional.pad(padded, (more, 0) if left else (0, more), value=value)
+
+
+class RolloutBuffer:
+    """Gives out a generation batch's micro-batches in turn, and asks for the next when it is used.
+
+    Args:
+        slices: micro-batches of a generation batch.
+        iterations: how often each is used.
+    """
+
+    def __init__(self, slices: int, iterations: int) -> None:
+        self._slices = slices
+        self._uses = slices * iterations
+        self.position = 0  # micro-steps taken
+        self.batches: list[MicroBatch] = []
+
+    def current(self, make: Callable[[], list[MicroBatch]]) -> MicroBatch:
+        """Return the micro-batch of this micro-step."""
+        if not self.batches or self.position % self._uses == 0:
+            self.batches = make()
+        return self.batches[self.position % self._slices]
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position, "batches": [asdict(batch) for batch in self.batches]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.batches = [_batch(**fields) for fields in state["batches"]]
+
+
+def _batch(sampling_mask: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
+    if sampling_mask is not None:
+        fields["sampling_mask"] = SamplingMask.from_csr(
+            sampling_mask["indices"], sampling_mask["offsets"]
+        )
+    return MicroBatch(**fields)

@@ -1,0 +1,166 @@
+"""What every rollout engine does: it samples completions, and takes new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
+from grpo_trainer.engines.sampling import Sampling
+from grpo_trainer.policy import WHOLE, Placement
+
+T = TypeVar("T")
+TokenIds = list[int]
+Images = Sequence[ImageInputs | None] | None  # of prompts, one each
+# Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
+# the policy's own memory, so it is copied before the next optimizer step and never written to.
+WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+class Completions(NamedTuple):
+    """One completion per prompt, each up to and including its first end-of-sequence token."""
+
+    token_ids: list[TokenIds]
+    # of each token, under the distribution it was drawn from; None: the engine does not say
+    logprobs: list[list[float]] | None = None
+    # of each token, the ids that the sampling filters left to choose from; None: not asked for
+    sampling_mask: list[list[TokenIds]] | None = None
+
+
+class RolloutEngine(Protocol):
+    """Samples one completion per prompt. In a distributed run every process calls every method.
+
+    An engine that inherits from it says only what it does itself: the rest does nothing.
+    """
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return completions of this process's prompts, by the weights of the last update.
+
+        An engine without the parameter ``images`` is asked to complete text alone.
+        """
+        ...
+
+    def update_weights(self, weights: WeightSource) -> None:
+        """Take over the policy's weights; called before the first ``generate``, and when they
+        changed. ``weights`` stays valid until the next update, and can be called again.
+
+        Where the policy is sharded each tensor is gathered for its turn: all processes walk through
+        ``weights`` together, to the end, also those that have no use for them.
+        """
+        return
+
+    def sleep(self) -> None:
+        """Give memory back until ``wake``, if it can. Weights may be lost: an update follows."""
+        return
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        return
+
+    def close(self) -> None:
+        """End what the engine started. It is not used afterwards."""
+        return
+
+
+class WeightsLostError(RuntimeError):
+    """A generation in the background came to nothing: the engine has lost the weights for it, and
+    nobody else has them any more."""
+
+
+class Pending(Protocol):
+    """A generation that was started. Every process has one, and calls the same methods."""
+
+    def result(self) -> Completions:
+        """Wait for the completions of this process's prompts; called once.
+
+        Raises:
+            WeightsLostError: the engine needs an update, and to be asked again.
+            Exception: what went wrong, with the traceback of where it did.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End the generation, in place of ``result``; nothing of it runs afterwards."""
+        ...
+
+
+@runtime_checkable
+class BackgroundEngine(RolloutEngine, Protocol):
+    """An engine that can generate while the policy trains: it has weights of its own."""
+
+    def start(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Pending:
+        """Generate, but return at once. Nothing else is asked of the engine until
+        ``result`` or ``cancel`` was called."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What an engine is made from."""
+
+    policy: Callable[[], PreTrainedModel]  # unwrapped; asked when needed, wrapping happens late
+    processing_class: ProcessingClass  # the policy's tokenizer or processor
+    args: GRPOConfig
+    accelerator: Accelerator
+    placement: Placement = WHOLE  # of the policy's parameters
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer_of(self.processing_class)
+
+
+def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:
+    """Return ``token_ids`` up to and including the first end-of-sequence token."""
+    for index, token in enumerate(token_ids):
+        if token in eos_token_ids:
+            return token_ids[: index + 1]
+    return token_ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt for an engine that has a processor of its own."""
+
+    ids: TokenIds  # as the policy takes it
+    short_ids: TokenIds  # with one token per image
+    images: tuple[Any, ...] = field(compare=False)
+    digests: tuple[str, ...] = ()  # of the images
+
+    def check(self, ids: TokenIds | None) -> None:
+        """Raise ValueError unless the engine took the prompt for what the policy is trained on."""
+        if self.images and list(ids or ()) != self.ids:
+            raise ValueError(
+                f"processing_class: expected a processor that writes an image as vLLM does, which "
+                f"made {len(ids or ())} tokens of a prompt, got {len(self.ids)}"
+            )
+
+
+def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
+    """Return the requests for prompts with ``images``, without what a model takes of them."""
+    return [
+        Request(ids, ids, ())
+        if one is None
+        else Request(ids, one.shortened(ids), one.images, one.digests)
+        for ids, one in zip(prompt_ids, images or [None] * len(prompt_ids), strict=True)
+    ]
+
+
+def runs(prompts: Sequence[T]) -> list[tuple[T, int]]:
+    """Count prompts that follow themselves: a group is one prompt, sampled n times."""
+    found: list[tuple[T, int]] = []
+    for prompt in prompts:
+        if found and found[-1][0] == prompt:
+            found[-1] = (prompt, found[-1][1] + 1)
+        else:
+            found.append((prompt, 1))
+    return found

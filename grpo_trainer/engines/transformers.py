@@ -1,0 +1,239 @@
+"""Rollouts by transformers, with the model being trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from grpo_trainer.config import options
+from grpo_trainer.data import has_images, model_inputs, pad_rows
+from grpo_trainer.engines.base import (
+    Completions,
+    EngineContext,
+    Images,
+    RolloutEngine,
+    TokenIds,
+    cut_after_eos,
+)
+from grpo_trainer.engines.sampling import Sampling
+from grpo_trainer.policy import WHOLE, Placement, evaluating
+
+# transformers' own filters, which run after ours, off
+NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+_LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+
+
+class RecordingFilters(LogitsProcessor):
+    """Does what transformers does for temperature, top_k, top_p and min_p, in its order.
+
+    Raises:
+        ValueError: generation_kwargs ask for a filter that runs later.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        later = [name for name in _LATER if sampling.engine_options.get(name) is not None]
+        if later:
+            raise ValueError(
+                f"generation_kwargs: expected no {', '.join(later)} with use_sampling_mask, which "
+                "knows top_k, top_p and min_p"
+            )
+        self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+        self._filters.append(TopKLogitsWarper(top_k=sampling.top_k))
+        if sampling.top_p < 1:
+            self._filters.append(TopPLogitsWarper(top_p=sampling.top_p))
+        if sampling.min_p is not None:
+            self._filters.append(MinPLogitsWarper(min_p=sampling.min_p))
+        self._steps: list[Tensor] = []  # (N, 2): row of the batch, id
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = self._filters(input_ids, scores)
+        self._steps.append((scores > -math.inf).nonzero())
+        return scores
+
+    def sampling_mask(self, lengths: list[int]) -> list[list[TokenIds]]:
+        """Return the ids that were left for each row's first so many tokens."""
+        rows: list[list[TokenIds]] = [[] for _ in lengths]
+        for step, found in enumerate(self._steps):
+            counts = torch.bincount(found[:, 0], minlength=len(lengths)).tolist()
+            for row, ids in enumerate(found[:, 1].split(counts)):
+                if step < lengths[row]:
+                    rows[row].append(ids.tolist())
+        return rows
+
+
+@dataclass(eq=False)
+class TransformersEngine(RolloutEngine):
+    """Samples by ``model.generate``. Reports no log-probabilities."""
+
+    policy: Callable[[], PreTrainedModel]  # unwrapped; asked at every call: wrapping happens late
+    tokenizer: PreTrainedTokenizerBase
+    cache_implementation: str | None = None  # kind of key-value cache; None: the default one
+    placement: Placement = WHOLE  # of the policy's parameters
+    gathers: bool = True  # the whole policy, before it generates
+
+    @classmethod
+    def from_context(cls, context: EngineContext) -> TransformersEngine:
+        args = context.args
+        settings = (args.cache_implementation, context.placement, args.ds3_gather_for_generation)
+        return cls(context.policy, context.tokenizer, *settings)
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return one completion per prompt, in one left-padded batch."""
+        model = self.policy()
+        if self.gathers or not self.placement.sharded:
+            with self.placement.whole(model):
+                return self._complete(model, prompt_ids, sampling, images)
+        # every process runs every forward with the others: one without prompts has one to discard
+        completions = self._complete(model, prompt_ids or [[0]], sampling, images, True)
+        return completions if prompt_ids else Completions([])
+
+    def _complete(
+        self,
+        model: PreTrainedModel,
+        prompt_ids: list[TokenIds],
+        sampling: Sampling,
+        images: Images,
+        synced_gpus: bool = False,
+    ) -> Completions:
+        if not prompt_ids:
+            return Completions([])
+        config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
+        mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
+        lengths = [len(row) for row in prompt_ids]
+        more = model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True)
+        filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
+        with evaluating(model):  # gradient checkpointing would disable the cache, too
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=None if filters is None else LogitsProcessorList([filters]),
+                synced_gpus=synced_gpus,
+                **more,
+            )
+        found = output[:, ids.shape[1] :].tolist()
+        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
+        left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
+        return Completions(completions, sampling_mask=left)
+
+
+class ContinuousBatchingEngine(RolloutEngine):
+    """Samples by continuous batching: a finished completion makes room for the next.
+
+    It has a paged cache, and reports log-probabilities.
+
+    Raises:
+        ValueError: the installed transformers has no such batching, its settings are wrong, or
+            the policy stays sharded while it generates.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        name = "transformers_continuous_batching_config"
+        settings = options(name, getattr(context.args, name))
+        try:
+            from transformers.generation import ContinuousBatchingConfig
+        except ImportError as error:
+            raise ValueError(f"use_transformers_continuous_batching: {error}") from error
+        try:
+            self._batching = ContinuousBatchingConfig(**{"return_logprobs": True, **settings})
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if context.placement.sharded and not context.args.ds3_gather_for_generation:
+            raise ValueError(
+                "ds3_gather_for_generation: expected True with "
+                "use_transformers_continuous_batching and a sharded policy, got False"
+            )
+        self._context = context
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return one completion per prompt.
+
+        Raises:
+            ValueError: a prompt has images, or was not completed, such as one that the cache has no
+                room for.
+        """
+        if has_images(images):
+            raise ValueError(
+                "use_transformers_continuous_batching: expected prompts of text, got images"
+            )
+        model = self._context.policy()
+        with self._context.placement.whole(model):
+            return self._complete(model, prompt_ids, sampling)
+
+    def _complete(
+        self, model: PreTrainedModel, prompt_ids: list[TokenIds], sampling: Sampling
+    ) -> Completions:
+        if not prompt_ids:
+            return Completions([])
+        with evaluating(model):
+            outputs = model.generate_batch(
+                prompt_ids,
+                generation_config=_generation_config(sampling, self._context.tokenizer),
+                continuous_batching_config=self._batching,
+                progress_bar=False,
+            )
+        done = list(outputs.values())  # in the order of the prompts
+        failed = [output.error for output in done if output.error is not None]
+        if failed or len(done) != len(prompt_ids):
+            raise ValueError(
+                f"use_transformers_continuous_batching: {len(prompt_ids)} prompts, "
+                f"{len(done) - len(failed)} completed; {failed[:1]}"
+            )
+        ids = [cut_after_eos(output.generated_tokens, sampling.eos_token_ids) for output in done]
+        if not self._batching.return_logprobs:
+            return Completions(ids)
+        pairs = zip(done, ids, strict=True)
+        return Completions(ids, [output.logprobs[: len(row)] for output, row in pairs])
+
+
+def _generation_config(
+    sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
+) -> GenerationConfig:
+    """Return the sampling in transformers' words."""
+    settings = sampling.parameters | {
+        "do_sample": True,
+        "use_cache": True,
+        "max_new_tokens": sampling.max_tokens,
+        "cache_implementation": cache,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": sorted(sampling.eos_token_ids) or None,
+        "pad_token_id": pad_token_id(tokenizer),
+    }
+    if sampling.sampling_mask_size:
+        settings |= NO_FILTERS  # RecordingFilters has them
+    settings |= sampling.engine_options
+    never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
+    return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the padding token, or the end-of-sequence token of a tokenizer without one.
+
+    Raises:
+        ValueError: the tokenizer has neither.
+    """
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError("processing_class: expected a pad_token or an eos_token, got neither")

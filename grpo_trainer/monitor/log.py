@@ -1,0 +1,84 @@
+"""What a run logs: metrics and completions, those of training and those of evaluations."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from huggingface_hub import CommitScheduler
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from grpo_trainer.common import unfailing
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.monitor.card import Recipe
+from grpo_trainer.monitor.completions import CompletionLog, completion_logs, completion_uploads
+from grpo_trainer.monitor.live import show_progress
+from grpo_trainer.monitor.metrics import MetricLog
+
+
+def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
+    """Add the view, and say what the run is made of.
+
+    Args:
+        trainer: of the run.
+        rewards: weights by name.
+        engine: kind of a rollout engine that no argument names.
+    """
+    show_progress(trainer)
+    return Recipe.of(trainer, rewards, engine)
+
+
+class LogsRun(Trainer):
+    """Adds to each row of the log what was collected since the one before."""
+
+    args: GRPOConfig
+    # of training (True) and of evaluations (False)
+    _metrics: dict[bool, MetricLog]
+    _completions: dict[bool, CompletionLog]  # empty unless they are asked for
+    _uploads: CommitScheduler | None = None  # of completions, if asked for
+
+    def start_logs(self) -> None:
+        """Drop what was collected.
+
+        Raises:
+            ValueError: the hub does not take the completions.
+        """
+        if self._uploads is None and self.is_world_process_zero():
+            self._uploads = completion_uploads(self.args)
+        self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
+        self._completions = completion_logs(self.args)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # a training step's row, or the summary, which has what came after the last of these
+        if "loss" in logs or "train_loss" in logs:
+            if drained := self._metrics[True].drain():
+                logs |= drained | {"num_tokens": self.state.num_input_tokens_seen}
+            self._write_completions(training=True)
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        self._write_completions(training=False)
+        drained = self._metrics[False].drain()
+        output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
+        return output
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.control.should_training_stop:  # a longer run would write them once more
+            self._write_completions(training=True)
+        super()._save_checkpoint(model, trial)
+
+    def _write_completions(self, training: bool) -> None:
+        if self._completions:
+            step = self.state.global_step
+            with nullcontext() if self._uploads is None else self._uploads.lock:
+                self._completions[training].flush(step, self.is_world_process_zero())
+
+    def end_logs(self) -> None:
+        """Wait until what was written is uploaded."""
+        if self._uploads is not None:
+            with unfailing(f"completions in {self.args.log_completions_hub_repo}"):
+                self._uploads.trigger().result()

@@ -1,0 +1,300 @@
+"""Load the policy and what processes its prompts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import parse_flag_from_env
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    find_adapter_config_file,
+)
+
+from grpo_kernels.hf import drop_wrappers, has_moe_aux_loss, keep_head_in_fp32
+from grpo_kernels.tools import hub_or_cache
+from grpo_trainer.common import masked_text
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.data import ProcessingClass, tokenizer_of
+from grpo_trainer.policy.adapters import (
+    base_policy,
+    prepare_adapter,
+    with_adapter,
+    with_saved_adapter,
+)
+from grpo_trainer.policy.forward import evaluating
+
+_SIDE = 64  # pixels of an image that is tried
+# what models raise for what another one takes
+_MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
+    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images.
+
+    Raises:
+        ValueError: there is none beside it, or one without a vocabulary.
+    """
+    settings = options("model_init_kwargs", args.model_init_kwargs)
+    name = model.config._name_or_path
+    kind = AutoProcessor if takes_images(model) else AutoTokenizer
+    try:
+        with hub_or_cache(name):
+            found = kind.from_pretrained(
+                name,
+                trust_remote_code=args.trust_remote_code,
+                revision=settings.get("revision", "main"),
+            )
+    except (ImportError, OSError, ValueError) as error:  # Qwen's processors import torchvision
+        raise ValueError(
+            f"processing_class: expected a tokenizer or a processor, since that of model {name!r} "
+            f"cannot be loaded: {error}"
+        ) from error
+    tokenizer = tokenizer_of(found)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
+        raise ValueError(
+            f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
+        )
+    return found
+
+
+def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -> None:
+    """Raise ValueError if a processor is not one of ``model``."""
+    if not isinstance(processing_class, ProcessorMixin):
+        return
+    kind = type(processing_class).__name__
+    if not isinstance(getattr(processing_class, "tokenizer", None), PreTrainedTokenizerBase):
+        raise ValueError(f"processing_class: expected a processor with a tokenizer, got a {kind}")
+    policy = base_policy(model)
+    wanted = getattr(policy.config, "image_token_id", None)
+    own = getattr(processing_class, "image_token_ids", [])
+    if not takes_images(model) or (wanted is not None and own and wanted not in own):
+        raise ValueError(
+            f"processing_class: expected the processor of {type(policy).__name__}, in which token "
+            f"{wanted} stands for images, got a {kind} with {own}"
+        )
+
+
+def check_images_run(
+    processing_class: ProcessingClass, runs: nn.Module, device: torch.device
+) -> None:
+    """Raise ValueError unless the policy can take what a processor makes of an image.
+
+    ``runs`` is what is called to run the policy, once it is placed.
+    """
+    if not isinstance(processing_class, ProcessorMixin):
+        return
+    image = Image.new("RGB", (_SIDE, _SIDE))
+    text = processing_class.image_token
+    made = processing_class(text=[text], images=[[image]], return_tensors="pt").to(device)
+    try:
+        with evaluating(runs):
+            runs(**made, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except _MISMATCH as error:
+        raise ValueError(
+            f"processing_class: expected the processor of the policy, got a "
+            f"{type(processing_class).__name__}, with whose images it fails: {error}"
+        ) from error
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Return whether ``model`` has a part for images."""
+    return getattr(base_policy(model).config, "vision_config", None) is not None
+
+
+# arguments of from_pretrained that say where a model is, and those that are an adapter's own
+_WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+_OF_ADAPTER = ("revision", "subfolder")
+# not there, no connection, broken, more than weights
+_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError)
+
+
+def load_policy(
+    model: str | PreTrainedModel,
+    args: GRPOConfig,
+    peft_config: Any | None = None,
+    quantization_config: Any | None = None,
+) -> PreTrainedModel:
+    """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
+
+    A name may be that of a saved adapter, which is trained on.
+
+    Raises:
+        ValueError: there is no such model, or the adapter cannot be trained.
+    """
+    if isinstance(model, str):
+        model = _load(model, args, quantization_config)
+    else:
+        given = {
+            "model_init_kwargs": args.model_init_kwargs,
+            "quantization_config": quantization_config,
+        }
+        for name, value in given.items():
+            if value is not None:
+                shown = masked_text(repr(value))
+                warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
+        _forget_trainer(model)
+    if args.cast_lm_head_to_fp32:
+        keep_head_in_fp32(model)
+    if peft_config is not None:
+        model = with_adapter(model, peft_config)
+    prepare_adapter(model, args)
+    if args.disable_dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    return model
+
+
+def _forget_trainer(model: PreTrainedModel) -> None:
+    """Take off what a trainer before has put around the forward: its precision."""
+    base = base_policy(model)
+    drop_wrappers(base)
+    # accelerate's marks: it would not put mixed precision around the forward again
+    vars(model).pop("_is_accelerate_prepared", None)
+    if base is not model and vars(model).pop("_original_forward", None) is not None:
+        del model.forward  # accelerate's, around that of peft
+
+
+def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
+    own = options("model_init_kwargs", args.model_init_kwargs)
+    settings |= own
+    if quantization_config is not None:
+        if "quantization_config" in settings:
+            raise ValueError(
+                "quantization_config: expected it once, got it in model_init_kwargs too"
+            )
+        settings["quantization_config"] = quantization_config
+        if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
+            settings.setdefault("device_map", {"": args.device})
+    where = {key: settings[key] for key in _WHERE if key in settings}
+    try:
+        with hub_or_cache(name):
+            adapter = find_adapter_config_file(name, **where)
+            if adapter is None:
+                return _auto_class(name, settings).from_pretrained(name, **settings)
+            config = json.loads(Path(adapter).read_text())
+            base, revision = config["base_model_name_or_path"], config.get("revision")
+            settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
+            settings |= {} if revision is None else {"revision": revision}
+            with hub_or_cache(base):
+                model = _auto_class(base, settings).from_pretrained(base, **settings)
+            return with_saved_adapter(model, name, where)
+    except _UNREADABLE as error:
+        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in own):
+            raise
+        raise ValueError(f"model_init_kwargs: expected known names: {error}") from error
+    except ImportError as error:  # bitsandbytes, or what else a quantisation needs
+        if "quantization_config" not in settings:
+            raise
+        raise ValueError(f"quantization_config: {error}") from error
+
+
+def _auto_class(name: str, settings: dict[str, Any]) -> Any:
+    """Return what loads a model of the class that its config names."""
+    known = {key: settings[key] for key in _WHERE if key in settings}
+    trusted = settings["trust_remote_code"]
+    config = settings.get("config") or AutoConfig.from_pretrained(
+        name, trust_remote_code=trusted, **known
+    )
+    architectures = config.architectures or [None]
+    takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
+    """Return whether ``folder`` has the weights under the names that ``model`` gives them.
+
+    Some families, most of those that take images, are saved under older names.
+    """
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        saved = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].keys()
+    elif (folder / SAFE_WEIGHTS_NAME).is_file():
+        with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
+            saved = file.keys()
+    else:  # an adapter alone, or what Trainer has a message for
+        return True
+    return set(saved) <= set(model.state_dict())
+
+
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Load what ``save_pretrained`` left in ``folder``, under whatever names, into ``model``."""
+    saved = type(model).from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(saved.state_dict())
+
+
+def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
+    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
+            "set CUDA_VISIBLE_DEVICES"
+        )
+    if accelerator.parallelism_config is not None:
+        sizes = {
+            name: getattr(accelerator.parallelism_config, f"{name}_size", 1)
+            for name in ("tp", "cp", "sp")
+        }
+        wrong = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
+        if wrong:
+            raise ValueError(
+                f"parallelism_config: expected data parallelism alone (each process has whole "
+                f"sequences and whole layers), got {wrong}"
+            )
+    for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
+        # by a field, or by the launcher's file
+        asked = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
+        if asked and getattr(accelerator.state, f"{name}_plugin", None) is None:
+            raise ValueError(
+                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
+                f"got {accelerator.distributed_type.value}, where it would have no effect"
+            )
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
+            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
+        )
+
+
+def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
+    """Return the weight of the router loss: the argument's, else that of the model's config.
+
+    Raises:
+        ValueError: a weight is asked for and the model has no such loss.
+    """
+    wanted = args.router_aux_loss_coef
+    if has_moe_aux_loss(model):
+        own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        return own if wanted is None else wanted
+    if wanted:
+        raise ValueError(
+            "router_aux_loss_coef: expected None or 0 with a model without a load-balancing loss "
+            f"of its routers, got {wanted} for {type(model).__name__}"
+        )
+    return 0.0

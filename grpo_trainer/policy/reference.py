@@ -1,0 +1,163 @@
+"""The reference model of the KL penalty: the policy at the start, or a slowly following one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from grpo_kernels.hf import add_fused_head, is_patched
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.policy.adapters import (
+    REFERENCE,
+    keep_reference_adapter,
+    running_adapter,
+    starts_as_base,
+)
+from grpo_trainer.policy.placement import WHOLE, Placement
+
+
+class Reference:
+    """Gives a model to run in place of the policy. ``model`` is None if that is no second model."""
+
+    model: PreTrainedModel | None = None
+
+    def prepare(self) -> None:
+        """Get ready, once, when the policy is where it will be trained."""
+
+    @contextmanager
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
+        raise NotImplementedError
+
+    def follow(self, policy: nn.Module, share: float) -> None:
+        """Take over so much of ``policy``."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs to resume exactly; empty if the start gives all of it.
+
+        Of a sharded reference it is this process's part.
+        """
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        assert not state, "only a synced reference has a state"
+
+
+class FrozenModel(Reference):
+    """A copy of the policy with a fused head of its own. With ``follows`` it is mixed with the
+    policy by the trainer.
+
+    Raises:
+        ValueError: the policy's forward is patched. What is attached to a forward stays bound to
+            the model it was attached to, so a copy would silently run the policy.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, follows: bool, placement: Placement = WHOLE
+    ) -> None:
+        if is_patched(policy):
+            raise ValueError(
+                "model: expected one whose forward is unchanged, so that the reference of beta != "
+                "0 can be copied from it; got a patched forward"
+            )
+        self.model: PreTrainedModel = placement.copied(policy).requires_grad_(False).eval()
+        add_fused_head(self.model)
+        self._follows = follows
+        self._placement = placement
+        self._runs: nn.Module = self.model
+
+    def prepare(self) -> None:
+        self._runs = self._placement.frozen(self.model)
+
+    @contextmanager
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
+        yield self._runs
+
+    @torch.no_grad()
+    def follow(self, policy: nn.Module, share: float) -> None:
+        for model in (self.model, policy):
+            self._placement.at_rest(model)
+        pairs = zip(self.model.parameters(), policy.parameters(), strict=True)
+        for mine, policys in pairs:  # both are sharded alike
+            part = self._placement.local(mine)
+            part.mul_(1.0 - share).add_(self._placement.local(policys), alpha=share)
+
+    def state(self) -> dict[str, Tensor]:
+        if not self._follows:
+            return {}
+        self._placement.at_rest(self.model)
+        own = self.model.named_parameters()
+        return {name: self._placement.local(parameter) for name, parameter in own}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor]) -> None:
+        own = self.state()
+        assert own.keys() == state.keys(), "a checkpoint of another configuration is refused before"
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+class Adapter(Reference):
+    """The policy itself, under another adapter or, with None, under none."""
+
+    def __init__(self, name: str | None, placement: Placement = WHOLE) -> None:
+        self._name = name
+        self._placement = placement
+
+    @contextmanager
+    def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
+        self._placement.at_rest(policy)  # what is frozen meanwhile is said of the trained ones
+        with running_adapter(policy, self._name):
+            yield self._placement.runs(policy)
+            self._placement.at_rest(policy)
+
+
+class SyncReference(TrainerCallback):
+    """Every so many optimizer steps ``reference = (1 - alpha) * reference + alpha * policy``.
+
+    After TR-DPO, arXiv:2404.09656.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def on_step_end(
+        self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.follow(model, args.ref_model_mixup_alpha)
+
+
+def make_reference(
+    policy: PreTrainedModel,
+    args: GRPOConfig,
+    peft_config: Any | None,
+    placement: Placement = WHOLE,
+) -> Reference | None:
+    """Return the reference of ``policy`` as it is now; None with beta 0, which needs none.
+
+    A new adapter of ``peft_config`` is switched off, an adapter that came with the model is kept as
+    a frozen copy; neither needs a second model.
+
+    Raises:
+        ValueError: ``sync_ref_model`` with an adapter, or the policy cannot be copied.
+    """
+    if args.beta == 0:
+        return None
+    if not is_peft_model(policy):
+        return FrozenModel(policy, args.sync_ref_model, placement)
+    if args.sync_ref_model:
+        raise ValueError(
+            "sync_ref_model: expected False with an adapter (the reference is the model without "
+            "it, or a frozen copy of it), got True"
+        )
+    if peft_config is not None and starts_as_base(peft_config):
+        return Adapter(None, placement)
+    keep_reference_adapter(policy)
+    return Adapter(REFERENCE, placement)

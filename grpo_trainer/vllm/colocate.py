@@ -1,0 +1,237 @@
+"""vLLM inside the training process, on the same device: weights move by reference."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.engines import (
+    MAX_LOGPROBS,
+    Completions,
+    EngineContext,
+    Images,
+    Request,
+    Sampling,
+    TokenIds,
+    WeightSource,
+    requests_of,
+    runs,
+    vllm_params,
+)
+from grpo_trainer.policy import base_policy, loading_whole
+
+_STRIDE = 1_000_003  # between the seeds of processes
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+class ColocatedVLLM:
+    """Samples with a vLLM engine of its own per process, or per tensor-parallel group.
+
+    Raises:
+        ValueError: vLLM is not installed, or refuses the settings.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        args = context.args
+        # the engine runs in this process: weights are handed over by reference, never serialised
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # on a CPU it would pin the threads of this process, which trains, to some of the cores
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # it reports every update
+        # tables of angles are computed, not loaded; vLLM warns of that at every update
+        logging.getLogger(_RELOAD).addFilter(lambda record: "Rotary" not in record.getMessage())
+        try:
+            import vllm
+        except ImportError as error:
+            raise ValueError(f"use_vllm: expected vllm to be installed: {error}") from error
+        self._vllm = vllm
+        self._accelerator = context.accelerator
+        self._group = _tensor_parallel_group(context)
+        settings = _engine_settings(context) | options(
+            "vllm_engine_kwargs", args.vllm_engine_kwargs
+        )
+        # the weights come from the policy, so what is on disk is not read; only its description is
+        place = tempfile.TemporaryDirectory()
+        with place as folder, self._own_random_numbers(), loading_whole():
+            if not args.trust_remote_code:  # whose code lies beside its description
+                _describe(context, folder)
+                settings |= {"model": folder, "tokenizer": folder}
+            self._llm = vllm.LLM(**settings)
+        self._cache_sleeps = False
+        atexit.register(self.close)
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Return completions of the prompts of this process; a group of them is one request.
+
+        Raises:
+            ValueError: vLLM writes other tokens for an image than the processor did.
+        """
+        if self._cache_sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._cache_sleeps = False
+        gathered = self._gather(requests_of(prompt_ids, images))
+        requests = runs([request for part in gathered for request in part])
+        params = [self._params(sampling, count) for _, count in requests]
+        with self._own_random_numbers():
+            outputs = self._llm.generate(
+                [_prompt(request) for request, _ in requests], params, use_tqdm=False
+            )
+        for (request, _), output in zip(requests, outputs, strict=True):
+            request.check(output.prompt_token_ids)
+        samples = [sample for output in outputs for sample in output.outputs]
+        start = sum(len(part) for part in gathered[: self._rank_in_group])
+        mine = samples[start : start + len(prompt_ids)]
+        token_ids = [list(sample.token_ids) for sample in mine]
+        logprobs = [
+            [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
+            for sample, ids in zip(mine, token_ids, strict=True)
+        ]
+        if not sampling.sampling_mask_size:
+            return Completions(token_ids, logprobs)
+        mask = [
+            [[i for i, found in at.items() if found.logprob > -math.inf] for at in sample.logprobs]
+            for sample in mine
+        ]
+        return Completions(token_ids, logprobs, mask)
+
+    def update_weights(self, weights: WeightSource) -> None:
+        """Replace the weights in place, tensor by tensor, and drop what was cached by the old."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        self._llm.llm_engine.reset_encoder_cache()  # of images
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
+
+    def sleep(self) -> None:
+        # level 2 keeps no copy of the weights: the policy has them
+        self._llm.sleep(level=2)
+        self._cache_sleeps = True
+
+    def wake(self) -> None:
+        """Make room for the weights; that of the cache is taken when they are loaded."""
+        if self._cache_sleeps:
+            self._llm.wake_up(tags=["weights"])
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Give the engine random numbers of its own: it takes and seeds those of the whole process.
+
+        They are seeded from the trainer's, which a checkpoint has; alike in the processes that draw
+        the same tokens, and in no others.
+        """
+        seed = [int(torch.randint(2**31, ()))]
+        first = self._accelerator.process_index - self._rank_in_group
+        if self._group is not None:
+            dist.broadcast_object_list(seed, src=first, group=self._group)
+        states = random.getstate(), np.random.get_state()
+        device = self._accelerator.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed[0] + _STRIDE * first)
+            yield
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+    def _params(self, sampling: Sampling, count: int) -> Any:
+        params = vllm_params(sampling)
+        if sampling.structured_outputs_regex is not None:
+            structured = self._vllm.sampling_params.StructuredOutputsParams
+            params["structured_outputs"] = structured(regex=sampling.structured_outputs_regex)
+        try:
+            return self._vllm.SamplingParams(n=count, detokenize=False, **params)
+        except TypeError as error:  # a name that it does not have
+            raise ValueError(f"generation_kwargs: {error}") from error
+
+    def _gather(self, prompts: list[Request]) -> list[list[Request]]:
+        """Return the prompts of all processes of the group: together they run each request."""
+        if self._group is None:
+            return [prompts]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, prompts, group=self._group)
+        return gathered
+
+    @property
+    def _rank_in_group(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+
+def _prompt(request: Request) -> dict[str, Any]:
+    if not request.images:
+        return {"prompt_token_ids": request.ids}
+    return {
+        "prompt_token_ids": request.short_ids,
+        "multi_modal_data": {"image": list(request.images)},
+    }
+
+
+def _describe(context: EngineContext, folder: str) -> None:
+    """Write a model folder without weights."""
+    model = base_policy(context.policy())
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    context.processing_class.save_pretrained(folder)
+
+
+def _engine_settings(context: EngineContext) -> dict[str, Any]:
+    args, accelerator = context.args, context.accelerator
+    if args.vllm_enable_sleep_mode and accelerator.device.type != "cuda":
+        raise ValueError(
+            "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
+        )
+    parallel = args.vllm_tensor_parallel_size
+    settings = {
+        "model": base_policy(context.policy()).config._name_or_path,
+        "load_format": "dummy",
+        "dtype": _dtype(args, context),
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+        "max_model_len": args.vllm_max_model_length,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "tensor_parallel_size": parallel,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        # of the distribution that tokens are drawn from, after temperature and filters
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
+        "disable_log_stats": True,
+    }
+    if accelerator.num_processes > 1:
+        settings["distributed_executor_backend"] = "external_launcher"
+    return settings
+
+
+def _dtype(args: GRPOConfig, context: EngineContext) -> str:
+    """Return what the policy computes in."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    return str(context.policy().dtype).removeprefix("torch.")
+
+
+def _tensor_parallel_group(context: EngineContext) -> Any | None:
+    size, processes = context.args.vllm_tensor_parallel_size, context.accelerator.num_processes
+    if processes % size:
+        raise ValueError(
+            "vllm_tensor_parallel_size: expected a divisor of the number of processes, "
+            f"{processes}, got {size}"
+        )
+    if size == 1:
+        return None
+    ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
+    return dist.new_subgroups_by_enumeration(ranks)[0]

@@ -1,0 +1,111 @@
+"""Weights from the trainer's GPU to those of the server, by vLLM's own NCCL transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
+from vllm.utils.network_utils import get_ip
+
+from grpo_trainer.common import is_loopback
+from grpo_trainer.engines import WeightSource
+from grpo_trainer.vllm.http import JsonServer, ServerError
+
+
+class NCCLTransfer:
+    """Joins the server's workers in one NCCL group, anew after each failure of theirs.
+
+    Args:
+        workers: processes that hold the server's model.
+        port: of this machine, where they meet.
+        timeout: seconds that one update may take.
+    """
+
+    keeps_a_copy = False
+
+    def __init__(self, workers: int, port: int, timeout: float) -> None:
+        self._workers = workers
+        self._port = port
+        self._timeout = timeout
+        self._engine: Any = None
+        self._source = _Source()
+
+    def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
+        self._source.weights = weights
+        try:
+            if self._engine is None:
+                self._engine = self._join(server)
+            self._engine.send_weights()
+        except ServerError:
+            self._engine = None  # a restarted server is in no group
+            raise
+
+    def expect_others(self) -> None:
+        self._source.forget()
+
+    def _join(self, server: JsonServer) -> Any:
+        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
+        info = NCCLTrainerInitInfo(
+            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
+        )
+        return NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Calls(server, self._timeout), source=self._source
+        )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+class _Source(VLLMWeightSource):
+    """The policy, in vLLM's words. What it consists of seldom changes, so it is walked once."""
+
+    def __init__(self) -> None:
+        self.weights: WeightSource | None = None
+        self._meta: list[ParamMeta] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        if self._meta is None:
+            self._meta = [
+                ParamMeta(name=name, dtype=value.dtype, shape=tuple(value.shape))
+                for name, value in self
+            ]
+        return self._meta
+
+    def forget(self) -> None:
+        self._meta = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.weights is not None  # set before each use
+        return self.weights()
+
+
+class _Calls:
+    """What vLLM's transfer asks of the server meanwhile."""
+
+    def __init__(self, server: JsonServer, timeout: float) -> None:
+        self._server = server
+        self._timeout = timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update", {})
+
+    def update_weights(self, update_info: Any) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("/finish_weight_update", {"weight_version": weight_version})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self._server.post(path, body, self._timeout)

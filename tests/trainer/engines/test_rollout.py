@@ -1,0 +1,191 @@
+"""Rollout engines: what they are asked, when they get weights, what becomes of their answers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.engines import Completions, RolloutEngine, Sampling, register_rollout_engine
+from grpo_trainer.engines.registry import ENGINES
+from grpo_trainer.engines.sampling import vllm_params
+from tests.support.batches import BatchTrainer
+from tests.support.trainer import BackgroundEngine
+
+
+@pytest.fixture
+def train(make_trainer):
+    def run(engine, **changes) -> GRPOTrainer:
+        trainer = make_trainer(engine=engine, **changes)
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def logged(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if "reward" in row]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "kwargs", "ends"),
+    [
+        ([4, 5], 1, {}, {1, 4, 5}),
+        (4, 1, {}, {1, 4}),
+        (None, [6, 7], {}, {1, 6, 7}),
+        ([4], 6, {}, {1, 4}),  # the generation config speaks first
+        (None, None, {}, {1}),
+        ([-1, 4, 99], 1, {}, {1, 4}),  # such ids are never drawn
+        ([4, 5], 1, {"stop_token_ids": [7]}, {1, 4, 5, 7}),
+        ([4, 5], 1, {"eos_token_id": 6}, {6}),
+        ([4, 5], 1, {"eos_token_id": [6], "stop_token_ids": [7]}, {6, 7}),
+    ],
+)
+def test_ends_of_a_completion(
+    make_args, policy, tokenizer, caplog, generation, config, kwargs, ends
+):
+    policy.generation_config.eos_token_id, policy.config.eos_token_id = generation, config
+    args = make_args(generation_kwargs=kwargs)  # which transformers' engines take
+    sampling = Sampling.from_config(args, tokenizer, policy)
+    assert sampling.eos_token_ids == ends and not sampling.engine_options
+    assert vllm_params(sampling)["stop_token_ids"] == sorted(ends)
+    strange = generation == [-1, 4, 99]
+    assert ("[-1, 99] end nothing, the model has 14 tokens" in caplog.text) == strange
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "stop_token_ids"])
+def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
+    for ids in (-1, [14], "1", [True], [[1]]):
+        args = make_args(generation_kwargs={name: ids})
+        with pytest.raises(ValueError, match=rf"_kwargs\['{name}'\]: expected ids of tokens"):
+            Sampling.from_config(args, tokenizer, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("continuous", [False, True])
+def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tokenizer, continuous):
+    other = tokenizer.convert_tokens_to_ids("7")
+    ends = {tokenizer.eos_token_id, other}  # the first also fills up
+    policy.generation_config.eos_token_id = [other]
+    seen = []
+
+    def reward(completion_ids, completions, **kwargs):
+        seen.extend(zip(completion_ids, completions, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"use_transformers_continuous_batching": continuous}
+    if continuous:
+        blocks = {"num_blocks": 64, "max_batch_tokens": 64}
+        settings["transformers_continuous_batching_config"] = blocks
+    trainer = make_trainer(
+        reward, kind=BatchTrainer, per_device_train_batch_size=64, max_completion_length=6,
+        temperature=0.7, mask_truncated_completions=True, **settings,
+    )  # fmt: skip
+    trainer.train()
+    assert {ids[-1] for ids, _ in seen} > ends  # all ways to end occur, the limit too
+    assert not any(ends & set(ids[:-1]) for ids, _ in seen)
+    assert all(text == tokenizer.decode(ids).removesuffix("<eos>") for ids, text in seen)
+    cut = [ids[-1] not in ends for ids, _ in seen[:64]]
+    assert logged(trainer, "completions/clipped_ratio")[0] == pytest.approx(sum(cut) / 64)
+    batch = trainer.batches[0]
+    assert (batch.target < 0).all(1).tolist() == cut
+    assert batch.num_items == sum(len(ids) for ids, _ in seen[:64] if ids[-1] in ends)
+    if continuous:  # reports log-probabilities, which are those of the weights of each step
+        assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
+    engine = BackgroundEngine(tokenizer)
+    trainer = train(engine, optim=optim, max_steps=2)
+    assert engine.calls == ["update", "generate"] * 2
+    trainer.evaluate(trainer.train_dataset.select(range(4)))
+    assert engine.calls[4] == "update" and "update" not in engine.calls[5:]
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(0.5)  # as loading a checkpoint does
+    trainer.evaluate(trainer.train_dataset.select(range(1)))
+    assert engine.calls[-2:] == ["update", "generate"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (([[1]],), "expected 2 completions of one token or more, got 1"),
+        (([[1], []],), "got 2 with 1 empty ones"),
+        (([[1], [2]], [[0.0], [0.0, 0.0]]), "one log-probability per token, got 3 for 2"),
+    ],
+)
+def test_answers_are_checked(make_trainer, answer, message):
+    class Answers(RolloutEngine):
+        def generate(self, prompt_ids, sampling):
+            return Completions(*answer)
+
+    with pytest.raises(ValueError, match=message):
+        make_trainer(engine=Answers()).rollouts.generate([[1], [2]])
+
+
+def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo_trainer.engines.registry.ENGINES", dict(ENGINES))
+    made = []
+
+    def factory(context):
+        made.append(BackgroundEngine(context.tokenizer))
+        return made[0]
+
+    with pytest.raises(ValueError, match="rollout_engine: expected one of transformers, .*'mine'"):
+        make_trainer(rollout_engine="mine")
+    register_rollout_engine("mine", factory)
+    with pytest.raises(ValueError, match="'mine', which is registered"):
+        register_rollout_engine("mine", factory)
+    make_trainer(rollout_engine="mine", generation_kwargs={"own_option": 1}).train()
+    assert made[0].calls == ["update", "generate"] * 2
+    assert made[0].sampling.engine_options == {"own_option": 1}
+
+
+# settings with use_vllm -> the message
+REFUSED = [
+    ({"vllm_weight_transfer": "pickle"}, "vllm_weight_transfer: expected one of auto, file"),
+    ({"vllm_mode": "server", "vllm_server_base_url": "10.0.0.1:80"}, "url: expected http://h"),
+    ({"vllm_mode": "server", "vllm_enable_sleep_mode": True}, "sleep_mode: .*='colocate'"),
+    ({"vllm_server_port": 9000}, "vllm_server_port: expected only with vllm_mode='server'"),
+    ({"cache_implementation": "static"}, "cache_implementation: expected None with use_vllm"),
+    ({"rollout_engine": "mine"}, "use_vllm, rollout_engine: expected at most one of them"),
+    ({"transformers_continuous_batching_config": {"num_blocks": 64}}, "config: expected only w"),
+    ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: expected one of token_truncate"),
+    ({"vllm_importance_sampling_clip_min": 4.0}, "sampling_clip_min: expected a number below"),
+    ({"generation_kwargs": {"max_tokens": 5}}, "expected the field max_completion_length"),
+    ({"generation_kwargs": {"logprobs": 3}}, "generation_kwargs: expected none of logprobs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_wrong_settings(make_args, tokenizer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        vllm_params(Sampling.from_config(make_args(use_vllm=True, **changes), tokenizer))
+
+
+def test_wrong_settings_of_continuous_batching(make_trainer):
+    field = "transformers_continuous_batching_config"
+    with pytest.raises(ValueError, match=f"{field}: .*'blocks'"):
+        make_trainer(use_transformers_continuous_batching=True, **{field: {"blocks": 64}})
+
+
+def test_no_vllm(make_trainer, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match="got one beside the vllm_colocate of args"):
+        make_trainer(use_vllm=True, engine=BackgroundEngine(tokenizer))
+    with pytest.raises(ValueError, match="use_vllm: expected vllm to be installed"):
+        make_trainer(use_vllm=True)
+    server = {"vllm_mode": "server", "vllm_server_port": 1, "vllm_server_timeout": 0.1}
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:1/health: no connection"):
+        make_trainer(use_vllm=True, **server)
+
+
+def test_settings_without_effect_are_reported(make_args):
+    with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
+        make_args(vllm_server_port=9000)
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):  # an old name
+        args = make_args(vllm_importance_sampling_cap=2.0)
+    assert args.vllm_importance_sampling_clip_max == 2.0

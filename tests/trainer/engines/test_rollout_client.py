@@ -1,0 +1,400 @@
+"""The client of a vLLM server, against one that fails in every way."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import threading
+import traceback
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from grpo_trainer.vllm import ServerError, VLLMClient
+from tests.support.vllm_stub import StubServer, choices, slowly
+
+COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
+UPDATE = [
+    "/pause?mode=keep", "/update_weight_version", "/collective_rpc", "/reset_encoder_cache",
+    "/reset_prefix_cache", "/weight_info", "/update_weight_version", "/resume",
+]  # fmt: skip
+
+
+def weights(value: float):
+    shared = torch.full((2, 3), value)
+    return lambda: iter([("embed", shared), ("head", shared), ("norm", torch.ones(3)[::2])])
+
+
+COMPLETED = {
+    "completion_ids": [[7, 0], [7, 1], [7, 2], [7, 3]],
+    "logprobs": [[-0.5, -0.0], [-0.5, -1.0], [-0.5, -2.0], [-0.5, -3.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids"),
+    [([[1, 2], [3]], [[1, 2], [3]]), (["Hello", "two words"], [[0], [0, 1]])],
+)
+def test_token_ids_and_texts(make_client, stub, prompts, ids):
+    """The server encodes texts, special tokens and all."""
+    answer = make_client().generate(prompts, n=2, temperature=0.5, max_tokens=3)
+    assert answer == {"prompt_ids": ids} | COMPLETED
+    body = stub.asked[-1][1]
+    assert body["prompt"] == prompts and body["n"] == 2 and body["temperature"] == 0.5
+    assert body["return_token_ids"] is True and "structured_outputs" not in body
+    assert body["add_special_tokens"] is True
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        *("Hello", ["Hello", [1]], [[1], "Hello"], [1, 2], [[1, "a"]], [[True]], [[-1]], None, []),
+        *([{"role": "user"}], [[{"role": "user"}], [1]]),
+    ],
+)
+def test_prompts_of_another_kind(make_client, stub, prompts):
+    message = "prompts: expected a list of texts, of lists of token ids, or of lists of messages, "
+    with pytest.raises(ValueError, match=re.escape(f"{message}got {prompts!r}")):
+        make_client().generate(prompts)
+    assert COMPLETE not in stub.paths()
+
+
+def picture(colour: str) -> Image.Image:
+    return Image.new("RGB", (4, 2), colour)
+
+
+def sent_image(url: str) -> Image.Image:
+    kind, _, data = url.partition(",")
+    assert kind == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(data)))
+
+
+def asked_in(stub, path: str, by: str) -> list[dict]:
+    """Return what was asked at ``path``; requests of one call come in any order."""
+    return sorted(
+        (body for asked, body, _ in stub.asked if asked == path), key=lambda b: str(b[by])
+    )
+
+
+def test_messages(make_client, stub):
+    """With their images, and what the chat template gets."""
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+            b: other.
+        """
+        return a + b
+
+    parts = [{"type": "text", "text": "what?"}, {"type": "image", "image": picture("red")}]
+    rest = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:image/png;x"}}]
+    remote = {"type": "image", "image": None, "url": "https://example.com/a.png"}  # of a dataset
+    talks = [[{"role": "user", "content": content}] for content in ("one", [*parts, *rest, remote])]
+    answer = make_client().chat(
+        talks, images=[None, [picture("blue")]], n=2, temperature=0.5, max_tokens=3, seed=3,
+        tools=[add], chat_template="x", chat_template_kwargs={"level": 1},
+    )  # fmt: skip
+    assert answer["prompt_ids"] == [[0], [0, 1, 2, 3, 4]]
+    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
+    plain, seeing = asked_in(stub, CHAT, "messages")
+    assert plain["messages"] == talks[0] and plain["seed"] == 3 and plain["n"] == 2
+    assert plain["logprobs"] is True and plain["return_token_ids"] is True
+    assert plain["tools"][0]["function"]["name"] == "add" and plain["tool_choice"] == "none"
+    assert plain["chat_template"] == "x" and plain["chat_template_kwargs"] == {"level": 1}
+    text, red, blue, *others = seeing["messages"][0]["content"]
+    assert [text, *others] == [
+        parts[0], rest[1], {"type": "image_url", "image_url": {"url": remote["url"]}},
+    ]  # fmt: skip
+    shown = [sent_image(part["image_url"]["url"]).getpixel((0, 0)) for part in (red, blue)]
+    assert shown == [(255, 0, 0), (0, 0, 255)]
+    assert parts[1]["image"].size == (4, 2)  # the messages are as they were
+    assert make_client().generate(talks[:1], n=2)["completion_ids"] == [[7, 0]] * 2
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2], [3]], ["one two", "one"]])
+def test_images_beside_tokens_and_texts(make_client, stub, prompts):
+    images = [[picture("red"), "https://example.com/a.png"], None]
+    answer = make_client().generate(prompts, images, n=2, seed=3, temperature=0.5, max_tokens=3)
+    ids = prompts if prompts[0] == [1, 2] else [[0, 1], [0]]
+    assert answer["prompt_ids"] == [[*ids[0], 8, 8], ids[1]]
+    assert answer["completion_ids"] == [[7, 0]] * 4 and answer["logprobs"] == [[-0.5, -1.0]] * 4
+    bodies = asked_in(stub, "/inference/v1/generate", "token_ids")
+    second, first = sorted(bodies, key=lambda body: len(body["content_parts"]))
+    assert [first["token_ids"], second["token_ids"]] == ids and second["content_parts"] == []
+    assert first["content_parts"][1] == {"type": "image_url", "url": "https://example.com/a.png"}
+    assert sent_image(first["content_parts"][0]["url"]).size == (4, 2)
+    assert first["sampling_params"]["seed"] == 3 and first["sampling_params"]["n"] == 2
+    mask = make_client().generate(prompts, images, logprobs=1)["sampling_mask"]
+    assert mask == [[[7], [0]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("one", "1 entries, one per prompt .*, got str"),
+        ([1, 2], "1 entries, one per prompt .*, got 2"),
+        (["a.png"], "PIL images or URLs of images, got 'a.png'"),
+        ([[picture("red")] * 2], "as many .* got 1 more"),
+        ([None], "one for every image part of the messages, got less"),
+    ],
+)
+def test_images_that_do_not_fit(make_client, images, message):
+    with pytest.raises(ValueError, match=f"images: expected {message}"):
+        make_client().chat([[{"role": "user", "content": [{"type": "image"}]}]], images=images)
+
+
+def test_options_of_the_server(make_client, stub):
+    options = {"seed": 3, "structured_outputs_regex": "a+", "logprobs": None}
+    answer = make_client().generate([[1]], **options, generation_kwargs={"ignore_eos": True})
+    expected = {"seed": 3, "structured_outputs": {"regex": "a+"}, "ignore_eos": True}
+    assert answer["logprobs"] is None and stub.asked[-1][1].items() >= expected.items()
+
+
+def test_api_key(make_client, stub, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "other")
+    for given, sent in (({}, "Bearer other"), ({"api_key": "secret"}, "Bearer secret")):
+        make_client(**given).generate([[1]])
+        assert stub.asked[-1][2] == sent
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sead": 3}, "does not know sead"),
+        ({"generation_kwargs": {"sead": 3}}, "does not know sead"),
+        ({"seed": 3, "generation_kwargs": {"seed": 3}}, "seed have arguments of their own"),
+        ({"generation_kwargs": {"temperature": 3}}, "temperature have arguments of their own"),
+        ({"logprobs": -1}, "logprobs: expected a number >= 0 or None, got -1"),
+        ({"tools": [print], "chat_template": "x"}, "does not know chat_template, tools"),
+    ],
+)
+def test_options_that_the_server_would_ignore(make_client, stub, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_client().generate([[1]], **options)
+    assert COMPLETE not in stub.paths()
+
+
+BUSY, GONE, OUT = (500, {"error": "busy"}), (502, b"gateway"), (400, {"error": "out of memory"})
+
+
+@pytest.mark.parametrize(
+    ("faults", "tries"),
+    [
+        ([BUSY, (503, b"")], 3),
+        ([GONE] * 5, 6),  # a gateway without its server is waited for
+        ([slowly(1.0)], 2),
+    ],
+)
+def test_faults_are_retried(make_client, stub, faults, tries):
+    stub.script[COMPLETE] = list(faults)
+    client = make_client(request_timeout=0.3)
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
+    assert stub.paths().count(COMPLETE) == tries
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "tries", "message"),
+    [
+        (COMPLETE, BUSY, 4, "{url}{path}: got 500: .*busy"),
+        (COMPLETE, OUT, 1, "{url}{path}: got 400: .*out of memory"),
+        (COMPLETE, (503, b"no server"), None, "got 503: 'no server', for 0.2 seconds"),
+        (COMPLETE, slowly(0.5), 4, "no answer within 0.3 seconds, 4 times"),
+        ("/health", (307, b""), 1, r"/health: got 307: ''. `grpo-train serve --model"),  # TRL's
+        ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
+        ("/pause?mode=keep", (404, {"detail": "Not Found"}), 1, "grpo-train serve"),
+        ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* see the folder .*weights"),
+        ("/reset_prefix_cache", (200, {"success": False}), 4, "requests are running"),
+    ],
+)
+def test_faults_that_last_are_named(make_client, stub, path, fault, tries, message):
+    stub.script[path] = [fault] * 99
+    calls = {
+        COMPLETE: lambda client: client.generate([[1]]),
+        "/openapi.json": lambda client: client.generate([[1]], images=[picture("red")]),
+        "/reset_prefix_cache": lambda client: client.reset_prefix_cache(),
+    }
+    call = calls.get(path, lambda client: client.update_weights(weights(1.0)))
+    with pytest.raises(ServerError, match=message.format(url=stub.url, path=path)):
+        call(make_client(connection_timeout=0.2, request_timeout=0.3))
+    assert tries is None or stub.paths().count(path) == tries
+
+
+RIGHT = choices([[1]], 1)[0]
+
+
+def told(*values, **more):
+    return {"logprobs": {"token_logprobs": list(values)} | more}
+
+
+# answers, or changes of a right choice -> what the error says
+IMPOSSIBLE = [
+    *((answer, "{url}") for answer in (
+        b"<html>proxy error</html>", b'{"choices": [{"index"', [], {"choices": []},
+        {"choices": [RIGHT, RIGHT | {"index": 1}]},
+    )),
+    ({"index": 3}, "index"),
+    ({"token_ids": None}, "token_ids"),
+    ({"token_ids": []}, "0 tokens, expected 1 to max_tokens = 2"),
+    ({"token_ids": ["7", "8"]}, "token id '7'"),
+    ({"token_ids": [7, -1]}, "token id -1, expected 0 <= id < 16"),
+    ({"token_ids": [7, 16]}, "token id 16, expected 0 <= id < 16"),
+    ({"token_ids": [7, True]}, "token id True"),
+    ({"token_ids": [7, 7, 7]}, "3 tokens, expected 1 to max_tokens = 2"),
+    ({"prompt_token_ids": [1, 1]}, "prompt"),
+    ({"logprobs": None}, "log"),
+    (told(-1.0), "log"),
+    (told(-1.0, "x"), "log"),
+    (told(0.5, None), "log-probability 0.5, expected at most 0"),
+    (told(float("inf"), -1.0), "log-probability inf"),
+    (told(-1.0, -1.0, top_logprobs=[{"token_id:16": -1.0}, {}]), "token id 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "message"), IMPOSSIBLE)
+def test_answers_that_cannot_be(make_client, stub, answer, message):
+    """They are errors, and are not asked for again."""
+    options = {"max_tokens": 2, "logprobs": int("top_logprobs" in str(answer))}
+    whole = not isinstance(answer, dict) or "choices" in answer
+    stub.script[COMPLETE] = [(200, answer if whole else {"choices": [RIGHT | answer]})]
+    client = make_client(vocab_size=16)
+    with pytest.raises(ServerError, match=message.format(url=stub.url)):
+        client.generate([[1]], **options)
+    assert stub.paths().count(COMPLETE) == 1
+
+
+def test_unknown_logprobs_are_nan(make_client, stub):
+    stub.script[COMPLETE] = [(200, {"choices": [RIGHT | told(None, -9999.0)]})]
+    [row] = make_client().generate([[1]])["logprobs"]
+    assert all(value != value for value in row)
+
+
+def loaded(tmp_path) -> dict[str, torch.Tensor]:
+    """Return what the one file of weights holds."""
+    [file] = (tmp_path / "weights").rglob("*.safetensors")
+    return load_file(file)
+
+
+def test_weights_are_loaded_between_pause_and_resume(make_client, stub, tmp_path):
+    client = make_client()
+    for value in (1.0, 2.0):  # the old ones are gone
+        before = len(stub.asked)
+        client.update_weights(weights(value))
+        assert stub.paths()[before:] == UPDATE
+        assert stub.asked[-2][1]["new_version"] == stub.version
+        found, expected = loaded(tmp_path), dict(weights(value)())
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    client.close()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_named_parameters_go_together(make_client, stub, policy, tmp_path):
+    client, value = make_client(), torch.zeros(3)
+    client.update_named_param("a", value)
+    value += 1  # what was taken is a copy
+    client.update_named_param("b", value)
+    assert not stub.loaded
+    client.reset_prefix_cache()
+    assert {name: list(x) for name, x in loaded(tmp_path).items()} == {"a": [0] * 3, "b": [1] * 3}
+    with client.weight_update():
+        client.update_named_param("a", value * 5)
+    assert loaded(tmp_path)["a"].eq(5).all() and loaded(tmp_path)["b"].eq(1).all()
+    client.update_model_params(policy)
+    client.update_named_param("lm_head.weight", value * 7)
+    client.generate([[1]])  # with all of them, the newest
+    expected = policy.state_dict() | {"lm_head.weight": value * 7}
+    found = loaded(tmp_path)
+    assert found.keys() == expected.keys() and len(stub.loaded) == 4
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_communicator_that_is_not_there(stub):
+    client = VLLMClient(stub.url)
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]  # nobody asks for it
+    for update in (
+        lambda: client.update_named_param("a", torch.ones(1)),
+        lambda: client.update_weights(weights(1.0)),
+    ):
+        with pytest.raises(ValueError, match="init_communicator: expected to be called before"):
+            update()
+
+
+def test_a_server_that_restarts_gets_the_weights_first(make_client, stub):
+    """Before it is asked, while it answers, and while it loads."""
+
+    def die(*answer):
+        stub.version = "default"  # what a new process says
+        return answer
+
+    client = make_client()
+    for died, paths in (
+        ({}, ["/weight_info", *UPDATE, COMPLETE]),
+        ({COMPLETE: BUSY}, ["/weight_info", COMPLETE, "/weight_info", *UPDATE, COMPLETE]),
+    ):
+        client.update_weights(weights(1.0))
+        stub.script |= {path: [lambda answer=answer: die(*answer)] for path, answer in died.items()}
+        stub.version = stub.version if died else "default"
+        before = len(stub.asked)
+        assert client.generate([[1]])["completion_ids"] == [[7, 0]]
+        assert stub.paths()[before:] == paths
+        assert stub.loaded[-1] == stub.loaded[-2]
+    stub.script["/collective_rpc"] = [lambda: die(200, {})]
+    before = len(stub.loaded)
+    client.update_weights(weights(1.0))
+    assert len(stub.loaded) == before + 1 and not stub.version.endswith("-loading")
+    stub.close()  # gone for a while
+    started = []
+    timer = threading.Timer(0.3, lambda: started.append(StubServer(stub.port)))
+    timer.start()
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
+    timer.join()
+    assert started[0].loaded == stub.loaded[-1:]
+    started[0].close()
+
+
+def test_a_server_that_stays_away(make_client, stub, caplog):
+    client = make_client(connection_timeout=0.2)
+    stub.close()
+    with pytest.raises(ServerError, match=rf"{stub.url}.*no connection.*for 0.2 seconds"):
+        client.generate([[1]])
+    [waits] = caplog.messages  # of many tries
+    assert waits.endswith("waiting up to 0.2 s for it")
+    assert not client.health()
+    with pytest.raises(ConnectionError, match="no connection.*`grpo-train serve --model") as error:
+        make_client(connection_timeout=0.0)
+    assert isinstance(error.value, ServerError) and stub.url in str(error.value)
+
+
+def test_a_password_in_the_url(stub, caplog):
+    url = stub.url.replace("//", "//user:hf_private@")
+    client = VLLMClient(url, connection_timeout=5.0)
+    stub.script[COMPLETE] = [(500, {"error": "busy"}), (400, {"error": "no"})]
+    with pytest.raises(ServerError, match=r"http://\*\*\*@127.0.0.1:.*got 400") as error:
+        client.generate([[1]])
+    assert {key for _, _, key in stub.asked} == {"Basic dXNlcjpoZl9wcml2YXRl"}
+    stub.close()
+    with pytest.raises(ServerError, match="no connection") as gone:
+        VLLMClient(url)
+    assert "got 500" in caplog.text and "hf_private" not in caplog.text
+    for raised in (error.value, gone.value):
+        assert "hf_private" not in "".join(traceback.format_exception(raised))
+    with pytest.raises(ValueError, match=r"api_key: expected none .*, http://\*\*\*@127.0.0.1:"):
+        VLLMClient(url, api_key="secret")
+    with pytest.raises(ValueError, match="base_url: expected http://host:port, got '127.0.0.1:1'"):
+        VLLMClient("127.0.0.1:1")
+    with pytest.raises(ValueError, match="url: expected http://host:port, got .*::g"):
+        VLLMClient(host="::g")
+
+
+def test_addresses():
+    with pytest.raises(ServerError, match=r"http://\[::1\]:1/health"):
+        VLLMClient(host="::1", server_port=1)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ServerError, match="http://127.0.0.1:1/health"):
+            VLLMClient(host=host, server_port=1)

@@ -1,0 +1,151 @@
+"""What engines are sent: the checkpoint that the policy would be."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_trainer.engines import policy_weights
+from grpo_trainer.vllm import transfer as weight_files
+from grpo_trainer.vllm.transfer import FileTransfer
+from tests.support.trainer import adapted
+
+SIZES = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+)  # fmt: skip
+
+
+def saved(model, folder) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(sent, expected, **tolerance) -> None:
+    assert set(sent) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(sent[name], value, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_model(tmp_path, tied):
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+    sent = dict(policy_weights(model))
+    expected = saved(model, tmp_path)
+    if tied:  # engines may keep a copy of the head
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    assert_same(sent, expected)
+    own = {value.data_ptr() for value in model.parameters()}
+    assert {value.data_ptr() for value in sent.values()} == own  # nothing is copied
+
+
+def test_experts_are_sent_as_checkpoints_have_them(tmp_path):
+    config = Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[]
+    )
+    model = Qwen3MoeForCausalLM(config)
+    assert_same(dict(policy_weights(model)), saved(model, tmp_path))
+
+
+def lora(model, **changes):
+    settings = {"r": 2, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1}
+    return adapted(model, **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_dora": True, "modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "bias": "all"},
+    ],
+)
+def test_adapters_are_merged_and_the_policy_is_as_before(tmp_path, changes):
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)), **changes)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sent = {name: value.clone() for name, value in policy_weights(model)}
+    assert_same(model.state_dict(), before)
+    assert_same(sent, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tied", "quantised", "message"),
+    [
+        (True, False, "no adapter on tied embeddings.*model.embed_tokens"),
+        (False, True, "full precision"),
+    ],
+)
+def test_adapters_that_cannot_be_merged(tied, quantised, message):
+    config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
+    model = lora(Qwen3ForCausalLM(config), target_modules=["embed_tokens"])
+    model.get_base_model().is_quantized = quantised
+    with pytest.raises(ValueError, match=message):
+        dict(policy_weights(model))
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that were made inside and still exist; ``peak`` at the worst moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        new = isinstance(found, torch.Tensor) and not any(found is x for x in args)
+        if new and found.device.type != "meta" and not func.is_view:
+            size = found.numel() * found.element_size()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(found, self._gone, size)
+        return found
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def size_of(tensors) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+def drained(model) -> Alive:
+    """Record what exists while an engine takes the weights one by one."""
+    with Alive() as alive:
+        for _ in policy_weights(model):
+            pass
+    return alive
+
+
+def test_an_update_streams():
+    """Never is there a second model in memory, whatever has to be merged or converted."""
+    wide = SIZES | {"num_hidden_layers": 12}
+    plain = Qwen3ForCausalLM(Qwen3Config(**wide))
+    assert drained(plain).peak == 0
+    layer = size_of(plain.model.layers[0].parameters())
+    adapted = drained(lora(plain, target_modules="all-linear"))
+    # of one linear layer: how it was, the merged one and what is added to it
+    assert 0 < adapted.peak <= layer < size_of(plain.parameters()) / 8
+    config = Qwen3MoeConfig(**wide, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    experts = Qwen3MoeForCausalLM(config)
+    block = size_of(experts.model.layers[0].parameters())
+    assert drained(experts).peak <= 2 * block < size_of(experts.parameters()) / 4
+
+
+def test_an_update_through_files_streams(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "_FILE_BYTES", 2000)
+    transfer = FileTransfer(tmp_path, 5.0)
+    own = {f"layer{i}": torch.randn(10, 25) for i in range(40)}  # 1000 bytes each
+    server = SimpleNamespace(post=lambda *args: None)
+    with Alive() as alive:
+        transfer.send(server, lambda: iter(own.items()), "v1")
+    # a file of them, and one more while it grows
+    assert 2000 <= alive.peak <= 3000 and alive.now == 0
+    files = sorted(tmp_path.rglob("v1/*"))
+    assert len(files) == 20
+    sent = {name: value for file in files for name, value in load_file(file).items()}
+    assert_same(sent, own)

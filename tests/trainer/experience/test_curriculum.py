@@ -1,0 +1,209 @@
+"""dynamic_prompts_fn: what is replaced, when, and what it must return."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+from grpo_trainer.data import PromptStream, Rollout
+from grpo_trainer.experience import Curriculum
+from tests.support.trainer import BackgroundEngine
+
+TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
+GROUPS = {"dynamic_prompts_form": "groups"}
+MESSAGES = [{"role": "user", "content": "1"}]
+
+
+def harder(prompts, completions, rewards, metas):
+    """Let the first prompt grow; the second makes room for the dataset's next."""
+    return [f"9{prompts[0]}", None]
+
+
+def hint(prompts, completions, rewards, metas):
+    """Prefix prompts that went badly with one number, those that went well with another."""
+    numbers = [1 if reward < 3.5 else 2 for reward in rewards]
+    return [f"{number}{prompt}" for number, prompt in zip(numbers, prompts, strict=True)]
+
+
+@pytest.fixture
+def train(make_trainer, tokenizer, dataset):
+    """Train; return the prompts of each batch, with their answers: their last digits backwards."""
+
+    def run(function, resume=None, **changes):
+        seen = []
+
+        def reward(prompts, answer, **kwargs):
+            assert answer == [prompt[-4:-1][::-1] for prompt in prompts]
+            seen.append(" ".join(prompts[::4]))
+            return [float(row) for row, _ in enumerate(prompts)]
+
+        settings = {"max_steps": 4, "eval_dataset": dataset.select(range(2))} | TWO_PROMPTS
+        trainer = make_trainer(
+            reward, engine=BackgroundEngine(tokenizer), dynamic_prompts_fn=function,
+            **settings | changes,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return seen
+
+    return run
+
+
+# form -> a function, and the prompts of its steps; rewards are 0 to 3, and 4 to 7
+STEPS = {
+    "samples": (hint, ["000= 037=", "1000= 2037=", "074= 111=", "1074= 2111=", "148= 185="]),
+    "groups": (harder, ["000= 037=", "9000= 074=", "99000= 111=", "999000= 148="]),
+}
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_which_prompts_come_next(train, form):
+    function, steps = STEPS[form]
+    assert train(function, max_steps=len(steps), dynamic_prompts_form=form) == steps
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_what_a_function_is_given(train, form):
+    """Copies of the dataset's prompts with their rows: one for each sample, or for each group."""
+    calls = []
+
+    def record(prompts, completions, rewards, metas):
+        calls.append(copy.deepcopy((prompts, completions, rewards, metas)))
+        metas[0]["answer"] = prompts[0] = "changed"
+        return [f"1{calls[-1][0][0]}"] * (len(metas) // 2) + [None] * (len(metas) // 2)
+
+    seen = train(record, max_steps=2, dynamic_prompts_form=form)
+    assert seen == ["000= 037=", "1000= 074="]
+    first, second = {"answer": "000"}, {"answer": "730"}
+    (prompts, completions, rewards, metas), (later, *_, after) = calls
+    if form == "samples":
+        assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
+        assert metas == [first | {"prompt": "000="}] * 4 + [second | {"prompt": "037="}] * 4
+        assert later == ["000="] * 4 + ["074="] * 4 and after[0]["prompt"] == "1000="
+        texts = completions
+    else:
+        assert prompts == ["000=", "037="] and rewards == [1.5, 5.5] and metas == [first, second]
+        assert [len(group) for group in completions] == [4, 4] and later == ["1000=", "074="]
+        texts = [text for group in completions for text in group]
+    assert len(texts) == 8 and all(isinstance(text, str) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("returned", "following"),
+    [
+        (["1=", "2=", "2=", "1="], "1="),
+        (["1=", "2=", "2=", "3="], "2="),
+        (["1=", None, None, "3="], "037="),
+        (["000=", "000=", "2=", "2="], "037="),  # the dataset's own
+        ([MESSAGES, None, MESSAGES, MESSAGES], MESSAGES),
+    ],
+)
+def test_what_most_samples_of_a_prompt_got(returned, following):
+    prompt = [{"role": "user", "content": "0"}] if following is MESSAGES else "000="
+    curriculum = ask(lambda *given: returned, prompt=prompt, form="samples", group_size=4)
+    assert curriculum.take(1) == [{"prompt": following}]
+
+
+def test_once_per_generation_batch_and_never_in_evaluation(train):
+    calls = []
+
+    def record(prompts, completions, rewards, metas):
+        calls.append(prompts)
+        return prompts
+
+    changes = {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
+    train(record, max_steps=4, per_device_eval_batch_size=4, **changes, **GROUPS)
+    assert calls == [["000=", "037="]] * 2
+
+
+def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
+    asked, given = [], []
+
+    def reward(prompts, **kwargs):
+        asked.append(prompts[::4])
+        odd = [int(prompt[:-1]) % 2 for prompt in prompts]
+        return [float(row * useful) for row, useful in enumerate(odd)]
+
+    def stay(prompts, completions, rewards, metas):
+        given.append(prompts)
+        return prompts
+
+    changes = {"dynamic_sampling": True, "max_steps": 2} | TWO_PROMPTS | GROUPS
+    engine = BackgroundEngine(tokenizer)
+    make_trainer(reward, engine=engine, dynamic_prompts_fn=stay, **changes).train()
+    assert given[0] == ["037=", "111="]  # those that are trained on
+    assert asked == [["000=", "037="], ["074="], ["111="], ["037=", "111="]]
+
+
+def ask(function, prompt="12=", form="groups", group_size=1, **columns):
+    """Return a curriculum that asked ``function`` after two prompts, or after one's samples."""
+    count = max(group_size, 2)
+    stream = PromptStream(Dataset.from_list([{"prompt": "037="}]))
+    curriculum = Curriculum(stream, function, Accelerator(cpu=True), form)
+    row = {"prompt": prompt} | columns
+    rollouts = [Rollout(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
+    rewards = torch.tensor([torch.nan] + [1.0] * (count - 1))
+    curriculum.rewrite(rollouts, rewards, group_size)
+    return curriculum
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (["1="], "expected a list of 2 prompts, one per prompt that it was given, got 1"),
+        (["1="] * 3, "got 3"),
+        ("12", "got str"),
+        (None, "got NoneType"),
+        ([3, "1="], "expected text or None, as the prompt is that it replaces, got 3"),
+        ([MESSAGES] * 2, "expected text or None"),
+    ],
+)
+def test_wrong_answers(answer, message):
+    for form in STEPS:
+        with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
+            ask(lambda *given: answer, form=form)
+
+
+def test_other_errors():
+    with pytest.raises(ValueError, match="expected messages or None, .* got 'text'"):
+        ask(lambda *given: ["text"] * 2, prompt=MESSAGES)
+    with pytest.raises(RuntimeError, match="raised ZeroDivisionError: .* called with 2 prompts"):
+        ask(lambda *given: 1 / 0)
+    with pytest.raises(ValueError, match="which a checkpoint can hold, got date in 'day'"):
+        ask(lambda prompts, *given: prompts, day=datetime.date.today())
+    rewards = []
+    assert ask(lambda p, c, r, m: rewards.extend(r) or p).take(2) == [{"prompt": "12="}] * 2
+    assert rewards[0] != rewards[0] and rewards[1] == 1.0
+
+
+PATH = f"{__name__}.harder"
+
+
+def test_the_config_takes_a_function_or_its_path(make_args, train):
+    assert train(PATH, max_steps=2, **GROUPS) == STEPS["groups"][1][:2]
+    assert make_args(dynamic_prompts_fn=harder).to_dict()["dynamic_prompts_fn"] == PATH
+    assert PATH in make_args(dynamic_prompts_fn=harder).to_json_string()
+    local = make_args(dynamic_prompts_fn=lambda *given: given)  # which has no pickle
+    assert "lambda" in pickle.loads(pickle.dumps(local)).dynamic_prompts_fn
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        (3, {}, "fn: expected a function or its import path, got 3"),
+        ("nowhere.at.all", {}, "fn: module 'nowhere.at' cannot be imported"),
+        (f"{__name__}.nothing", {}, f"fn: module '{__name__}' has no 'nothing'"),
+        ("harder", {}, "fn: expected package.module.function, got 'harder'"),
+        (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of samples, groups"),
+        (None, GROUPS, "form: expected only with dynamic_prompts_fn"),
+        (harder, {"overlap_generation": True}, "fn: .* with overlap_generation"),
+    ],
+)
+def test_wrong_settings(train, function, changes, message):
+    with pytest.raises(ValueError, match=f"dynamic_prompts_{message}"):
+        train(function, **changes)

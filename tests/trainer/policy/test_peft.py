@@ -1,0 +1,171 @@
+"""Adapters: what is trained and saved, and what the reference is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_bitsandbytes_available
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.cli.arguments import ModelConfig, get_quantization_config
+from grpo_trainer.policy import load_policy
+from grpo_trainer.policy.adapters import prepare_adapter
+from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters
+
+LORA = dict(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+CONFIGS = {
+    "layers": LORA,
+    "dora": LORA | dict(use_dora=True),
+    "head": LORA | dict(target_modules=["q_proj", "lm_head"]),
+    "embedding": LORA | dict(target_modules=["q_proj", "embed_tokens"]),
+    "whole head": LORA | dict(modules_to_save=["lm_head"]),
+    "pissa": LORA | dict(init_lora_weights="pissa"),  # alters the base model
+}
+
+
+def pretrained(policy: PreTrainedModel, **lora) -> PreTrainedModel:
+    """Return a policy with an adapter that was trained before."""
+    torch.manual_seed(3)
+    return adapted(copy.deepcopy(policy), **(LORA | lora))
+
+
+@pytest.fixture
+def make(make_trainer, policy):
+    """Return a trainer on canned completions, with a new adapter unless there is a model."""
+
+    def trainer(model=None, lora=None, **changes) -> GRPOTrainer:
+        changes = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"} | changes
+        torch.manual_seed(1)
+        config = peft.LoraConfig(**(lora or LORA)) if model is None else None
+        model = copy.deepcopy(policy) if model is None else model
+        return make_trainer(lengths_reward, model, CannedEngine(), peft_config=config, **changes)
+
+    return trainer
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, "pretrained"])
+def test_only_the_adapter_moves_and_the_reference_is_the_start(make, policy, tmp_path, config):
+    model = pretrained(policy) if config == "pretrained" else None
+    if model is not None:
+        next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+    trainer = make(model, CONFIGS.get(config), beta=0.1, max_steps=3, save_strategy="steps")
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    moving = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert moving and trainer.ref_model is None
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, start[name]) != (name in moving), name
+        assert parameter.requires_grad == (name in moving)
+    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-5
+    [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+
+
+def test_the_seed_decides_an_adapters_first_weights(make_trainer, policy):
+    def adapter(seed: int) -> dict[str, torch.Tensor]:
+        torch.rand(seed)  # whatever was drawn before
+        config = peft.LoraConfig(**LORA)
+        made = make_trainer(model=copy.deepcopy(policy), peft_config=config, seed=seed // 10)
+        return {name: x for name, x in made.model.state_dict().items() if "lora_A" in name}
+
+    first, same, other = adapter(31), adapter(32), adapter(41)
+    assert first and all(torch.equal(x, same[name]) for name, x in first.items())
+    assert not any(torch.equal(x, other[name]) for name, x in first.items())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(make, reentrant):
+    def after(**changes) -> torch.Tensor:
+        trainer = make(max_steps=2, **changes)
+        trainer.train()
+        return parameters(trainer.model)
+
+    recomputed = after(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+    torch.testing.assert_close(recomputed, after(), rtol=0, atol=1e-6)
+
+
+def test_disable_dropout_reaches_the_adapter(make):
+    trainer = make(lora=LORA | dict(lora_dropout=0.5), disable_dropout=True)
+    assert all(m.p == 0 for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_quantisation_by_arguments(make_args, monkeypatch):
+    available = "grpo_trainer.cli.arguments.is_bitsandbytes_available"
+    monkeypatch.setattr(available, lambda: False)
+    with pytest.raises(ValueError, match="expected the package bitsandbytes"):
+        ModelConfig(use_peft=True, load_in_4bit=True)
+    monkeypatch.setattr(available, lambda: True)
+    arguments = ModelConfig(use_peft=True, load_in_4bit=True, use_bnb_nested_quant=True)
+    config = get_quantization_config(arguments, make_args())
+    assert config.load_in_4bit and config.bnb_4bit_use_double_quant
+    assert config.bnb_4bit_compute_dtype == torch.float32
+    arguments.dtype = "bfloat16"
+    assert get_quantization_config(arguments).bnb_4bit_compute_dtype == torch.bfloat16
+    assert get_quantization_config(ModelConfig(use_peft=True, load_in_8bit=True)).load_in_8bit
+    assert get_quantization_config(ModelConfig(use_peft=True), make_args()) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(lora_r=4), "lora_r: expected use_peft"),
+        (dict(load_in_4bit=True), "load_in_4bit: expected use_peft"),
+        (dict(use_peft=True, use_bnb_nested_quant=True), "expected load_in_4bit with it"),
+        (dict(use_peft=True, load_in_4bit=True, load_in_8bit=True), "at most one"),
+        (dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="int4"), "nf4 or fp4"),
+    ],
+)
+def test_wrong_command_line_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**arguments)
+
+
+def test_quantisation_of_a_model(make_args, policy, tmp_path):
+    config = ModelConfig  # any value
+    with pytest.warns(UserWarning, match="quantization_config: no effect on a model inst"):
+        load_policy(policy, make_args(), quantization_config=config)
+    if is_bitsandbytes_available():
+        pytest.skip("bitsandbytes is installed")
+    policy.save_pretrained(tmp_path / "model")
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="quantization_config: .*bitsandbytes"):
+        load_policy(str(tmp_path / "model"), make_args(), quantization_config=config)
+
+
+def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
+    """A stand-in for bitsandbytes: what matters is that the base says it is quantised."""
+    policy.is_quantized = True
+    args = make_args()
+    with pytest.raises(ValueError, match="peft_config: expected one with a quantised model"):
+        prepare_adapter(policy, args)
+    model = peft.get_peft_model(policy, peft.LoraConfig(**CONFIGS["dora"]))
+    prepare_adapter(model, args)
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert dtypes and all(
+        dtype == (torch.float32 if "magnitude" in name else torch.bfloat16)
+        for name, dtype in dtypes.items()
+    )
+
+
+def test_loading_adapters_keeps_their_dtype(make, tmp_path):
+    trainer = make()
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    trainer.save_model(str(tmp_path / "saved"))
+    before = parameters(trainer.model)
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert dtypes == {torch.bfloat16} and torch.equal(parameters(trainer.model), before)
+    with pytest.raises(ValueError, match="expected adapter 'default'"):
+        trainer._load_from_checkpoint(str(tmp_path))
