@@ -84,9 +84,9 @@ def _top(scores: Tensor, k: int) -> Tensor:
     if columns <= 2 * k * _GROUP:
         return _first(scores, k)
     scores = torch.nn.functional.pad(scores, (0, -columns % _GROUP), value=float("-inf"))
-    grouped = scores.view(rows, -1, _GROUP)
+    grouped = scores.unflatten(-1, (scores.shape[1] // _GROUP, _GROUP))
     groups = _first(grouped.amax(-1), k).sort(-1).values
-    candidates = grouped.gather(1, groups.unsqueeze(-1).expand(-1, -1, _GROUP)).view(rows, -1)
+    candidates = grouped.gather(1, groups.unsqueeze(-1).expand(-1, -1, _GROUP)).flatten(1)
     place = _first(candidates, k)
     return groups.gather(-1, place // _GROUP) * _GROUP + place % _GROUP
 

@@ -31,7 +31,7 @@ def ordered(bias: list[float], backend: str, **options: object) -> list[list]:
 @pytest.mark.parametrize("backend,device", [*targets(), ("reference", torch.device("cpu"))])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
-@pytest.mark.parametrize("rows,columns", ((9, 53), (1, 1000), (5, 1), (0, 7)))
+@pytest.mark.parametrize("rows,columns", ((9, 53), (1, 1000), (5, 1), (0, 7), (0, 1000)))
 def test_equal_scores_stand_in_the_order_of_their_ids(
     backend: str, device: torch.device, head: str, dtype: torch.dtype, rows: int, columns: int
 ) -> None:
