@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Bounded, RunOptions, raise_on_all_ranks
-from grpo_kernels.head import (
-    Head,
-    HeadLoRA,
-    VocabShard,
-    check_floating,
-    head_of,
-    unshard_head,
-)
+from grpo_kernels.head import Head, HeadLoRA, VocabShard, check_floating, head_of, unshard_head
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from grpo_kernels.backends import why_backend
 from grpo_kernels.batch import TokenBatch, host
@@ -45,7 +44,6 @@ class Plan(LogprobsPlan):
     batch: TokenBatch  # every valid token
     config: LossConfig
     active: RowsWithGradient  # those with a gradient
-    main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
     stage: type[LossStage]  # how the loss runs between statistics and gradients
@@ -133,7 +131,7 @@ class Plan(LogprobsPlan):
     def _again(self, options: RunOptions) -> Plan | None:
         case = (self.route.dtype, self.head, self.batch, self.config, options, self.active)
         try:
-            plan = make_plan(*case, self.needs, self.main_grad)
+            plan = make_plan(*case, self.needs)
         except ValueError:  # forced to one_pass, and no sequence fits any more
             return None
         return replace(plan, is_smaller=True)
@@ -187,8 +185,7 @@ def make_plan(
     config: LossConfig,
     options: RunOptions,
     active: RowsWithGradient,
-    needs: Needs = Needs(),  # noqa: B008
-    main_grad: Tensor | None = None,
+    needs: Needs,
 ) -> Plan:
     """Choose backend, schedule and chunks for the rows of ``active``.
 
@@ -204,7 +201,7 @@ def make_plan(
     if options.bounded is not None and why_exact is not None:
         raise ValueError(f"backward: expected 'exact', since {why_exact}; got {options.bounded}")
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
-    if main_grad is not None and not route.backend.has_tiles:
+    if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     summing = _summing(route, head, needs)
     chunks, why_two = _chunks(active.batch, config, summing)
@@ -227,7 +224,6 @@ def make_plan(
         config=config,
         active=active,
         needs=needs,
-        main_grad=main_grad,
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),

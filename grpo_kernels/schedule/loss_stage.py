@@ -11,12 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Backend,
-    RowStats,
-    StatsGrad,
-)
-from grpo_kernels.batch import Segments, TokenBatch
+from grpo_kernels.backends import Backend, RowStats, StatsGrad
+from grpo_kernels.batch import TOKEN_FIELDS, Segments, TokenBatch
 from grpo_kernels.losses import (
     LossConfig,
     StageOutput,
@@ -25,6 +21,8 @@ from grpo_kernels.losses import (
     run_stage,
     token_inputs,
 )
+
+_NO_SEGMENTS: Any = None  # of a loss of token scope, which reduces nothing over sequences
 
 
 class LossStage:
@@ -127,15 +125,10 @@ def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> typ
 
 def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:
     """Say why no kernel can be generated from the loss; None if one can."""
-    absent = {
-        "entropy_weight": config.entropy_coef == 0,
-        "old_logprobs": batch.old_logprobs is None,
-        "ref_logprobs": batch.ref_logprobs is None,
-        "rollout_logprobs": batch.rollout_logprobs is None,
-        "rollout_weights": batch.rollout_weights is None,
-    }
-    present = tuple(name for name in TokenInputs._fields if not absent.get(name, False))
-    return _why_not(config, present)
+    absent = {name for name in TOKEN_FIELDS if getattr(batch, name) is None}
+    if config.entropy_coef == 0:
+        absent.add("entropy_weight")
+    return _why_not(config, tuple(name for name in TokenInputs._fields if name not in absent))
 
 
 def _present(x: TokenInputs) -> tuple[str, ...]:
@@ -170,15 +163,6 @@ def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
         return tuple(vector for vector in output if vector is not None)
 
     return PointwiseKernel.trace(stage, len(names), names)
-
-
-class _NoSegments(Segments):
-    """The segments of a loss of token scope, which reduces nothing over sequences."""
-
-    def __init__(self) -> None: ...
-
-
-_NO_SEGMENTS = _NoSegments()
 
 
 class _TritonSegments(Segments):

@@ -74,8 +74,9 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
     rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
     weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
     stage = plan.stage(batch, weights, plan.config, dtype)
-    needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
-    chunks, report = plan.chunks, None
+    needs, chunks, report = plan.needs, plan.chunks, None
+    if needs.main_grad is not None:  # to which it is added in the backward
+        needs = replace(needs, main_grad=None, wide=True)
     loop = (rows, plan.route, chunks)
     if plan.options.bounded is None:
         sums = GradientSums(rows, needs, len(chunks))
