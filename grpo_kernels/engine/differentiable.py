@@ -60,7 +60,7 @@ class _Stats(torch.autograd.Function):
         hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
         rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
         given = RowStats(*outer[:-1])  # type: ignore[arg-type]
-        grad_stats = StatsGrad(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
+        grad_stats = StatsGrad(*map(contiguous, (given.logp, given.entropy, given.masked_logp)))
         stats = RowStats(logp, entropy, lse)
         gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
@@ -68,8 +68,9 @@ class _Stats(torch.autograd.Function):
         return None, None, *found
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.contiguous()
+def contiguous(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient contiguous; None also for that of an output that is empty."""
+    return None if gradient is None or not gradient.numel() else gradient.contiguous()
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:

@@ -34,7 +34,7 @@ _BLOCK_ROWS = 256  # of tiles for one pass
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(LogprobsPlan):
     """One call of ``linear_policy_loss``, decided. Print it for what will run, and why.
 
@@ -174,8 +174,6 @@ class Plan(LogprobsPlan):
             f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]
-
-    __str__ = __repr__ = LogprobsPlan.__str__
 
 
 def make_plan(

@@ -52,8 +52,7 @@ class LossStage:
         self._contributions: list[Tensor] = []
 
     def __call__(self, rows: slice, stats: RowStats) -> StatsGrad:
-        logp = stats.logp if stats.masked_logp is None else stats.masked_logp
-        x = self._inputs.rows(rows)._replace(logprobs=logp, entropy=stats.entropy)
+        x = self._inputs.rows(rows)._replace(logprobs=policy_logp(stats), entropy=stats.entropy)
         output = self._run(x, rows)
         self._contributions.append(output.contributions)
         if stats.masked_logp is None:
@@ -85,6 +84,11 @@ class LossStage:
         if rows == slice(0, self._batch.num_tokens):
             return segments
         return segments.narrow(rows.start, rows.stop)
+
+
+def policy_logp(stats: RowStats) -> Tensor:
+    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
+    return stats.logp if stats.masked_logp is None else stats.masked_logp
 
 
 def _on_stream(run: Callable[[], StageOutput], stream: torch.cuda.Stream | None) -> StageOutput:

@@ -31,6 +31,7 @@ from grpo_kernels.engine import (
 from grpo_kernels.head import stats_dtype
 from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.loss_plan import Plan
+from grpo_kernels.schedule.loss_stage import policy_logp
 
 
 class LossParts(NamedTuple):
@@ -94,15 +95,14 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
     logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
-    outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
+    scored = RowStats(logp, entropy, entropy, masked_logp=logp if plan.masked else None)
+    outer = stage(slice(0, logp.numel()), scored)
     report = None
     if kept is not None and plan.saving.kind == ENTRIES:
         report = bounded_report(of_kept(kept)[0])
     parts = LossParts(stage.loss(), logp, entropy, gate, report)
     if plan.scope == "batch" and plan.active.index is not None:
         outer = outer.rows(plan.active.index)
-    if plan.masked:
-        outer = StatsGrad(None, outer.dentropy, outer.dlogp)
     return Forward(parts, None, (kept, *stats[:3], *outer))
 
 
@@ -129,11 +129,6 @@ def eager_loss(rows: Rows, plan: Plan) -> LossParts:
 def with_gradient(rows: Rows, plan: Plan) -> Rows:
     """Return the rows that can have a gradient, as if they were all."""
     return rows if plan.active.index is None else rows.at(plan.active.index).as_all()
-
-
-def policy_logp(stats: RowStats) -> Tensor:
-    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
-    return stats.logp if stats.masked_logp is None else stats.masked_logp
 
 
 def _scored(stats: RowStats, rows: Rows, plan: Plan) -> _Scored:
