@@ -84,11 +84,8 @@ def saved_gradients(
         if not (bounded.exact_weight and needs.of_head):
             return bounded_gradients(entries, dlogp, rows, stats, route, needs)
         found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-        chosen = rows.valid(dlogp != 0)
-        outer = StatsGrad(chosen.take(dlogp))
-        stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-        of_head = needs.of_head_alone
-        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), of_head))
+        given = rows.valid(dlogp != 0), stats, StatsGrad(dlogp), route.tiled()
+        return found.joined(recompute_backward(*given, needs.of_head_alone))
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
@@ -204,12 +201,9 @@ def bounded_gradients(
     if not count:
         found, _ = new_gradients(rows, needs, 1)
     else:
-        order = torch.argsort(~whole, stable=True)[:count]
-        chosen, outer = rows.at(order), StatsGrad(dlogp[order])
-        wide = replace(needs, wide=True)
-        found = recompute_backward(chosen, stats.rows(order), outer, route.tiled(), wide)
-        if found.hidden is not None:
-            found = found._replace(hidden=chosen.scatter(found.hidden))
+        chosen = rows.at(torch.argsort(~whole, stable=True)[:count])
+        given = chosen, stats, StatsGrad(dlogp), route.tiled()
+        found = recompute_backward(*given, replace(needs, wide=True))
     with matmul_precision(route.device, route.precision):
         head, dweight = rows.ready().head, found.weight
         if needs.weight and needs.main_grad is not None:

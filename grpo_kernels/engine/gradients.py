@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
+from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.batch import host
-from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunk_height
+from grpo_kernels.engine.chunked_loop import (
+    Chunk,
+    TileGradients,
+    chunk_height,
+    chunked_loop,
+    row_chunks,
+)
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
 from grpo_kernels.head import (
@@ -153,6 +159,25 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 
 
 def recompute_backward(
+    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from the statistics of all rows and theirs, by logits of these ``rows``.
+
+    The gradient of the hidden states is that of all; those of the others are 0.
+    """
+    stats = RowStats(*(rows.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    outer = StatsGrad(*(rows.take(gradient) for gradient in outer))
+    if rows.sampling_mask is None:
+        found = _by_slices(rows, stats, outer, route, needs)
+    else:  # its gradient needs the logits of all ids of a row's mask at once
+        chunks = row_chunks(rows.count, route)
+        sums = GradientSums(rows, needs, len(chunks))
+        given = OutputSpec(), lambda part, stats: outer.rows(part), sums
+        found = chunked_loop(rows, route, chunks, *given)[1]
+    return found if found.hidden is None else found._replace(hidden=rows.scatter(found.hidden))
+
+
+def _by_slices(
     rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.

@@ -46,7 +46,7 @@ class SavedForBackward:
         ``why_not``: why nothing can be kept, if the caller knows such a reason.
         """
         gemms = 1 + needs.hidden + needs.weight
-        why_not = why_not or _why_nothing(route)
+        why_not = why_not or route.why_no_gradients
         if not needs.any:
             return SavedForBackward(gemms=1, why="there is no backward")
         if why_not is not None:
@@ -101,14 +101,6 @@ def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> Sa
 def kept_dtype(wide: torch.dtype) -> torch.dtype:
     """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
     return torch.int64 if wide == torch.float64 else torch.int32
-
-
-def _why_nothing(route: Route) -> str | None:
-    if not route.backend.has_tiles:
-        return "autograd keeps what the eager reference computes"
-    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
-        return "the forward that fixes a row's bits forms no logits to take gradients from"
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

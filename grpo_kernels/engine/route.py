@@ -83,10 +83,14 @@ class Route:
         return f"max_workspace_bytes={self.tile_rows * self.row_bytes}"
 
     @property
-    def keeps_bits_in_one_pass(self) -> bool:
-        """Return whether a tile made for its gradient has the forward's statistics to the bit."""
-        # where both are that tile
-        return self.has_tile or self.forms_logits
+    def why_no_gradients(self) -> str | None:
+        """Why no forward of this route can make gradients, too; None if one can."""
+        if not self.backend.has_tiles:
+            return "the eager reference forms all logits, and leaves their gradients to autograd"
+        # a tile for gradients has the statistics of the forward to the bit where both are that tile
+        if self.options.batch_invariant and not (self.has_tile or self.forms_logits):
+            return "the forward that fixes a row's bits forms no logits to take gradients from"
+        return None
 
     @property
     def forms_logits(self) -> bool:

@@ -258,10 +258,8 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:
     """Return the chunks of one_pass, or why it cannot run."""
     scope = config.scope(batch.rollout_logprobs is not None)
-    if not route.backend.has_tiles:
-        return [], "the eager reference forms all logits"
-    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
-        return [], "the forward that fixes a row's bits forms no logits to take gradients from"
+    if route.why_no_gradients is not None:
+        return [], route.why_no_gradients
     if scope == "batch":
         return [], "a gate of this loss needs the entropy of the whole batch first"
     size = route.tile_rows

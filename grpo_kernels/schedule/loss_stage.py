@@ -15,13 +15,14 @@ from grpo_kernels.backends import Backend, RowStats, StatsGrad
 from grpo_kernels.batch import TOKEN_FIELDS, Segments, TokenBatch
 from grpo_kernels.losses import (
     LossConfig,
-    StageOutput,
     TokenInputs,
     Weights,
     run_stage,
     token_inputs,
 )
 
+# of :func:`run_stage`
+_EachWithGradients = tuple[Tensor, Tensor, Tensor | None]
 _NO_SEGMENTS: Any = None  # of a loss of token scope, which reduces nothing over sequences
 
 
@@ -53,11 +54,11 @@ class LossStage:
 
     def __call__(self, rows: slice, stats: RowStats) -> StatsGrad:
         x = self._inputs.rows(rows)._replace(logprobs=policy_logp(stats), entropy=stats.entropy)
-        output = self._run(x, rows)
-        self._contributions.append(output.contributions)
+        each, dlogp, dentropy = self._run(x, rows)
+        self._contributions.append(each)
         if stats.masked_logp is None:
-            return StatsGrad(output.dlogp, output.dentropy)
-        return StatsGrad(None, output.dentropy, output.dlogp)
+            return StatsGrad(dlogp, dentropy)
+        return StatsGrad(None, dentropy, dlogp)
 
     def loss(self) -> Tensor:
         """Return the () loss of all rows seen, summed in fp64 and in a fixed order."""
@@ -67,7 +68,7 @@ class LossStage:
         each = parts[0] if len(parts) == 1 else torch.cat(parts)
         return each.sum(dtype=torch.float64).to(each.dtype)
 
-    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+    def _run(self, x: TokenInputs, rows: slice) -> _EachWithGradients:
         run = partial(run_stage, x, self._segments(rows), self._config, self._entropy_gate)
         autograd = torch._C.DispatchKey.AutogradFunctionality
         if not torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
@@ -91,7 +92,7 @@ def policy_logp(stats: RowStats) -> Tensor:
     return stats.logp if stats.masked_logp is None else stats.masked_logp
 
 
-def _on_stream(run: Callable[[], StageOutput], stream: torch.cuda.Stream | None) -> StageOutput:
+def _on_stream(run: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
     with torch.cuda.stream(stream):
         return run()
 
@@ -111,11 +112,11 @@ class GeneratedStage(LossStage):
 
     words = "a Triton kernel, generated from the loss"
 
-    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+    def _run(self, x: TokenInputs, rows: slice) -> _EachWithGradients:
         kernel = _generated(self._config, _present(x))
         # what is absent is not read
         each, dlogp, *rest = kernel(*(x.logprobs if value is None else value for value in x))
-        return StageOutput(each, dlogp, rest[0] if rest else None)
+        return each, dlogp, rest[0] if rest else None
 
 
 def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> type[LossStage]:

@@ -44,28 +44,15 @@ class LossParts(NamedTuple):
     bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
-class Forward(NamedTuple):
-    """What a forward found, and what its backward needs beside the inputs."""
-
-    parts: LossParts
-    gradients: Gradients | None  # one pass: of the loss, that of hidden for the rows with one
-    saved: tuple[Tensor | None, ...] = ()  # two passes: for :func:`two_pass_backward`
-
-
-class _Scored(NamedTuple):
-    """What a loss is computed from."""
-
-    logp: Tensor  # (K,) of the rows with a gradient; (T,) where the loss needs all
-    entropy: Tensor
-    batch: TokenBatch  # of the same rows
-    weights: Weights
-    gate: Tensor | None
+# the loss; its gradients in one pass, that of hidden states for the rows with one; and what two
+# passes save for :func:`two_pass_backward`
+Forward = tuple[LossParts, Gradients | None, tuple[Tensor | None, ...]]
 
 
 def loss_forward(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
     if not plan.needs.any:
-        return Forward(eager_loss(rows, plan), Gradients())
+        return eager_loss(rows, plan), Gradients(), ()
     return (_one_pass if plan.schedule == "one_pass" else _two_pass)(rows, plan)
 
 
@@ -87,7 +74,7 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
         stats, gradients = chunked_loop(*loop, stage=stage, sums=entries)
         report = entries.report
     parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
-    return Forward(parts, gradients)
+    return parts, gradients, ()
 
 
 def _two_pass(rows: Rows, plan: Plan) -> Forward:
@@ -103,13 +90,13 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     parts = LossParts(stage.loss(), logp, entropy, gate, report)
     if plan.scope == "batch" and plan.active.index is not None:
         outer = outer.rows(plan.active.index)
-    return Forward(parts, None, (kept, *stats[:3], *outer))
+    return parts, None, (kept, *stats[:3], *outer)
 
 
 def two_pass_backward(
     rows: Rows,
     plan: Plan,
-    saved: tuple[Tensor | None, ...],  # of :class:`Forward`
+    saved: tuple[Tensor | None, ...],  # of :data:`Forward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
     """Compute the gradients of a loss; that of hidden states for the rows with one."""
@@ -131,17 +118,21 @@ def with_gradient(rows: Rows, plan: Plan) -> Rows:
     return rows if plan.active.index is None else rows.at(plan.active.index).as_all()
 
 
-def _scored(stats: RowStats, rows: Rows, plan: Plan) -> _Scored:
-    """Collect what the loss needs: a gate by the entropy of all tokens needs all rows."""
+def _scored(
+    stats: RowStats, rows: Rows, plan: Plan
+) -> tuple[Tensor, Tensor, TokenBatch, Weights, Tensor | None]:
+    """Return what the loss is computed from: log-probabilities, entropy, their batch, its weights
+    and gate. They are of the rows with a gradient; a gate by the entropy needs all rows.
+    """
     logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
     weights = static_weights(plan.batch, config)
     if plan.scope != "batch":
         active = plan.active
-        return _Scored(logp, entropy, active.batch, active.take_weights(weights), None)
+        return logp, entropy, active.batch, active.take_weights(weights), None
     logp, entropy = with_rest(logp, entropy, rows, plan)
     copies = 1 if plan.head.shard is None else plan.head.shard.size
     gate = top_entropy_gate(entropy, config.top_entropy_quantile, copies)
-    return _Scored(logp, entropy, plan.batch, weights, gate)
+    return logp, entropy, plan.batch, weights, gate
 
 
 def with_rest(

@@ -141,7 +141,7 @@ class _PolicyLoss(torch.autograd.Function):
             if gradients is None:
                 options = replace(plan.options, schedule="one_pass")
                 again = replace(plan, route=replace(plan.route, options=options))
-                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan).gradients, again)
+                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan)[1], again)
             if main_grad is not None:
                 main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
