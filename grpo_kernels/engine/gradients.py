@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, Tile, TileGradient
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.batch import host
-from grpo_kernels.engine.chunked_loop import (
-    Chunk,
-    TileGradients,
-    chunk_height,
-    chunked_loop,
-    row_chunks,
-)
+from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
 from grpo_kernels.head import (
@@ -35,7 +29,7 @@ _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
 
 
-class GradientSums(TileGradients):
+class GradientSums:
     """Sums by GEMMs over tiles: of ranges of rows with all columns, or slice by slice of these."""
 
     def __init__(self, rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> None:
@@ -52,7 +46,11 @@ class GradientSums(TileGradients):
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        """Add the share of a chunk's rows that have a gradient."""
+        """Add the share of a chunk's rows that have a gradient, by that of their statistics."""
+        if chunk.gradient is not None:
+            assert outer.dlogp is not None
+            self.add(route.backend.weighted_gradient(chunk.gradient, outer.dlogp), chunk.rows)
+            return
         chunk, outer = chunk.compacted(self.scaled(outer))
         out_dtype = chunk.rows.hidden.dtype
         dlogits = route.backend.dlogits_(chunk.tile, chunk.stats, outer, out_dtype)
@@ -172,8 +170,13 @@ def recompute_backward(
     else:  # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
         sums = GradientSums(rows, needs, len(chunks))
-        given = OutputSpec(), lambda part, stats: outer.rows(part), sums
-        found = chunked_loop(rows, route, chunks, *given)[1]
+
+        def take(chunk: Chunk) -> None:
+            sums.take(chunk, outer.rows(chunk.rows.part), route)
+
+        with matmul_precision(route.device, route.precision):
+            chunked_loop(rows, route, chunks, take=take)
+            found = sums.finish()
     return found if found.hidden is None else found._replace(hidden=rows.scatter(found.hidden))
 
 
@@ -320,6 +323,8 @@ class LoRAGradients:
                 if dhidden is not None:
                     update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
                     dhidden[rows] += update.mul_(lora.scaling)
+        if lora is None:
+            return found
         return found.joined(Gradients(lora_a=da, lora_b=self.db))
 
 

@@ -17,6 +17,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import (
     ENTRIES,
     BoundedSums,
+    Chunk,
     Gradients,
     GradientSums,
     Needs,
@@ -28,7 +29,7 @@ from grpo_kernels.engine import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.head import stats_dtype
+from grpo_kernels.head import matmul_precision, stats_dtype
 from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.loss_stage import policy_logp
@@ -62,17 +63,22 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
     rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
     weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
     stage = plan.stage(batch, weights, plan.config, dtype)
-    needs, chunks, report = plan.needs, plan.chunks, None
+    needs, chunks, route = plan.needs, plan.chunks, plan.route
     if needs.main_grad is not None:  # to which it is added in the backward
         needs = replace(needs, main_grad=None, wide=True)
-    loop = (rows, plan.route, chunks)
+    sums: GradientSums | BoundedSums
     if plan.options.bounded is None:
         sums = GradientSums(rows, needs, len(chunks))
-        stats, gradients = chunked_loop(*loop, stage=stage, sums=sums, reads_once=plan.reads_once)
     else:
-        entries = BoundedSums(rows, needs, len(chunks), plan.route)
-        stats, gradients = chunked_loop(*loop, stage=stage, sums=entries)
-        report = entries.report
+        sums = BoundedSums(rows, needs, len(chunks), route)
+
+    def take(chunk: Chunk) -> None:
+        sums.take(chunk, stage(chunk.rows.part, chunk.stats), route)
+
+    with matmul_precision(route.device, route.precision):
+        stats = chunked_loop(rows, route, chunks, take=take, reads_once=plan.reads_once)
+        gradients = sums.finish()
+    report = sums.report if isinstance(sums, BoundedSums) else None
     parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
     return parts, gradients, ()
 
