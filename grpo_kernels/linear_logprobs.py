@@ -233,7 +233,6 @@ def explain_logprobs(
     Args:
         sampling_mask: whether ``masked_logprobs`` are asked for.
         tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are.
-        hidden, weight, ...: as for ``linear_logprobs``.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.
 

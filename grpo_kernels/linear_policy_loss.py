@@ -122,10 +122,7 @@ def explain(
     precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
 
     Args:
-        hidden, weight, batch, config, bias, lora, logit_scale, softcap, vocab_shard: as for
-            ``linear_policy_loss``.
-        options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-            ``batch_invariant``, ``metric_rows``, ``backward``,
+        options: what else ``linear_policy_loss`` takes, from ``precision`` to
             ``activation_bytes``.
 
     Raises:

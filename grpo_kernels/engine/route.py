@@ -164,7 +164,10 @@ def choose_route(
     backend = choose_backend(options.backend, device, dtype)
     columns, workspace, shard = head.weight.shape[0], options.max_workspace_bytes, head.shard
     if shard is not None:
-        _check_options_of_shard(backend, options)
+        if not backend.has_tiles:
+            raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
+        if options.bounded is not None:
+            raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
         columns = shard.max_local_vocab
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
@@ -180,13 +183,6 @@ def choose_route(
         tile_rows=rows,
         has_tile=has_tile,
     )
-
-
-def _check_options_of_shard(backend: Backend, options: RunOptions) -> None:
-    if not backend.has_tiles:
-        raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
-    if options.bounded is not None:
-        raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
 
 
 def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:

@@ -12,6 +12,8 @@ from torch import Tensor
 from grpo_kernels.batch import IGNORE_INDEX, MASK_FIELDS, SamplingMask, host
 from grpo_kernels.head import Head, check_mask_range, check_row_temperature, check_target_range
 
+_NO_MASK = [None] * len(MASK_FIELDS)
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -103,7 +105,7 @@ class Rows:
     def belongings(self) -> tuple[Tensor | None, ...]:
         """The tensors beside :attr:`inputs`: targets, temperatures and those of the mask."""
         temperature, mask = self.head.transform.temperature, self.sampling_mask
-        of_mask = (getattr(mask, name, None) for name in MASK_FIELDS)
+        of_mask = _NO_MASK if mask is None else [getattr(mask, name) for name in MASK_FIELDS]
         return self.target, temperature if isinstance(temperature, Tensor) else None, *of_mask
 
     @property
@@ -121,10 +123,7 @@ class Rows:
             ValueError: a target or an id of a sampling mask is outside of the vocabulary, or a
                 temperature is not positive.
         """
-        temperature, mask = self.head.transform.temperature, self.sampling_mask
-        check_row_temperature(temperature if isinstance(temperature, Tensor) else None)
-        if mask is not None:
-            check_mask_range(mask.max_id, self.head.vocab_size)
+        self.check_values()
         if not self.count:
             return self
         valid = self.target != IGNORE_INDEX
@@ -141,6 +140,13 @@ class Rows:
             return self
         count = int(wanted.sum()) if count is None else count
         return self if count == self.count else self.at(torch.argsort(~wanted, stable=True)[:count])
+
+    def check_values(self) -> None:
+        """Raise ValueError for values that the host can see without a wait."""
+        temperature = self.head.transform.temperature
+        check_row_temperature(temperature if isinstance(temperature, Tensor) else None)
+        if self.sampling_mask is not None:
+            check_mask_range(self.sampling_mask.max_id, self.head.vocab_size)
 
     def ready(self) -> Rows:
         """Return the same with a head that is ready for GEMMs with the hidden states."""

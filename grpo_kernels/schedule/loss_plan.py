@@ -87,7 +87,8 @@ class Plan(LogprobsPlan):
         bounded = self.options.bounded
         if bounded is None or self.schedule == "two_pass":
             return kept
-        return kept.of_one_pass(self.needs, bounded)
+        # the logits are there for the weight's exact gradient
+        return replace(kept, gemms=1 + (self.needs.weight and bounded.exact_weight))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,7 +157,7 @@ class Plan(LogprobsPlan):
         """Say what happens to the rows that get no gradient."""
         known = "rows of zero advantage: not computed"
         if self.options.metric_rows == "all":
-            waiting = self.active.num_forward_only
+            waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
         if self.reads_once:
             found = "zeros in the GEMMs, since their logits are gradients by then"

@@ -113,7 +113,8 @@ class GeneratedStage(LossStage):
     words = "a Triton kernel, generated from the loss"
 
     def _run(self, x: TokenInputs, rows: slice) -> _EachWithGradients:
-        kernel = _generated(self._config, _present(x))
+        present = tuple(name for name, value in x._asdict().items() if value is not None)
+        kernel = _generated(self._config, present)
         # what is absent is not read
         each, dlogp, *rest = kernel(*(x.logprobs if value is None else value for value in x))
         return each, dlogp, rest[0] if rest else None
@@ -134,10 +135,6 @@ def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:
     if config.entropy_coef == 0:
         absent.add("entropy_weight")
     return _why_not(config, tuple(name for name in TokenInputs._fields if name not in absent))
-
-
-def _present(x: TokenInputs) -> tuple[str, ...]:
-    return tuple(name for name, value in zip(x._fields, x, strict=True) if value is not None)
 
 
 @functools.lru_cache(maxsize=256)
