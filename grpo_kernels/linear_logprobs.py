@@ -34,22 +34,8 @@ from grpo_kernels.head import (
     unshard_head,
 )
 
-# in the order of RowStats
-OUTPUTS = (
-    "logprobs",
-    "entropy",
-    "lse",
-    *EXTRAS,
-    "mean_logit",
-    "masked_logprobs",
-    "topk_logprobs",
-    "topk_indices",
-)
-_TOP_K = ("topk_logprobs", "topk_indices")
-# of a bounded backward
-BOUNDED = ("entries", "gradient_error", "gradient_error_bound")
-_ALL_OUTPUTS = (*OUTPUTS, *BOUNDED)
 DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
+_TOP_K = ("topk_logprobs", "topk_indices")
 
 
 class LinearLogprobs(NamedTuple):
@@ -73,6 +59,11 @@ class LinearLogprobs(NamedTuple):
     entries: Tensor | None = None  # int32, how many of a row are kept; -1: the row is exact
     gradient_error: Tensor | None = None  # L2 norm of a row's error over that of its gradient
     gradient_error_bound: Tensor | None = None  # L1 norm of the error
+
+
+_ALL_OUTPUTS = LinearLogprobs._fields
+# those of :class:`RowStats`, in its order, and those of a bounded backward
+OUTPUTS, BOUNDED = _ALL_OUTPUTS[: len(RowStats._fields)], _ALL_OUTPUTS[len(RowStats._fields) :]
 
 
 def linear_logprobs(
@@ -212,8 +203,7 @@ def _forms_tiles(backend: str) -> bool:
 
 def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the ``rows`` with a target."""
-    if rows.head.shard is not None:
-        check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
+    check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
     stats, kept = differentiable_stats(rows.as_all(), plan)
     whole = (None if x is None else rows.scatter(x) for x in stats)
     if kept is not None and plan.saving.kind == ENTRIES:
@@ -243,7 +233,6 @@ def explain_logprobs(
     Args:
         sampling_mask: whether ``masked_logprobs`` are asked for.
         tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are.
-        hidden, weight, ...: as for ``linear_logprobs``.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.
 

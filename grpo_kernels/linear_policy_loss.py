@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Bounded, RunOptions, raise_on_all_ranks
-from grpo_kernels.head import (
-    Head,
-    HeadLoRA,
-    VocabShard,
-    check_floating,
-    head_of,
-    unshard_head,
-)
+from grpo_kernels.head import Head, HeadLoRA, VocabShard, check_floating, head_of, unshard_head
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
 
@@ -129,10 +122,7 @@ def explain(
     precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
 
     Args:
-        hidden, weight, batch, config, bias, lora, logit_scale, softcap, vocab_shard: as for
-            ``linear_policy_loss``.
-        options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-            ``batch_invariant``, ``metric_rows``, ``backward``,
+        options: what else ``linear_policy_loss`` takes, from ``precision`` to
             ``activation_bytes``.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import IGNORE_INDEX, TOKEN_FIELDS
-from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
+from grpo_kernels.batch.sampling_mask import MASK_FIELDS, SamplingMask, check_sampling_mask
 from grpo_kernels.batch.segments import (
     RankRows,
     Segments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import torch
@@ -109,6 +109,9 @@ class SamplingMask:
         offsets = pad(inside.cumsum(0), (1, 0))[self.offsets]
         indices = self.indices[inside] - start
         return replace(self, indices=indices, offsets=offsets, bounds=offsets.cpu())
+
+
+MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))
 
 
 def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:

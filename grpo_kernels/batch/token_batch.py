@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from grpo_kernels.batch import host
 from grpo_kernels.batch.packing import TOKEN_FIELDS, UNKNOWN, OptionalFields, packed_fields
-from grpo_kernels.batch.sampling_mask import SamplingMask
+from grpo_kernels.batch.sampling_mask import MASK_FIELDS, SamplingMask
 from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 
 
@@ -224,4 +224,3 @@ def _fields(optional: OptionalFields, *given: Any) -> dict[str, Any]:
 
 
 TENSOR_FIELDS = tuple(item.name for item in fields(TokenBatch) if str(item.type)[:6] == "Tensor")
-MASK_FIELDS = tuple(item.name for item in fields(SamplingMask))

@@ -1,7 +1,13 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
 from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
-from grpo_kernels.engine.chunked_loop import chunk_height, chunked_loop, row_chunks, tile_height
+from grpo_kernels.engine.chunked_loop import (
+    Chunk,
+    chunk_height,
+    chunked_loop,
+    row_chunks,
+    tile_height,
+)
 from grpo_kernels.engine.compiled_logprobs import (
     CALL_SCHEMA,
     INPUTS_SCHEMA,

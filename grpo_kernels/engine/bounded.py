@@ -24,7 +24,7 @@ from grpo_kernels.backends import (
     row_keys,
 )
 from grpo_kernels.batch import host
-from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunked_loop, row_chunks
+from grpo_kernels.engine.chunked_loop import Chunk, chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import (
     GradientSums,
     LoRAGradients,
@@ -48,28 +48,31 @@ def saving_forward(
 ) -> tuple[RowStats, Tensor]:
     """Compute the statistics of every row, and what is kept for the backward."""
     chunks, bounded = row_chunks(rows.count, route), route.options.bounded
-    given = rows, route, chunks, wanted, _unit
-    if saving.kind == HIDDEN:
-        stats, gradients = chunked_loop(*given, GradientSums(rows, Needs(hidden=True), len(chunks)))
-        assert gradients.hidden is not None
-        return stats, gradients.hidden.to(saving.dtype)
-    if bounded is not None:
-        found = [rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)]
+    given = rows, route, chunks, wanted
+    with matmul_precision(route.device, route.precision):
+        if saving.kind == HIDDEN:
+            sums = GradientSums(rows, Needs(hidden=True), len(chunks))
+            stats = chunked_loop(*given, lambda chunk: sums.take(chunk, _unit(chunk.stats), route))
+            dhidden = sums.finish().hidden
+            assert dhidden is not None
+            return stats, dhidden.to(saving.dtype)
+        if bounded is not None:
+            found = [rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)]
 
-        def keep(chunk: Chunk, outer: StatsGrad) -> None:
-            found.append(to_keep(*chosen_entries(chunk, None, bounded, route)))
+            def keep(chunk: Chunk) -> None:
+                found.append(to_keep(*chosen_entries(chunk, None, bounded, route)))
 
-        return chunked_loop(*given, TileGradients(keep))[0], torch.cat(found)
-    kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
+            return chunked_loop(*given, keep), torch.cat(found)
+        kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
 
-    def keep_all(chunk: Chunk, outer: StatsGrad) -> None:
-        place = kept[chunk.rows.part, : route.columns]
-        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
+        def keep_all(chunk: Chunk) -> None:
+            place = kept[chunk.rows.part, : route.columns]
+            route.backend.dlogits_(chunk.tile, chunk.stats, _unit(chunk.stats), place.dtype, place)
 
-    return chunked_loop(*given, TileGradients(keep_all))[0], kept
+        return chunked_loop(*given, keep_all), kept
 
 
-def _unit(part: slice, stats: RowStats) -> StatsGrad:
+def _unit(stats: RowStats) -> StatsGrad:
     """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
     return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
 
@@ -84,11 +87,8 @@ def saved_gradients(
         if not (bounded.exact_weight and needs.of_head):
             return bounded_gradients(entries, dlogp, rows, stats, route, needs)
         found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-        chosen = rows.valid(dlogp != 0)
-        outer = StatsGrad(chosen.take(dlogp))
-        stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-        of_head = needs.of_head_alone
-        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), of_head))
+        given = rows.valid(dlogp != 0), stats, StatsGrad(dlogp), route.tiled()
+        return found.joined(recompute_backward(*given, needs.of_head_alone))
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
@@ -161,7 +161,7 @@ def within(entries: Entries, allowed: Tensor, dlogp: Tensor, bounded: Bounded) -
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-class BoundedSums(TileGradients):
+class BoundedSums:
     """Gradients by entries, where those of the rows' log-probabilities are known."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
@@ -204,12 +204,9 @@ def bounded_gradients(
     if not count:
         found, _ = new_gradients(rows, needs, 1)
     else:
-        order = torch.argsort(~whole, stable=True)[:count]
-        chosen, outer = rows.at(order), StatsGrad(dlogp[order])
-        wide = replace(needs, wide=True)
-        found = recompute_backward(chosen, stats.rows(order), outer, route.tiled(), wide)
-        if found.hidden is not None:
-            found = found._replace(hidden=chosen.scatter(found.hidden))
+        chosen = rows.at(torch.argsort(~whole, stable=True)[:count])
+        given = chosen, stats, StatsGrad(dlogp), route.tiled()
+        found = recompute_backward(*given, replace(needs, wide=True))
     with matmul_precision(route.device, route.precision):
         head, dweight = rows.ready().head, found.weight
         if needs.weight and needs.main_grad is not None:

@@ -1,7 +1,7 @@
 """The one loop over the head: chunks of rows through logits, statistics and gradients.
 
-Every schedule is this loop. Without a stage it is the forward; with one, each chunk's logits are
-turned into gradients while they are there, so forward and backward share one GEMM.
+Every schedule is this loop. By itself it is the forward; whoever takes the chunks may turn their
+logits into gradients while they are there, so forward and backward share one GEMM.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from grpo_kernels.batch import host
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Gradients, Rows, narrowed, ranges
+from grpo_kernels.engine.rows import Rows, narrowed, ranges
 from grpo_kernels.engine.shards import merge_vocab_shards
 from grpo_kernels.head import leading_dim, matmul_precision, project
-
-Stage = Callable[[slice, RowStats], StatsGrad]  # of a row range and its statistics
 
 _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
 # A row that moves is read and written once, V values each; in the two GEMMs it would have cost
@@ -48,6 +46,7 @@ class Chunk(NamedTuple):
     logits: Tensor  # (C, V), may be overwritten
     stats: RowStats
     masked: MaskedRows | None = None  # with a sampling mask
+    gradient: TileGradient | None = None  # of logp, in place of the logits if they are read once
 
     @property
     def tile(self) -> Tile:
@@ -74,25 +73,6 @@ class Chunk(NamedTuple):
         masked = None if self.masked is None else self.masked.at(index)
         chunk = Chunk(self.rows.at(index), self.logits[:count], self.stats.rows(index), masked)
         return chunk, outer.rows(index)
-
-
-class TileGradients:
-    """What becomes of the gradients of tiles of logits: here what a function does with each."""
-
-    def __init__(self, keep: Callable[[Chunk, StatsGrad], object]) -> None:
-        self._keep = keep
-
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        """Take a chunk, whose statistics have the gradients ``outer``."""
-        self._keep(chunk, outer)
-
-    def add(self, gradient: TileGradient, rows: Rows) -> None:
-        """Take the gradient of a tile of these rows."""
-        raise NotImplementedError
-
-    def finish(self) -> Gradients:
-        """Return the gradients of the head's inputs; nothing is taken afterwards."""
-        return Gradients()
 
 
 def row_chunks(rows: int, route: Route) -> list[slice]:
@@ -126,11 +106,11 @@ def new_tile(route: Route, height: int) -> Tensor:
 
 def forward(rows: Rows, route: Route, wanted: OutputSpec = OutputSpec()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
-    if route.has_tile:
-        return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)[0]
-    rows = rows.local()
-    given = rows.hidden, rows.head, rows.local_target, route.precision, wanted.extras
     with matmul_precision(route.device, route.precision):
+        if route.has_tile:
+            return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)
+        rows = rows.local()
+        given = rows.hidden, rows.head, rows.local_target, route.precision, wanted.extras
         stats = route.backend.linear_stats(*given)
     return stats if rows.head.shard is None else merge_vocab_shards(stats, rows)
 
@@ -140,13 +120,12 @@ def chunked_loop(
     route: Route,
     chunks: Sequence[slice],  # of the rows, in order, without gaps
     wanted: OutputSpec = OutputSpec(),  # noqa: B008
-    stage: Stage | None = None,
-    sums: TileGradients | None = None,
+    take: Callable[[Chunk], object] | None = None,
     reads_once: bool = False,
-) -> tuple[RowStats, Gradients]:
-    """Compute statistics of every row; with a ``stage`` also gradients, as ``sums`` has them.
+) -> RowStats:
+    """Compute statistics of every row, inside of :func:`matmul_precision`.
 
-    ``reads_once``: of ``logp`` alone, added to ``sums``, where the backend gives them.
+    ``take`` is given each chunk, with the gradient of ``logp`` if its logits are read once.
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
@@ -154,25 +133,22 @@ def chunked_loop(
     def run(part: slice) -> RowStats:
         of_part = rows.narrow(part)
         if reads_once:
-            assert stage is not None and sums is not None
-            logits = narrowed(_project(of_part, buffer, route).logits, slice(0, of_part.count))
-            tile = Tile(logits, of_part.target, of_part.head.transform)
-            stats, gradient = route.backend.logp_gradient_(tile)
-            dlogp = stage(part, stats).dlogp
-            assert dlogp is not None
-            sums.add(route.backend.weighted_gradient(gradient, dlogp), of_part)
-            return stats
-        chunk = _formed(of_part, buffer, route, wanted)
-        if stage is not None and sums is not None:
-            sums.take(chunk, stage(part, chunk.stats), route)
+            chunk = _read_once(of_part, buffer, route)
+        else:
+            chunk = _formed(of_part, buffer, route, wanted)
+        if take is not None:
+            take(chunk)
         return chunk.stats
 
-    with matmul_precision(route.device, route.precision):
-        found = [run(part) for part in chunks]
-        gradients = Gradients() if sums is None else sums.finish()
-        if not found:
-            found = [_formed(rows, buffer, route, wanted).stats]
-    return concatenate(found), gradients
+    found = [run(part) for part in chunks]
+    return concatenate(found or [_formed(rows, buffer, route, wanted).stats])
+
+
+def _read_once(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
+    """Form the logits of a range, and their statistics along with the gradient of ``logp``."""
+    logits = narrowed(_project(rows, buffer, route).logits, slice(0, rows.count))
+    stats, gradient = route.backend.logp_gradient_(Tile(logits, rows.target, rows.head.transform))
+    return Chunk(rows, logits, stats, gradient=gradient)
 
 
 def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:

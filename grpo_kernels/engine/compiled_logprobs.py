@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, dtype_of, shapes_of
-from grpo_kernels.batch import SamplingMask
-from grpo_kernels.engine.differentiable import DIFFERENTIABLE, rows_forward, stats_backward
+from grpo_kernels.batch import MASK_FIELDS, SamplingMask
+from grpo_kernels.engine.differentiable import (
+    DIFFERENTIABLE,
+    contiguous,
+    rows_forward,
+    stats_backward,
+)
 from grpo_kernels.engine.logprobs_plan import NOTHING, OF_ALL_ROWS, LogprobsPlan
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.rows import Needs, Rows
@@ -36,12 +41,10 @@ NUM_INPUTS, NUM_CALL = INPUTS_SCHEMA.count(",") + 1, CALL_SCHEMA.count(",") + 1
 _PLAIN = tuple(name for name in RunOptions.__dataclass_fields__ if name != "backward")
 _BOUNDED = tuple(Bounded.__dataclass_fields__)
 _NO_SHARD = None, 0, [0], 0  # torch takes an empty list for one of tensors
-# ``others``: the temperatures of rows, and the four tensors of a SamplingMask
 _ARGUMENTS = (
-    f"{INPUTS_SCHEMA}, Tensor target, Tensor?[] others, {CALL_SCHEMA}, "
+    f"{INPUTS_SCHEMA}, Tensor?[] belongings, {CALL_SCHEMA}, "
     "bool extras, bool mean, int top_k, bool[] needs"
 )
-_MASK_FIELDS = ("indices", "offsets", "bounds", "max_id")
 _NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is what is kept
 
 
@@ -88,20 +91,17 @@ def call_of_arguments(
 
 def op_call(rows: Rows, options: RunOptions, wanted: OutputSpec) -> tuple[Any, ...]:
     """Flatten a call into the arguments of the forward."""
-    temperature, mask = rows.head.transform.temperature, rows.sampling_mask
-    others = [temperature if isinstance(temperature, Tensor) else None]
-    others += [None if mask is None else getattr(mask, name) for name in _MASK_FIELDS]
-    call = call_arguments(rows.head, options)
-    return *rows.inputs, rows.target, others, *call, *wanted, Needs.of(rows.inputs).of_inputs
+    call, needs = call_arguments(rows.head, options), Needs.of(rows.inputs)
+    return *rows.inputs, list(rows.belongings), *call, *wanted, needs.of_inputs
 
 
 def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
     """Rebuild the rows and the plan that :func:`op_call` was given."""
-    inputs, (target, others, *rest) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
-    temperature, *of_mask = others
+    inputs, (belongings, *rest) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
+    target, temperature, *of_mask = belongings
     mask = None
     if of_mask[0] is not None:
-        mask = SamplingMask(**dict(zip(_MASK_FIELDS, of_mask, strict=True)))
+        mask = SamplingMask(**dict(zip(MASK_FIELDS, of_mask, strict=True)))
     head, options = call_of_arguments(inputs, rest[:NUM_CALL], temperature)
     *wanted, needs = rest[NUM_CALL:]
     rows = Rows(hidden=inputs[0], head=head, target=target, sampling_mask=mask)
@@ -201,9 +201,8 @@ def _likes(rows: Rows) -> list[Tensor]:
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, others = inputs[: NUM_INPUTS + 1], inputs[NUM_INPUTS + 1]
-    ctx.save_for_backward(*tensors, *others, *output[:3], output[-1])
-    ctx.call = inputs[NUM_INPUTS + 2 :]
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], *inputs[NUM_INPUTS], *output[:3], output[-1])
+    ctx.call = inputs[NUM_INPUTS + 1 :]
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 
@@ -211,21 +210,16 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, *outer):
     given = dict(zip(RowStats._fields, outer, strict=False))
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
-    tensors, others = saved[: NUM_INPUTS + 1], list(saved[NUM_INPUTS + 1 : -4])
+    tensors, belongings = saved[:NUM_INPUTS], list(saved[NUM_INPUTS:-4])
     *stats, kept = saved[-4:]
     *call, needs = ctx.call
     needed = list(ctx.needs_input_grad[:NUM_INPUTS])
     if needed != list(needs):  # what was kept suits others
         kept = None
-    of_stats = (_dense(given[name]) for name in DIFFERENTIABLE)
-    gradients = linear_logprobs_backward(*tensors, others, *call, needed, [*stats, *of_stats, kept])
+    saved = [*stats, *(contiguous(given[name]) for name in DIFFERENTIABLE), kept]
+    gradients = linear_logprobs_backward(*tensors, belongings, *call, needed, saved)
     wanted = [x if need else None for x, need in zip(gradients, needed, strict=True)]
-    return (*wanted, *[None] * (2 + len(ctx.call)))
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    """Return it contiguous; None also for an output that was not asked for."""
-    return None if gradient is None or not gradient.numel() else gradient.contiguous()
+    return (*wanted, *[None] * (1 + len(ctx.call)))
 
 
 linear_logprobs_forward.register_autograd(_backward, setup_context=_setup_context)

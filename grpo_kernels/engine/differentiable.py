@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import OutputSpec, RowStats, StatsGrad, reference_logprobs
+from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
 from grpo_kernels.engine.bounded import saved_gradients, saving_forward
-from grpo_kernels.engine.chunked_loop import chunked_loop, forward, row_chunks
-from grpo_kernels.engine.gradients import GradientSums, recompute_backward
+from grpo_kernels.engine.chunked_loop import forward
+from grpo_kernels.engine.gradients import recompute_backward
 from grpo_kernels.engine.logprobs_plan import NOTHING, LogprobsPlan
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route
@@ -60,7 +60,7 @@ class _Stats(torch.autograd.Function):
         hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
         rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
         given = RowStats(*outer[:-1])  # type: ignore[arg-type]
-        grad_stats = StatsGrad(*map(_dense, (given.logp, given.entropy, given.masked_logp)))
+        grad_stats = StatsGrad(*map(contiguous, (given.logp, given.entropy, given.masked_logp)))
         stats = RowStats(logp, entropy, lse)
         gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
@@ -68,8 +68,9 @@ class _Stats(torch.autograd.Function):
         return None, None, *found
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.contiguous()
+def contiguous(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient contiguous; None also for that of an output that is empty."""
+    return None if gradient is None or not gradient.numel() else gradient.contiguous()
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
@@ -97,20 +98,8 @@ def stats_backward(
         given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
         return saved_gradients(*given, plan.route, plan.needs)
     chosen, needs = rows.chosen(outer.nonzero), plan.needs
-    outer = StatsGrad(*(chosen.take(gradient) for gradient in outer))
-    stats = RowStats(*(chosen.take(x) for x in stats[:3]))  # type: ignore[arg-type]
 
     def run(route: Route) -> Gradients:
-        if chosen.sampling_mask is None:
-            return recompute_backward(chosen, stats, outer, route, needs)
-        # its gradient needs the logits of all ids of a row's mask at once
-        chunks = row_chunks(chosen.count, route)
-        sums = GradientSums(chosen, needs, len(chunks))
-        given = OutputSpec(), lambda part, stats: outer.rows(part), sums
-        return chunked_loop(chosen, route, chunks, *given)[1]
+        return recompute_backward(chosen, stats, outer, route, needs)
 
-    adds = needs.main_grad is not None
-    gradients = retry_on_oom(run, plan.route.tiled(), not_retryable=adds)
-    if gradients.hidden is None:
-        return gradients
-    return gradients._replace(hidden=chosen.scatter(gradients.hidden))
+    return retry_on_oom(run, plan.route.tiled(), not_retryable=needs.main_grad is not None)

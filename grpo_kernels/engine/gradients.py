@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.batch import host
-from grpo_kernels.engine.chunked_loop import Chunk, TileGradients, chunk_height
+from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
 from grpo_kernels.head import (
@@ -29,7 +29,7 @@ _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
 
 
-class GradientSums(TileGradients):
+class GradientSums:
     """Sums by GEMMs over tiles: of ranges of rows with all columns, or slice by slice of these."""
 
     def __init__(self, rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> None:
@@ -46,7 +46,11 @@ class GradientSums(TileGradients):
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        """Add the share of a chunk's rows that have a gradient."""
+        """Add the share of a chunk's rows that have a gradient, by that of their statistics."""
+        if chunk.gradient is not None:
+            assert outer.dlogp is not None
+            self.add(route.backend.weighted_gradient(chunk.gradient, outer.dlogp), chunk.rows)
+            return
         chunk, outer = chunk.compacted(self.scaled(outer))
         out_dtype = chunk.rows.hidden.dtype
         dlogits = route.backend.dlogits_(chunk.tile, chunk.stats, outer, out_dtype)
@@ -153,6 +157,30 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 
 
 def recompute_backward(
+    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from the statistics of all rows and theirs, by logits of these ``rows``.
+
+    The gradient of the hidden states is that of all; those of the others are 0.
+    """
+    stats = RowStats(*(rows.take(x) for x in stats[:3]))  # type: ignore[arg-type]
+    outer = StatsGrad(*(rows.take(gradient) for gradient in outer))
+    if rows.sampling_mask is None:
+        found = _by_slices(rows, stats, outer, route, needs)
+    else:  # its gradient needs the logits of all ids of a row's mask at once
+        chunks = row_chunks(rows.count, route)
+        sums = GradientSums(rows, needs, len(chunks))
+
+        def take(chunk: Chunk) -> None:
+            sums.take(chunk, outer.rows(chunk.rows.part), route)
+
+        with matmul_precision(route.device, route.precision):
+            chunked_loop(rows, route, chunks, take=take)
+            found = sums.finish()
+    return found if found.hidden is None else found._replace(hidden=rows.scatter(found.hidden))
+
+
+def _by_slices(
     rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.
@@ -295,6 +323,8 @@ class LoRAGradients:
                 if dhidden is not None:
                     update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
                     dhidden[rows] += update.mul_(lora.scaling)
+        if lora is None:
+            return found
         return found.joined(Gradients(lora_a=da, lora_b=self.db))
 
 

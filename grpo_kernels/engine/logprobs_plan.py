@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from grpo_kernels.backends import OutputSpec, why_backend
-from grpo_kernels.engine.options import Bounded, RunOptions
+from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head, leading_dim, stats_dtype
@@ -46,14 +46,17 @@ class SavedForBackward:
         ``why_not``: why nothing can be kept, if the caller knows such a reason.
         """
         gemms = 1 + needs.hidden + needs.weight
-        why_not = why_not or _why_nothing(route)
+        why_not = why_not or route.why_no_gradients
         if not needs.any:
             return SavedForBackward(gemms=1, why="there is no backward")
         if why_not is not None:
             return SavedForBackward(gemms=gemms + 1, why=why_not)
-        if route.options.bounded is not None:
-            return _of_entries(tokens, route, needs, route.options.bounded)
-        budget = route.options.activation_bytes
+        bounded, budget = route.options.bounded, route.options.activation_bytes
+        if bounded is not None:
+            anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
+            shape = tokens, 2 * min(bounded.slots, route.columns) + 5
+            dtype = kept_dtype(stats_dtype(route.dtype))
+            return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
         if needs.of_head or needs.lora_a:
             shape = tokens, leading_dim(route.max_local_vocab, route.dtype, route.device)
             kept = SavedForBackward(kind=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
@@ -68,10 +71,6 @@ class SavedForBackward:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def of_one_pass(self, needs: Needs, bounded: Bounded) -> SavedForBackward:
-        """Return the same for one pass: the logits are there for the weight's exact gradient."""
-        return replace(self, gemms=1 + (needs.weight and bounded.exact_weight))
 
     def route(self, route: Route) -> Route:
         """Return the route of such a forward: it has a tile, whose statistics are as exact."""
@@ -91,24 +90,9 @@ class SavedForBackward:
         return f"backward: {kept}, {count}" + (f": {why}" if why else "")
 
 
-def _of_entries(tokens: int, route: Route, needs: Needs, bounded: Bounded) -> SavedForBackward:
-    anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
-    shape = tokens, 2 * min(bounded.slots, route.columns) + 5
-    dtype = kept_dtype(stats_dtype(route.dtype))
-    return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
-
-
 def kept_dtype(wide: torch.dtype) -> torch.dtype:
     """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
     return torch.int64 if wide == torch.float64 else torch.int32
-
-
-def _why_nothing(route: Route) -> str | None:
-    if not route.backend.has_tiles:
-        return "autograd keeps what the eager reference computes"
-    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
-        return "the forward that fixes a row's bits forms no logits to take gradients from"
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,10 +83,14 @@ class Route:
         return f"max_workspace_bytes={self.tile_rows * self.row_bytes}"
 
     @property
-    def keeps_bits_in_one_pass(self) -> bool:
-        """Return whether a tile made for its gradient has the forward's statistics to the bit."""
-        # where both are that tile
-        return self.has_tile or self.forms_logits
+    def why_no_gradients(self) -> str | None:
+        """Why no forward of this route can make gradients, too; None if one can."""
+        if not self.backend.has_tiles:
+            return "the eager reference forms all logits, and leaves their gradients to autograd"
+        # a tile for gradients has the statistics of the forward to the bit where both are that tile
+        if self.options.batch_invariant and not (self.has_tile or self.forms_logits):
+            return "the forward that fixes a row's bits forms no logits to take gradients from"
+        return None
 
     @property
     def forms_logits(self) -> bool:
@@ -160,7 +164,10 @@ def choose_route(
     backend = choose_backend(options.backend, device, dtype)
     columns, workspace, shard = head.weight.shape[0], options.max_workspace_bytes, head.shard
     if shard is not None:
-        _check_options_of_shard(backend, options)
+        if not backend.has_tiles:
+            raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
+        if options.bounded is not None:
+            raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
         columns = shard.max_local_vocab
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:
@@ -176,13 +183,6 @@ def choose_route(
         tile_rows=rows,
         has_tile=has_tile,
     )
-
-
-def _check_options_of_shard(backend: Backend, options: RunOptions) -> None:
-    if not backend.has_tiles:
-        raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
-    if options.bounded is not None:
-        raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
 
 
 def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:

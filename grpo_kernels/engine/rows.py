@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import IGNORE_INDEX, SamplingMask, host
+from grpo_kernels.batch import IGNORE_INDEX, MASK_FIELDS, SamplingMask, host
 from grpo_kernels.head import Head, check_mask_range, check_row_temperature, check_target_range
+
+_NO_MASK = [None] * len(MASK_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ class Rows:
 
     @property
     def belongings(self) -> tuple[Tensor | None, ...]:
-        """The tensors beside :attr:`inputs`."""
+        """The tensors beside :attr:`inputs`: targets, temperatures and those of the mask."""
         temperature, mask = self.head.transform.temperature, self.sampling_mask
-        of_mask = (None, None) if mask is None else (mask.indices, mask.offsets)
+        of_mask = _NO_MASK if mask is None else [getattr(mask, name) for name in MASK_FIELDS]
         return self.target, temperature if isinstance(temperature, Tensor) else None, *of_mask
 
     @property

@@ -45,19 +45,15 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     none = mass == 0  # times an infinite number it would be NaN
     entropy = (mass * (of["entropy"] + (lse - of["lse"]))).masked_fill(none, 0).sum(0)
     found = {"logp": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
+    is_top1 = None
     if stats.is_top1 is not None:
         square = (mass * mass * of["sum_sq_probs"]).masked_fill(none, 0).sum(0)
         extremes = {"max_logit": of["max_logit"].amax(0), "min_logit": of["min_logit"].amin(0)}
         found |= {"sum_sq_probs": square, **extremes}
-    is_top1 = None
-    if stats.is_top1 is not None:
         is_top1 = _is_first(of["own"], of["is_top1"], of["max_logit"])
     wide = stats.logp.dtype
-    return RowStats(
-        **{name: value.to(wide) for name, value in found.items()},
-        lse=lse,
-        is_top1=is_top1,
-    )
+    rounded = {name: value.to(wide) for name, value in found.items()}
+    return RowStats(**rounded, lse=lse, is_top1=is_top1)
 
 
 def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate, registe
 from grpo_kernels.losses.terms import CORRECTION_MODES, Terms, top_entropy_gate
 from grpo_kernels.losses.token_loss import (
     PolicyLossOutput,
-    StageOutput,
     TokenInputs,
     Weights,
     check_loss_inputs,

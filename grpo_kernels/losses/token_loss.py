@@ -55,14 +55,6 @@ class TokenInputs(NamedTuple):
         return TokenInputs(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
 
 
-class StageOutput(NamedTuple):
-    """What a schedule needs of a row range, each (T,)."""
-
-    contributions: Tensor  # the loss is their sum
-    dlogp: Tensor
-    dentropy: Tensor | None  # None when the loss does not read the entropy
-
-
 class Evaluation(NamedTuple):
     """The loss per token, with the parts that metrics are made of, each (T,)."""
 
@@ -152,14 +144,17 @@ def evaluate(
 
 def run_stage(
     x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
-) -> StageOutput:
-    """Return the loss of each token and its gradients, by autograd."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what each token adds to the loss, and its gradients by autograd, each (T,).
+
+    They are those by the log-probabilities and by the entropy; None: the loss does not read it.
+    """
     names = ("logprobs", "entropy") if config.entropy_coef != 0 else ("logprobs",)
     with torch.enable_grad():
         inputs = {name: getattr(x, name).detach().requires_grad_() for name in names}
         each = evaluate(x._replace(**inputs), segments, config, entropy_gate).contributions
         gradients = torch.autograd.grad(each, list(inputs.values()), torch.ones_like(each))
-    return StageOutput(each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None)
+    return each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
 def _correction(

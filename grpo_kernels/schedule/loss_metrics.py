@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
-from grpo_kernels.engine import REPORT
 from grpo_kernels.losses import LossConfig, Stat, loss_stats, static_weights
 from grpo_kernels.schedule.rows_with_gradient import rows_with_gradient
 
@@ -17,7 +17,7 @@ def loss_metrics(
     logp: Tensor,  # (T,), or (K,) with metric_rows="active"
     entropy: Tensor,
     entropy_gate: Tensor | None,  # (T,)
-    bounded: Tensor | None,  # (6,), or nothing
+    bounded: Tensor | None,  # (6,) REPORT, or nothing
     batch: TokenBatch,
     config: LossConfig,
     metric_rows: str,
@@ -31,28 +31,17 @@ def loss_metrics(
         stats = loss_stats(logp, entropy, active.batch.occupied(), config, None, weights)
     else:
         stats = loss_stats(logp, entropy, batch, config, entropy_gate)
-    stats = {**stats, "frac_rows_skipped": _skipped(active.batch, batch)}
+    # the share of the caller's rows that got no backward
+    total = math.prod(host.values(batch.layout))
+    skipped, count = (
+        torch.full((), number, dtype=torch.float64, device=batch.target.device)
+        for number in (total - active.batch.num_tokens, total)
+    )
+    stats = {**stats, "frac_rows_skipped": Stat("mean", skipped, count)}
     if bounded is not None and bounded.numel():
-        stats.update(_of_backward(**dict(zip(REPORT, bounded, strict=True))))
+        entries, whole, rows, error, norm, bound = bounded
+        stats["backward_entries"] = Stat("mean", entries, rows)
+        stats["backward_whole_rows"] = Stat("mean", whole, rows)
+        stats["backward_error"] = Stat("norm_ratio", error, norm)
+        stats["backward_error_bound"] = Stat("sum", bound, rows)
     return stats
-
-
-def _of_backward(
-    entries: Tensor, whole: Tensor, rows: Tensor, error: Tensor, norm: Tensor, bound: Tensor
-) -> dict[str, Stat]:
-    return {
-        "backward_entries": Stat("mean", entries, rows),
-        "backward_whole_rows": Stat("mean", whole, rows),
-        "backward_error": Stat("norm_ratio", error, norm),
-        "backward_error_bound": Stat("sum", bound, rows),
-    }
-
-
-def _skipped(active: TokenBatch, batch: TokenBatch) -> Stat:
-    """Return the share of the caller's rows that got no backward."""
-    total = 1
-    for size in host.values(batch.layout):
-        total *= size
-    device, wide = batch.target.device, torch.float64
-    skipped = torch.full((), total - active.num_tokens, dtype=wide, device=device)
-    return Stat("mean", skipped, torch.full((), total, dtype=wide, device=device))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from grpo_kernels.backends import why_backend
 from grpo_kernels.batch import TokenBatch, host
@@ -35,7 +34,7 @@ _BLOCK_ROWS = 256  # of tiles for one pass
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(LogprobsPlan):
     """One call of ``linear_policy_loss``, decided. Print it for what will run, and why.
 
@@ -45,7 +44,6 @@ class Plan(LogprobsPlan):
     batch: TokenBatch  # every valid token
     config: LossConfig
     active: RowsWithGradient  # those with a gradient
-    main_grad: Tensor | None  # (V, D), to which the weight's gradient is added; None: autograd's
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
     stage: type[LossStage]  # how the loss runs between statistics and gradients
@@ -89,7 +87,8 @@ class Plan(LogprobsPlan):
         bounded = self.options.bounded
         if bounded is None or self.schedule == "two_pass":
             return kept
-        return kept.of_one_pass(self.needs, bounded)
+        # the logits are there for the weight's exact gradient
+        return replace(kept, gemms=1 + (self.needs.weight and bounded.exact_weight))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -133,7 +132,7 @@ class Plan(LogprobsPlan):
     def _again(self, options: RunOptions) -> Plan | None:
         case = (self.route.dtype, self.head, self.batch, self.config, options, self.active)
         try:
-            plan = make_plan(*case, self.needs, self.main_grad)
+            plan = make_plan(*case, self.needs)
         except ValueError:  # forced to one_pass, and no sequence fits any more
             return None
         return replace(plan, is_smaller=True)
@@ -158,7 +157,7 @@ class Plan(LogprobsPlan):
         """Say what happens to the rows that get no gradient."""
         known = "rows of zero advantage: not computed"
         if self.options.metric_rows == "all":
-            waiting = self.active.num_forward_only
+            waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
         if self.reads_once:
             found = "zeros in the GEMMs, since their logits are gradients by then"
@@ -177,8 +176,6 @@ class Plan(LogprobsPlan):
             f"numerics  {self.fingerprint}",
         ]
 
-    __str__ = __repr__ = LogprobsPlan.__str__
-
 
 def make_plan(
     dtype: torch.dtype,  # of the hidden states
@@ -187,8 +184,7 @@ def make_plan(
     config: LossConfig,
     options: RunOptions,
     active: RowsWithGradient,
-    needs: Needs = Needs(),  # noqa: B008
-    main_grad: Tensor | None = None,
+    needs: Needs,
 ) -> Plan:
     """Choose backend, schedule and chunks for the rows of ``active``.
 
@@ -204,7 +200,7 @@ def make_plan(
     if options.bounded is not None and why_exact is not None:
         raise ValueError(f"backward: expected 'exact', since {why_exact}; got {options.bounded}")
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
-    if main_grad is not None and not route.backend.has_tiles:
+    if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     summing = _summing(route, head, needs)
     chunks, why_two = _chunks(active.batch, config, summing)
@@ -227,7 +223,6 @@ def make_plan(
         config=config,
         active=active,
         needs=needs,
-        main_grad=main_grad,
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
@@ -264,10 +259,8 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:
     """Return the chunks of one_pass, or why it cannot run."""
     scope = config.scope(batch.rollout_logprobs is not None)
-    if not route.backend.has_tiles:
-        return [], "the eager reference forms all logits"
-    if route.options.batch_invariant and not route.keeps_bits_in_one_pass:
-        return [], "the forward that fixes a row's bits forms no logits to take gradients from"
+    if route.why_no_gradients is not None:
+        return [], route.why_no_gradients
     if scope == "batch":
         return [], "a gate of this loss needs the entropy of the whole batch first"
     size = route.tile_rows

@@ -11,20 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import (
-    Backend,
-    RowStats,
-    StatsGrad,
-)
-from grpo_kernels.batch import Segments, TokenBatch
+from grpo_kernels.backends import Backend, RowStats, StatsGrad
+from grpo_kernels.batch import TOKEN_FIELDS, Segments, TokenBatch
 from grpo_kernels.losses import (
     LossConfig,
-    StageOutput,
     TokenInputs,
     Weights,
     run_stage,
     token_inputs,
 )
+
+# of :func:`run_stage`
+_EachWithGradients = tuple[Tensor, Tensor, Tensor | None]
+_NO_SEGMENTS: Any = None  # of a loss of token scope, which reduces nothing over sequences
 
 
 class LossStage:
@@ -54,13 +53,12 @@ class LossStage:
         self._contributions: list[Tensor] = []
 
     def __call__(self, rows: slice, stats: RowStats) -> StatsGrad:
-        logp = stats.logp if stats.masked_logp is None else stats.masked_logp
-        x = self._inputs.rows(rows)._replace(logprobs=logp, entropy=stats.entropy)
-        output = self._run(x, rows)
-        self._contributions.append(output.contributions)
+        x = self._inputs.rows(rows)._replace(logprobs=policy_logp(stats), entropy=stats.entropy)
+        each, dlogp, dentropy = self._run(x, rows)
+        self._contributions.append(each)
         if stats.masked_logp is None:
-            return StatsGrad(output.dlogp, output.dentropy)
-        return StatsGrad(None, output.dentropy, output.dlogp)
+            return StatsGrad(dlogp, dentropy)
+        return StatsGrad(None, dentropy, dlogp)
 
     def loss(self) -> Tensor:
         """Return the () loss of all rows seen, summed in fp64 and in a fixed order."""
@@ -70,7 +68,7 @@ class LossStage:
         each = parts[0] if len(parts) == 1 else torch.cat(parts)
         return each.sum(dtype=torch.float64).to(each.dtype)
 
-    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
+    def _run(self, x: TokenInputs, rows: slice) -> _EachWithGradients:
         run = partial(run_stage, x, self._segments(rows), self._config, self._entropy_gate)
         autograd = torch._C.DispatchKey.AutogradFunctionality
         if not torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
@@ -89,7 +87,12 @@ class LossStage:
         return segments.narrow(rows.start, rows.stop)
 
 
-def _on_stream(run: Callable[[], StageOutput], stream: torch.cuda.Stream | None) -> StageOutput:
+def policy_logp(stats: RowStats) -> Tensor:
+    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
+    return stats.logp if stats.masked_logp is None else stats.masked_logp
+
+
+def _on_stream(run: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
     with torch.cuda.stream(stream):
         return run()
 
@@ -109,11 +112,12 @@ class GeneratedStage(LossStage):
 
     words = "a Triton kernel, generated from the loss"
 
-    def _run(self, x: TokenInputs, rows: slice) -> StageOutput:
-        kernel = _generated(self._config, _present(x))
+    def _run(self, x: TokenInputs, rows: slice) -> _EachWithGradients:
+        present = tuple(name for name, value in x._asdict().items() if value is not None)
+        kernel = _generated(self._config, present)
         # what is absent is not read
         each, dlogp, *rest = kernel(*(x.logprobs if value is None else value for value in x))
-        return StageOutput(each, dlogp, rest[0] if rest else None)
+        return each, dlogp, rest[0] if rest else None
 
 
 def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> type[LossStage]:
@@ -127,19 +131,10 @@ def choose_stage(backend: Backend, batch: TokenBatch, config: LossConfig) -> typ
 
 def why_not_generated(batch: TokenBatch, config: LossConfig) -> str | None:
     """Say why no kernel can be generated from the loss; None if one can."""
-    absent = {
-        "entropy_weight": config.entropy_coef == 0,
-        "old_logprobs": batch.old_logprobs is None,
-        "ref_logprobs": batch.ref_logprobs is None,
-        "rollout_logprobs": batch.rollout_logprobs is None,
-        "rollout_weights": batch.rollout_weights is None,
-    }
-    present = tuple(name for name in TokenInputs._fields if not absent.get(name, False))
-    return _why_not(config, present)
-
-
-def _present(x: TokenInputs) -> tuple[str, ...]:
-    return tuple(name for name, value in zip(x._fields, x, strict=True) if value is not None)
+    absent = {name for name in TOKEN_FIELDS if getattr(batch, name) is None}
+    if config.entropy_coef == 0:
+        absent.add("entropy_weight")
+    return _why_not(config, tuple(name for name in TokenInputs._fields if name not in absent))
 
 
 @functools.lru_cache(maxsize=256)
@@ -170,15 +165,6 @@ def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
         return tuple(vector for vector in output if vector is not None)
 
     return PointwiseKernel.trace(stage, len(names), names)
-
-
-class _NoSegments(Segments):
-    """The segments of a loss of token scope, which reduces nothing over sequences."""
-
-    def __init__(self) -> None: ...
-
-
-_NO_SEGMENTS = _NoSegments()
 
 
 class _TritonSegments(Segments):

@@ -17,6 +17,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import (
     ENTRIES,
     BoundedSums,
+    Chunk,
     Gradients,
     GradientSums,
     Needs,
@@ -28,9 +29,10 @@ from grpo_kernels.engine import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.head import stats_dtype
+from grpo_kernels.head import matmul_precision, stats_dtype
 from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
 from grpo_kernels.schedule.loss_plan import Plan
+from grpo_kernels.schedule.loss_stage import policy_logp
 
 
 class LossParts(NamedTuple):
@@ -43,28 +45,15 @@ class LossParts(NamedTuple):
     bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
-class Forward(NamedTuple):
-    """What a forward found, and what its backward needs beside the inputs."""
-
-    parts: LossParts
-    gradients: Gradients | None  # one pass: of the loss, that of hidden for the rows with one
-    saved: tuple[Tensor | None, ...] = ()  # two passes: for :func:`two_pass_backward`
-
-
-class _Scored(NamedTuple):
-    """What a loss is computed from."""
-
-    logp: Tensor  # (K,) of the rows with a gradient; (T,) where the loss needs all
-    entropy: Tensor
-    batch: TokenBatch  # of the same rows
-    weights: Weights
-    gate: Tensor | None
+# the loss; its gradients in one pass, that of hidden states for the rows with one; and what two
+# passes save for :func:`two_pass_backward`
+Forward = tuple[LossParts, Gradients | None, tuple[Tensor | None, ...]]
 
 
 def loss_forward(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
     if not plan.needs.any:
-        return Forward(eager_loss(rows, plan), Gradients())
+        return eager_loss(rows, plan), Gradients(), ()
     return (_one_pass if plan.schedule == "one_pass" else _two_pass)(rows, plan)
 
 
@@ -74,18 +63,24 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
     rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
     weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
     stage = plan.stage(batch, weights, plan.config, dtype)
-    needs = replace(plan.needs, wide=True) if plan.main_grad is not None else plan.needs
-    chunks, report = plan.chunks, None
-    loop = (rows, plan.route, chunks)
+    needs, chunks, route = plan.needs, plan.chunks, plan.route
+    if needs.main_grad is not None:  # to which it is added in the backward
+        needs = replace(needs, main_grad=None, wide=True)
+    sums: GradientSums | BoundedSums
     if plan.options.bounded is None:
         sums = GradientSums(rows, needs, len(chunks))
-        stats, gradients = chunked_loop(*loop, stage=stage, sums=sums, reads_once=plan.reads_once)
     else:
-        entries = BoundedSums(rows, needs, len(chunks), plan.route)
-        stats, gradients = chunked_loop(*loop, stage=stage, sums=entries)
-        report = entries.report
+        sums = BoundedSums(rows, needs, len(chunks), route)
+
+    def take(chunk: Chunk) -> None:
+        sums.take(chunk, stage(chunk.rows.part, chunk.stats), route)
+
+    with matmul_precision(route.device, route.precision):
+        stats = chunked_loop(rows, route, chunks, take=take, reads_once=plan.reads_once)
+        gradients = sums.finish()
+    report = sums.report if isinstance(sums, BoundedSums) else None
     parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
-    return Forward(parts, gradients)
+    return parts, gradients, ()
 
 
 def _two_pass(rows: Rows, plan: Plan) -> Forward:
@@ -93,22 +88,21 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
     logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
-    outer = stage(slice(0, logp.numel()), RowStats(logp, entropy, entropy))
+    scored = RowStats(logp, entropy, entropy, masked_logp=logp if plan.masked else None)
+    outer = stage(slice(0, logp.numel()), scored)
     report = None
     if kept is not None and plan.saving.kind == ENTRIES:
         report = bounded_report(of_kept(kept)[0])
     parts = LossParts(stage.loss(), logp, entropy, gate, report)
     if plan.scope == "batch" and plan.active.index is not None:
         outer = outer.rows(plan.active.index)
-    if plan.masked:
-        outer = StatsGrad(None, outer.dentropy, outer.dlogp)
-    return Forward(parts, None, (kept, *stats[:3], *outer))
+    return parts, None, (kept, *stats[:3], *outer)
 
 
 def two_pass_backward(
     rows: Rows,
     plan: Plan,
-    saved: tuple[Tensor | None, ...],  # of :class:`Forward`
+    saved: tuple[Tensor | None, ...],  # of :data:`Forward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
     """Compute the gradients of a loss; that of hidden states for the rows with one."""
@@ -130,22 +124,21 @@ def with_gradient(rows: Rows, plan: Plan) -> Rows:
     return rows if plan.active.index is None else rows.at(plan.active.index).as_all()
 
 
-def policy_logp(stats: RowStats) -> Tensor:
-    """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
-    return stats.logp if stats.masked_logp is None else stats.masked_logp
-
-
-def _scored(stats: RowStats, rows: Rows, plan: Plan) -> _Scored:
-    """Collect what the loss needs: a gate by the entropy of all tokens needs all rows."""
+def _scored(
+    stats: RowStats, rows: Rows, plan: Plan
+) -> tuple[Tensor, Tensor, TokenBatch, Weights, Tensor | None]:
+    """Return what the loss is computed from: log-probabilities, entropy, their batch, its weights
+    and gate. They are of the rows with a gradient; a gate by the entropy needs all rows.
+    """
     logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
     weights = static_weights(plan.batch, config)
     if plan.scope != "batch":
         active = plan.active
-        return _Scored(logp, entropy, active.batch, active.take_weights(weights), None)
+        return logp, entropy, active.batch, active.take_weights(weights), None
     logp, entropy = with_rest(logp, entropy, rows, plan)
     copies = 1 if plan.head.shard is None else plan.head.shard.size
     gate = top_entropy_gate(entropy, config.top_entropy_quantile, copies)
-    return _Scored(logp, entropy, plan.batch, weights, gate)
+    return logp, entropy, plan.batch, weights, gate
 
 
 def with_rest(

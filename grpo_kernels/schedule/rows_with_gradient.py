@@ -19,11 +19,6 @@ class RowsWithGradient:
     index: Tensor | None = None  # (K,) int64, which they are of all; None: all
     forward_only: Tensor | None = None  # (T - K,) int64, the others
 
-    @property
-    def num_forward_only(self) -> int:
-        """The number of the other rows."""
-        return 0 if self.forward_only is None else self.forward_only.numel()
-
     def take(self, values: Tensor) -> Tensor:
         """Return the (T, ...) values at these rows."""
         return values if self.index is None else values[self.index]

@@ -61,10 +61,11 @@ def planned(
     check_loss_inputs(batch, config)
     weight = head.weight
     hidden, head = checked_head(hidden, head, options.precision)
-    if main_grad is not None:
-        main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
     needs = Needs.of((hidden, *head.tensors))
-    return planned_rows(hidden, head, batch, config, options, needs, main_grad)
+    if main_grad is not None:
+        buffer = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
+        needs = replace(needs, main_grad=buffer)
+    return planned_rows(hidden, head, batch, config, options, needs)
 
 
 def planned_rows(
@@ -74,7 +75,6 @@ def planned_rows(
     config: LossConfig,
     options: RunOptions,
     needs: Needs,
-    main_grad: Tensor | None = None,
 ) -> tuple[Rows, Plan]:
     """Decide how a call with a checked head runs, whose gradients are those that it ``needs``."""
     _check_layout(hidden, head, batch)
@@ -84,7 +84,7 @@ def planned_rows(
     rows = _rows(hidden, head, batch)
     skips = needs.any or options.metric_rows == "active"
     active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
-    return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs, main_grad)
+    return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs)
 
 
 def _rows(hidden: Tensor, head: Head, batch: TokenBatch) -> Rows:
@@ -128,7 +128,7 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
-        inputs, plan = tensors[: len(INPUTS)], ctx.plan
+        inputs, plan, main_grad = tensors[: len(INPUTS)], ctx.plan, ctx.plan.needs.main_grad
         hidden, *of_head = inputs
 
         def rows() -> Rows:
@@ -141,14 +141,12 @@ class _PolicyLoss(torch.autograd.Function):
             if gradients is None:
                 options = replace(plan.options, schedule="one_pass")
                 again = replace(plan, route=replace(plan.route, options=options))
-                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan).gradients, again)
-            if plan.main_grad is not None:
-                plan.main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
+                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan)[1], again)
+            if main_grad is not None:
+                main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
             gradients = _scaled_(gradients, dloss, inputs)
         else:
-            if plan.main_grad is not None:
-                plan = replace(plan, needs=replace(plan.needs, main_grad=plan.main_grad))
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
             gradients = two_pass_backward(rows(), plan, saved, dloss)
         found = [
