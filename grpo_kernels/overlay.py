@@ -31,7 +31,7 @@ class ForwardOverlay:
 def lay_over(overlay: type[ForwardOverlay], it: Any) -> None:
     """Lay ``overlay`` over the class of ``it``; doing it twice is harmless."""
     if not isinstance(it, overlay):
-        it.__class__ = _made(type(it), overlay)
+        it.__class__ = _made(type(it), overlay)  # type: ignore[arg-type]
 
 
 def take_off(overlay: type[ForwardOverlay], it: Any) -> bool:

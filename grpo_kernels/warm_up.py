@@ -83,7 +83,8 @@ def warm_up(
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
         # frozen, so that no (V, D) tensor is made: of the weight's gradient kernels know nothing
-        frozen = head.with_tensors(*(None if x is None else x.detach() for x in head.tensors))
+        others = (None if x is None else x.detach() for x in head.tensors[1:])
+        frozen = head.with_tensors(head.weight.detach(), *others)
         given = hidden, frozen, batch, config
         with torch.no_grad():  # also of rows without an advantage
             linear_policy_loss(*given, **options)
