@@ -119,37 +119,29 @@ def _products(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, result and exact result of every GEMM of a step."""
     generator = torch.Generator(device).manual_seed(0)
-    hidden, weight, values = (
-        torch.randint(2, size, generator=generator, device=device).mul_(2).sub_(1).to(dtype)
-        for size in ((rows, depth), (columns, depth), (rows, columns))
-    )
-    wide = stats_dtype(dtype)
-    full = partial(torch.full, fill_value=float("nan"), device=device)
+    wide, full = stats_dtype(dtype), partial(torch.full, fill_value=float("nan"), device=device)
 
     def tile(dtype: torch.dtype) -> Tensor:
         return full((rows, leading_dim(columns, dtype, device)), dtype=dtype)[:, :columns]
 
+    hidden, weight = (full((n, depth), dtype=dtype) for n in (rows, columns))
     # 16 bits of a gradient lie in the first half of each row of a tile
-    dlogits = output_view(tile(wide), dtype).copy_(values)
+    dlogits = output_view(tile(wide), dtype)
+    for x in (hidden, weight, dlogits):
+        x.random_(0, 2, generator=generator).mul_(2).sub_(1)
     zero_row_padding(dlogits)
-    logits, dhidden, dweight = (
-        a.double() @ b.double()
-        for a, b in ((hidden, weight.t()), (values, weight), (values.t(), hidden))
-    )
     for out in dict.fromkeys((wide, dtype)):
         words = "" if out == wide else " of 16 bits"
-        yield f"logits{words}", project(hidden, Head(weight), tile(out)), logits
-        for name, a, b, exact in (
-            ("dhidden", dlogits, weight, dhidden),
-            ("dweight", dlogits.t(), hidden, dweight),
-        ):
-            sums = full(exact.shape, dtype=out)
+        logits = project(hidden, Head(weight), tile(out))
+        yield f"logits{words}", logits, hidden.double() @ weight.double().t()
+        for name, a, b in (("dhidden", dlogits, weight), ("dweight", dlogits.t(), hidden)):
+            sums = full((len(a), depth), dtype=out)
             accumulate(sums, a, b, first=True)
-            yield f"{name}{words}", sums, exact
+            yield f"{name}{words}", sums, a.double() @ b.double()
     for words, alpha in (("", 1.0), (" half", 0.5)):
-        sums = full(dweight.shape, fill_value=3.0, dtype=wide)
+        sums = full((columns, depth), fill_value=3.0, dtype=wide)
         accumulate(sums, dlogits.t(), hidden, first=False, alpha=alpha)
-        yield f"dweight, added{words}", sums, 3 + alpha * dweight
+        yield f"dweight, added{words}", sums, 3 + alpha * (dlogits.t().double() @ hidden.double())
 
 
 def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:
