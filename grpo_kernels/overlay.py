@@ -31,15 +31,15 @@ class ForwardOverlay:
 def lay_over(overlay: type[ForwardOverlay], it: Any) -> None:
     """Lay ``overlay`` over the class of ``it``; doing it twice is harmless."""
     if not isinstance(it, overlay):
-        it.__class__ = _made((*_layers(type(it)), overlay))
+        it.__class__ = _made(type(it), overlay)  # type: ignore[arg-type]
 
 
 def take_off(overlay: type[ForwardOverlay], it: Any) -> bool:
     """Undo :func:`lay_over`; return whether it could: another class may lie over that."""
-    *below, top = _layers(type(it))
-    if top is overlay:
-        it.__class__ = _made(tuple(below))
-    return top is overlay
+    is_top = _layers(type(it))[-1] is overlay
+    if is_top:
+        _, it.__class__ = type(it).__bases__
+    return is_top
 
 
 def _layers(cls: type) -> tuple[Any, ...]:
@@ -48,22 +48,17 @@ def _layers(cls: type) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _made(layers: tuple[Any, ...]) -> Any:
-    *below, overlay = layers
-    if not below:
-        return overlay  # the object's own class
-    under = _made(tuple(below))
-
+def _made(under: Any, overlay: type[ForwardOverlay]) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return overlay.forward(self, *args, **kwargs)
 
     # no `__wrapped__`, by which accelerate would find, and put back, the forward below
     forward.__signature__ = inspect.signature(under.forward)  # type: ignore[attr-defined]
     members = {name: getattr(under, name) for name in ("__qualname__", "__module__")}
-    members |= {"forward": forward, "_layers": layers}
+    members |= {"forward": forward, "_layers": (*_layers(under), overlay)}
     return type(f"{overlay._prefix}{under.__name__}", (overlay, under), members)
 
 
-def _bare(*layers: type) -> Any:
+def _bare(*layers: Any) -> Any:
     """Make an object that has no state yet, for copies and pickles."""
-    return object.__new__(_made(layers))
+    return object.__new__(functools.reduce(_made, layers))

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 INPUTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights", "sampling_mask")
 
-_LENGTH = 4  # tokens of a sequence
+_SEQUENCES, _LENGTH = 6, 4  # of tokens: more than a tile has rows
 _TILE_ROWS = 16
-_ONE_CHUNK, _CHUNKS = 2, 6  # sequences: of one tile, and of more
-_THIN = 16  # columns of D where kernels see the logits alone
 
 
 def warm_up(
@@ -71,30 +69,29 @@ def warm_up(
     # by all processes at once
     head = unshard_head(head_of(weight, bias, lora, logit_scale, softcap, 1.0))
     check_weight(head.weight)
-
-    def arguments(part: Head, sequences: int) -> tuple[Tensor, Head, TokenBatch, LossConfig]:
-        shape, device = (sequences, _LENGTH, part.weight.shape[1]), part.weight.device
-        hidden = torch.zeros(shape, dtype=dtype or part.weight.dtype, device=device)
-        hidden.requires_grad_(torch.is_grad_enabled())
-        return hidden, part, _batch(inputs, sequences, device), config
-
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
+        shape, device = (_SEQUENCES, _LENGTH, head.weight.shape[1]), head.weight.device
+        hidden = torch.zeros(shape, dtype=dtype or head.weight.dtype, device=device)
+        hidden.requires_grad_(gradients)
+        batch = _batch(inputs, device)
         with torch.set_grad_enabled(gradients):
-            plan = explain(*arguments(head, _ONE_CHUNK), **options)
+            plan = explain(hidden, head, batch, config, **options)
         if not plan.route.backend.compiles:
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
+        # frozen, so that no (V, D) tensor is made: of the weight's gradient kernels know nothing
+        others = (None if x is None else x.detach() for x in head.tensors[1:])
+        frozen = head.with_tensors(head.weight.detach(), *others)
+        given = hidden, frozen, batch, config
         with torch.no_grad():  # also of rows without an advantage
-            linear_policy_loss(*arguments(_part(head, trained=False), _ONE_CHUNK), **options)
+            linear_policy_loss(*given, **options)
         with torch.enable_grad():
-            for part, sequences, asked in _steps(head, plan) if gradients else ():
-                given = arguments(part, sequences)
+            for asked in _ways(plan) if gradients else ():
                 loss = linear_policy_loss(*given, **{**options, **asked}).loss
-                trained = [x for x in (given[0], *part.tensors) if x is not None]
-                torch.autograd.grad(loss, [x for x in trained if x.requires_grad])
+                torch.autograd.grad(loss, hidden)
 
 
 @contextmanager
@@ -115,39 +112,23 @@ def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
             torch.distributed.barrier(group)
 
 
-def _steps(head: Head, plan: Plan) -> Iterator[tuple[Head, int, dict[str, Any]]]:
-    """Yield head, sequences and options of steps that launch together what any step launches."""
-    # The weight stays frozen where it is whole: no (V, D) tensor is made. Two passes do the same
-    # to a weight that is trained.
-    frozen, thin = _part(head, trained=False), _part(head, trained=True, depth=_THIN)
+def _ways(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield options of steps that launch together what any step launches."""
     if plan.options.schedule != "one_pass":
-        two: dict[str, Any] = {"schedule": "two_pass"}
-        yield frozen, _CHUNKS, two | ({"activation_bytes": 0} if plan.needs.of_head else {})
-        if plan.needs.of_head and plan.options.activation_bytes:  # logits formed again, or kept
-            yield thin, _CHUNKS, two
+        if plan.needs.of_head:  # logits formed again
+            yield {"schedule": "two_pass", "activation_bytes": 0}
+        if not plan.needs.of_head or plan.options.activation_bytes:  # or kept
+            yield {"schedule": "two_pass"}
     if plan.options.schedule != "two_pass" and plan.why_two_passes is None:
         # what fixes a row's bits is no other kernel
-        one = {"schedule": "one_pass", "batch_invariant": False}
-        yield thin, _ONE_CHUNK, one  # one gradient
-        yield thin, _CHUNKS, one  # a sum of several
+        yield {"schedule": "one_pass", "batch_invariant": False}
 
 
-def _batch(inputs: Collection[str], sequences: int, device: torch.device) -> TokenBatch:
+def _batch(inputs: Collection[str], device: torch.device) -> TokenBatch:
     """Return one of which every token has an advantage."""
-    zeros = torch.zeros(sequences, _LENGTH, device=device)
+    zeros = torch.zeros(_SEQUENCES, _LENGTH, device=device)
     given: dict[str, Any] = dict.fromkeys(inputs, zeros)
     if "sampling_mask" in inputs:
         given["sampling_mask"] = SamplingMask.from_padded(zeros.long()[..., None])
-    given |= dict.fromkeys(("lengths", "active_lengths"), [_LENGTH] * sequences)
-    return TokenBatch.from_padded(zeros.long(), torch.ones(sequences, device=device), **given)
-
-
-def _part(head: Head, trained: bool, depth: int | None = None) -> Head:
-    """Return the same head on the first ``depth`` columns, apart from autograd's graph."""
-    parts: Any = ((..., slice(depth)), ...) * 2
-    weight, *others = (
-        None if x is None else x.detach()[part].requires_grad_(trained and x.requires_grad)
-        for x, part in zip(head.tensors, parts, strict=True)
-    )
-    assert weight is not None
-    return head.with_tensors(weight, *others)
+    given |= dict.fromkeys(("lengths", "active_lengths"), [_LENGTH] * _SEQUENCES)
+    return TokenBatch.from_padded(zeros.long(), torch.ones(_SEQUENCES, device=device), **given)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
@@ -141,17 +138,22 @@ SWITCH = Switch(HOSTS["liger"], _replacements, _too_late)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
-def instead_of(
-    theirs: nn.Module, model: PreTrainedModel, *, any_version: bool = False
-) -> LigerFusedLinearGRPOLoss:
-    """Return ours with the settings of a module of Liger's that a trainer has made for ``model``.
+def put_into(
+    trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
+) -> None:
+    """Put ours, with its settings, in the place of the module that a trainer has as ``attribute``.
 
     Raises:
         ImportError: Liger is not installed, or in a version that was not tested.
-        ValueError: logits of ``model`` need more than the weight and bias of ``lm_head``, all that
-            the module is handed; or ours refuses a setting.
+        ValueError: a setting of the trainer is not what ``off`` says, for ``why``; its model's
+            logits need more than the weight and bias of ``lm_head``, all that the module is handed;
+            or ours refuses a setting.
     """
+    for name, expected in off.items():
+        if (got := getattr(trainer, name, expected)) != expected:
+            raise ValueError(f"{name}: expected {expected} {why}, got {got}")
     SWITCH.host.check(any_version)
+    theirs, model = getattr(trainer, attribute), trainer.accelerator.unwrap_model(trainer.model)
     config = model.config.get_text_config()
     scale, cap = logit_scale(config), softcap(config)
     if scale != 1 or cap is not None:
@@ -164,25 +166,10 @@ def instead_of(
             "model: expected lm_head without an adapter, whose weight Liger's module does not "
             "get; got LoRA on it"
         )
-    if isinstance(theirs, LigerFusedLinearGRPOLoss):
-        return theirs  # made while enable() was in force
-    names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
-    return LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
-
-
-def put_into(
-    trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
-) -> None:
-    """Put what :func:`instead_of` returns in the place of what a trainer has as ``attribute``.
-
-    A setting of the trainer that is not what ``off`` says, for ``why``, is a ValueError.
-    """
-    for name, expected in off.items():
-        if (got := getattr(trainer, name, expected)) != expected:
-            raise ValueError(f"{name}: expected {expected} {why}, got {got}")
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    ours = instead_of(getattr(trainer, attribute), model, any_version=any_version)
-    setattr(trainer, attribute, ours)
+    if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # made while enable() was in force
+        names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
+        ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
+        setattr(trainer, attribute, ours)
 
 
 def _per_token(name: str, values: Any, ids: Tensor, cu_seqlens: Tensor | None) -> Any:

@@ -103,74 +103,45 @@ def wrong_gemms(
 ) -> Iterator[str]:
     """Say of every GEMM of a step, for a tile of logits, whose result is not the expected one.
 
-    A library that drops a part of K sums fewer ones than K. One that reads beyond a strided row
-    gives other bits than for a copy without a gap.
+    Factors are 1 and -1, so that sums are exact, as far as dtypes hold them. A library that drops a
+    part of K or reads beyond a strided row gives others.
     """
-    shape, wide = f"C {rows} V {columns} D {depth}", stats_dtype(dtype)
     with matmul_precision(device, "fp32"):
-        for gemm, number, came in _sums_of_ones(device, dtype, rows, columns, depth):
-            expected = torch.tensor(number).to(came.dtype).item()
-            least, most = (float(x) for x in came.aminmax())
-            if not least == most == expected:
-                yield f"{gemm}, {shape}: expected {expected}, got {least} to {most}"
-        if dtype == wide:
-            return
-        generator = torch.Generator(device).manual_seed(0)
-        hidden, weight, dlogits = (
-            torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
-            for size in ((rows, depth), (columns, depth), (rows, columns))
-        )
-        tile = _narrowed(_tile(device, rows, columns, wide), dlogits)
-        # its rows start aligned as those of the tile: for others a library may take another kernel
-        copy = _tile(device, rows, columns, dtype).copy_(tile)
-        for gemm, a, b, other in (
-            ("dhidden", copy, tile, weight),
-            ("dweight", copy.t(), tile.t(), hidden),
-        ):
-            found = (_summed(hidden.new_empty(len(a), depth, dtype=wide), x, other) for x in (a, b))
-            differ = int(torch.ne(*found).sum())  # NaNs, too: there should be none
+        for gemm, came, exact in _products(device, dtype, rows, columns, depth):
+            differ = int(torch.ne(came, exact.to(came.dtype)).sum())  # NaNs, too
             if differ:
-                got = f"{differ} of {len(a) * depth} that differ"
-                yield f"{gemm} of a narrowed tile, {shape}: expected the bits of a copy, got {got}"
+                shape = f"C {rows} V {columns} D {depth}"
+                yield f"{gemm}, {shape}: {differ} of {came.numel()} sums are wrong"
 
 
-def _sums_of_ones(
+def _products(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, depth: int
-) -> Iterator[tuple[str, float, Tensor]]:
-    """Multiply ones in every GEMM of a step: each sum is K exactly, as far as dtypes hold it."""
-    wide = stats_dtype(dtype)
-    full = partial(torch.full, device=device)
-    hidden, weight = (full((n, depth), 1.0, dtype=dtype) for n in (rows, columns))
-    dlogits = _narrowed(_tile(device, rows, columns, wide), hidden.new_ones(rows, columns))
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, result and exact result of every GEMM of a step."""
+    generator = torch.Generator(device).manual_seed(0)
+    wide, full = stats_dtype(dtype), partial(torch.full, fill_value=float("nan"), device=device)
+
+    def tile(dtype: torch.dtype) -> Tensor:
+        return full((rows, leading_dim(columns, dtype, device)), dtype=dtype)[:, :columns]
+
+    hidden, weight = (full((n, depth), dtype=dtype) for n in (rows, columns))
+    # 16 bits of a gradient lie in the first half of each row of a tile
+    dlogits = output_view(tile(wide), dtype)
+    for x in (hidden, weight, dlogits):
+        x.random_(0, 2, generator=generator).mul_(2).sub_(1)
+    zero_row_padding(dlogits)
     for out in dict.fromkeys((wide, dtype)):
-        words, nan = "" if out == wide else " of 16 bits", float("nan")
-        sums = partial(full, fill_value=nan, dtype=out)
-        logits = _tile(device, rows, columns, out)
-        yield f"logits{words}", depth, project(hidden, Head(weight), logits)
-        yield f"dhidden{words}", columns, _summed(sums((rows, depth)), dlogits, weight)
-        yield f"dweight{words}", rows, _summed(sums((columns, depth)), dlogits.t(), hidden)
+        words = "" if out == wide else " of 16 bits"
+        logits = project(hidden, Head(weight), tile(out))
+        yield f"logits{words}", logits, hidden.double() @ weight.double().t()
+        for name, a, b in (("dhidden", dlogits, weight), ("dweight", dlogits.t(), hidden)):
+            sums = full((len(a), depth), dtype=out)
+            accumulate(sums, a, b, first=True)
+            yield f"{name}{words}", sums, a.double() @ b.double()
     for words, alpha in (("", 1.0), (" half", 0.5)):
-        three = full((columns, depth), 3.0, dtype=wide)
-        added = _summed(three, dlogits.t(), hidden, False, alpha)
-        yield f"dweight, added{words}", alpha * rows + 3, added
-
-
-def _tile(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return a tile of NaNs whose rows start where those of a step's tile do."""
-    size = rows, leading_dim(columns, dtype, device)
-    return torch.full(size, float("nan"), dtype=dtype, device=device)[:, :columns]
-
-
-def _narrowed(tile: Tensor, values: Tensor) -> Tensor:
-    """Write values of 16 bits over a tile as its gradient: in the first half of each row."""
-    narrow = output_view(tile, values.dtype).copy_(values)
-    zero_row_padding(narrow)
-    return narrow
-
-
-def _summed(out: Tensor, a: Tensor, b: Tensor, first: bool = True, alpha: float = 1.0) -> Tensor:
-    accumulate(out, a, b, first, alpha)
-    return out
+        sums = full((columns, depth), fill_value=3.0, dtype=wide)
+        accumulate(sums, dlogits.t(), hidden, first=False, alpha=alpha)
+        yield f"dweight, added{words}", sums, 3 + alpha * (dlogits.t().double() @ hidden.double())
 
 
 def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:

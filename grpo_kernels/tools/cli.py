@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from grpo_kernels.integrations import HOSTS
 from grpo_kernels.tools import check, machine, plan
-from grpo_kernels.tools.text import OneLineParser, aligned, in_units
+from grpo_kernels.tools.text import OneLineParser, in_units
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,36 +42,35 @@ def _info(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(facts, indent=1))
         return
-    _show_versions(facts["versions"])
-    devices = []
+    _show("versions", facts["versions"], "-")
+    devices = {}
     for device in facts["devices"]:
         threads = f", {device['threads']} threads" if "threads" in device else ""
-        memory, capability = in_units(device["memory_bytes"]), device["capability"]
-        name = f"{device['device']}: {device['name']}"
-        devices.append(f"{name}, {memory}, capability {capability}{threads}")
+        memory = in_units(device["memory_bytes"])
+        devices[device["device"]] = (
+            f"{device['name']}, {memory}, capability {device['capability']}{threads}"
+        )
     _show("devices", devices)
-    _show("native kernels for the CPU", [", ".join(facts["native_isas"]) or "not built"])
-    _show_backends(facts["backends"])
-    rows = [["", "backend", "rows of a tile"]]
-    failed: list[str] = []  # why nothing runs, where nothing does
-    for row in facts["defaults"]:
-        where = f"{row['device']}, {row['dtype']}"
-        rows.append([where, row["backend"] or "-", str(row["chunk_rows"] or "-")])
-        failed += row["reasons"] if row["backend"] is None else []
-    title = f"defaults, at a vocabulary of {facts['example_vocabulary']:,}"
-    _show(title, [*aligned(rows), *dict.fromkeys(failed)])
-    given = [f"{name}={value}" for name, value in facts["environment"].items() if value is not None]
-    _show("environment", given or ["nothing set"])
+    _show("native kernels", {"cpu": ", ".join(facts["native_isas"]) or None}, "not built")
+    _show("backends", facts["backends"], "available")
+    defaults = {
+        f"{row['device']}, {row['dtype']}": "; ".join(row["reasons"])
+        if row["backend"] is None
+        else f"{row['backend']}, {row['chunk_rows']} rows of a tile"
+        for row in facts["defaults"]
+    }
+    _show(f"defaults, at a vocabulary of {facts['example_vocabulary']:,}", defaults)
+    _show("environment", facts["environment"], "not set")
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    _show_versions(machine.versions())
+    _show("versions", machine.versions(), "-")
     print(check.LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
     done = []
     for ok, line in check.outcomes():
         print(line, flush=True)  # at once: the next one may crash
         done.append((ok, line))
-    _show_backends(machine.unavailable_backends())
+    _show("backends", machine.unavailable_backends(), "available")
     failed = [line for ok, line in done if not ok]
     print(f"{len(done)} checks, {len(failed)} failed", *failed, sep="\n")
     return 1 if failed else 0
@@ -83,16 +82,8 @@ def _doctor(arguments: argparse.Namespace) -> None:
         print(f"{adapter}: {machine.installed_version(host.package) or 'not installed'} ({tested})")
 
 
-def _show(title: str, lines: Iterable[str]) -> None:
-    print(title, *(f"  {line}" for line in lines), sep="\n")
-
-
-def _show_versions(versions: Mapping[str, str | None]) -> None:
-    _show("versions", aligned([[name, version or "-"] for name, version in versions.items()]))
-
-
-def _show_backends(backends: Mapping[str, str | None]) -> None:
-    _show("backends", (f"{name}: {reason or 'available'}" for name, reason in backends.items()))
+def _show(title: str, facts: Mapping[str, str | None], none: str = "") -> None:
+    print(title, *(f"  {name}: {value or none}" for name, value in facts.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.backends import mkl
 
+from grpo_kernels.arguments import check_fields, choice
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
@@ -21,9 +21,6 @@ from grpo_kernels.tools.machine import native_isas
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
 WIDE = 4  # bytes of an element in fp32
-# What MKL keeps once several threads have shared an fp32 GEMM: measured, and about the same for
-# all shapes of a head. cuBLAS has its workspace since its first call.
-_MKL_PANELS = 30 << 20
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
 
@@ -44,7 +41,7 @@ class Call:
     hidden: int  # D
     vocabulary: int  # V
     tokens: int  # T
-    dtype: torch.dtype = torch.bfloat16  # of the hidden states
+    dtype: torch.dtype = choice(torch.bfloat16, DTYPES.values())  # of the hidden states
     weight_dtype: torch.dtype | None = None  # None: the same; or fp32, as under autocast
     frozen: bool = False  # the weight needs no gradient
     softcap: bool = False
@@ -53,9 +50,7 @@ class Call:
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES.values():
-            known = ", ".join(map(str, DTYPES.values()))
-            raise ValueError(f"dtype: expected one of {known}; got {self.dtype}")
+        check_fields(self)
         if self.weight_dtype not in (None, torch.float32, self.dtype):
             raise ValueError(
                 f"weight_dtype: expected torch.float32 or that of the hidden states, "
@@ -149,12 +144,6 @@ def _plan(call: Call) -> Plan:
     return planned_rows(hidden, Head(weight), batch, LossConfig(), options, needs)[1]
 
 
-def _library(call: Call, *dtypes: torch.dtype) -> int:
-    """Return the bytes that the library of a CPU keeps for GEMMs of these dtypes."""
-    shared = call.device == "cpu" and torch.get_num_threads() > 1
-    return _MKL_PANELS if shared and mkl.is_available() and torch.float32 in dtypes else 0
-
-
 def _copies(call: Call, elements: int) -> int:
     """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
     narrow = call.device == "cpu" and call.dtype.itemsize < WIDE
@@ -168,8 +157,7 @@ def _eager(call: Call) -> int:
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
     dlogits = logits if call.dtype == FP16 and call.device != "cpu" else wide
     gradients = call.rows + (0 if call.frozen else call.elements * width)
-    base = call.cast + _library(call, call.dtype)  # autocast keeps its copy to the end
-    return base + max(
+    return call.cast + max(  # autocast keeps its copy to the end
         # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
         call.softcap * logits + 2 * wide + dlogits,
         logits + gradients,
@@ -188,7 +176,7 @@ def _trl(call: Call) -> int:
     tile = rows * columns * (WIDE * (7 + call.softcap) + 1) if call.device == "cpu" else 0
     sums, rounded = _sums(call, wide=True)
     kept = sums + rows * _TRL_COLUMNS * width + slices
-    return kept + _library(call, torch.float32) + max(rounded, tile)
+    return kept + max(rounded, tile)
 
 
 def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
@@ -213,7 +201,7 @@ def _ours(call: Call) -> int:
     height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
     tile = tile_height(height, route.tile_rows, route.device) * pitch
-    logits = tile + call.cast + _library(call, route.logits, call.dtype)
+    logits = tile + call.cast
     if call.name == "one_pass":
         # the weight's gradient is one GEMM where the logits are one tile, or entries
         single = tokens <= route.tile_rows or sparse
@@ -234,26 +222,17 @@ def _ours(call: Call) -> int:
     sums, rounded = _sums(call, single=True)
     # the forward has a tile only where no GEMM comes with its statistics
     no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_rows
+    forward = call.cast + (0 if no_tile else tile)
     sparse_head = kept + sums + max(call.cast, rounded)
     of_entries = sparse_head if sparse or call.frozen else call.dhidden + max(kept, again)
     found = 2 * (kept * height // tokens)  # entries of a chunk, as they are found
-    base, *phases = {  # what is there all the time, and beside it in turn
-        "nothing": (
-            _library(call, call.dtype),
-            call.cast + (0 if no_tile else tile),
-            again + wide,
-            call.dweight + wide + rounded_rows,
-        ),
+    phases = {  # what is there in turn
+        "nothing": (forward, again + wide, call.dweight + wide + rounded_rows),
         # whose rows the backward multiplies
-        "dhidden": (0, max(kept, call.dhidden) + logits, kept + wide + rounded_rows),
+        "dhidden": (max(kept, call.dhidden) + logits, kept + wide + rounded_rows),
         # the backward is the GEMMs of the gradients alone
-        "dlogits": (
-            kept,
-            tile + call.cast + _library(call, torch.float32),
-            sums + call.cast + wide,
-            sums + rounded,
-        ),
+        "dlogits": (kept + logits, kept + sums + max(call.cast + wide, rounded)),
         # which are there twice, as kept and as used
-        "entries": (kept, logits + found, of_entries),
-    }[saving.kind]
-    return base + max(phases)
+        "entries": (kept + logits + found, kept + of_entries),
+    }
+    return max(phases[saving.kind])

@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in vars(arguments):
             raise
         arguments.parser.error(f"argument --{name.replace('_', '-')}: {message}")
+    for name in ("dtype", "weight_dtype"):
+        facts["head"][name] = str(facts["head"][name]).removeprefix("torch.")
     print(json.dumps(facts, indent=1) if arguments.json else "\n".join(_table(facts)))
     return 0
 
@@ -90,9 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
     whole = call = _call(arguments)
-    shard, memory, device = None, arguments.gpu_memory, call.device
-    if arguments.shard is not None:
-        call, shard = _of_one_rank(call, arguments.shard)
+    ranks, shard, memory, device = arguments.shard, None, arguments.gpu_memory, call.device
+    if ranks is not None:
+        call = replace(call, vocabulary=-(-call.vocabulary // ranks), sums_dhidden=True)
+        sums = 2 * (call.wide_rows * (ranks - 1) // ranks)  # by rings, at least
+        sent = {
+            "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
+            "to sum the gradient of the hidden states in fp32": sums,
+        }
+        rows = call.vocabulary
+        shard = {"by": "tensor parallelism", "ranks": ranks, "rows": rows, "sent_bytes": sent}
     tflops, source = _gemm_rate(device, call.dtype, arguments.gpu, arguments.tflops)
     if memory is None and device in machine.device_types():
         memory = machine.device_memory(device)
@@ -101,7 +110,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     calls = _calls(call, arguments.max_workspace, arguments.bounded)
     return {
         "model": folder and (folder.parent if folder.is_file() else folder).name,
-        "head": {name: _plain(getattr(whole, name)) for name in _OF_HEAD},
+        "head": {name: getattr(whole, name) for name in _OF_HEAD},
         "shard": shard,
         "tokens": call.tokens,
         "device": device,
@@ -114,10 +123,6 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "tflops_source": source,
         "implementations": [_line(title, one, tflops, free) for title, one in calls],
     }
-
-
-def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _call(arguments: argparse.Namespace) -> Call:
@@ -140,18 +145,6 @@ def _call(arguments: argparse.Namespace) -> Call:
         device=arguments.device,
         options=RunOptions(activation_bytes=arguments.activation_bytes),
     )
-
-
-def _of_one_rank(call: Call, ranks: int) -> tuple[Call, dict[str, Any]]:
-    """Return what a rank computes, of the logits of its ids; what it sends by rings at least."""
-    rows, others = -(-call.vocabulary // ranks), ranks - 1
-    sent = {
-        "of rows' statistics": call.tokens * _ROW_BYTES * others,
-        "to sum the gradient of the hidden states in fp32": 2 * (call.wide_rows * others // ranks),
-    }
-    one = replace(call, vocabulary=rows, sums_dhidden=True)
-    notes = {"inputs": f"hidden states and {rows:,} rows of the head weight"}
-    return one, {"by": "tensor parallelism", "ranks": ranks, "sent_bytes": sent, "notes": notes}
 
 
 def find_gpu(name: str) -> tuple[str, str, float, float] | None:
@@ -271,7 +264,8 @@ def _table(facts: dict[str, Any]) -> list[str]:
 def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what the columns are, by their titles, and what else there is to say."""
     memory, reserved, shard = facts["memory_bytes"], facts["reserved_bytes"], facts["shard"]
-    yield from (shard["notes"] if shard else {"inputs": "hidden states and head weight"}).items()
+    part = f"{shard['rows']:,} rows of the " if shard else ""
+    yield "inputs", f"hidden states and {part}head weight"
     frozen = facts["head"]["frozen"]
     yield "gradients", f"of {'the hidden states: the head is frozen' if frozen else 'both'}"
     yield "extra", "what else is alive at the peak"

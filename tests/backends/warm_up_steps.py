@@ -99,6 +99,8 @@ CASES = {
     "unaligned": Case(columns=1001, depth=61),
     "two passes": Case(options={"schedule": "two_pass"}),
     "one pass": Case(options={"schedule": "one_pass"}),
+    "kept logits": Case(bias=True, options={"activation_bytes": 1 << 30}),
+    "nothing kept": Case(frozen=True, options={"activation_bytes": 0}),
 }
 
 

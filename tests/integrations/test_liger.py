@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,12 +127,20 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+def instead_of(module: Any, model: Any) -> Any:
+    """Return what a trainer of the model has in the place of a module of Liger's."""
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    trainer = SimpleNamespace(model=model, accelerator=accelerator, loss=module)
+    liger.put_into(trainer, "loss", {}, "")
+    return trainer.loss
+
+
 def instead_of_theirs(family: str, adapter: bool = False) -> None:
     model = tiny_model(family)
     if adapter:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
-    liger.instead_of(theirs(), model)
+    instead_of(theirs(), model)
 
 
 def enabled_too_late() -> None:
@@ -200,7 +209,7 @@ def test_beyond_theirs(loss_type: str) -> None:
 def test_with_the_settings_of_theirs(loss_type: str) -> None:
     settings = {"loss_type": loss_type, "compiled": False, "beta": 0.2, **CASES[loss_type]}
     model = tiny_model("qwen2")
-    made = liger.instead_of(theirs(**settings), model)
-    assert liger.instead_of(made, model) is made
+    made = instead_of(theirs(**settings), model)
+    assert instead_of(made, model) is made
     plain = liger.LigerFusedLinearGRPOLoss(**settings)
     assert (made.config, made.use_ref_model) == (plain.config, plain.use_ref_model)
