@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.conftest import SUITES
 from benchmarks.results import ROOT, load
 from benchmarks.test_training import PROVIDERS, TrainerProvider, measure_training
 from benchmarks.training import SIZES
+from tests.support.launch import execute
 
 NAMES = (
     *("heads", "savings", "backwards", "accuracy", "sharded"),
@@ -27,16 +27,14 @@ OURS = PROVIDERS[0]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", f"benchmarks/test_{name}.py", "-q"]
+def test_a_benchmark_as_it_is_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     options = ["--benchmark-only", "--suite", "tiny", "--results", str(tmp_path / "results")]
     options += ["--benchmark-json", str(tmp_path / "out.json"), "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(name == "tiles"))}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
+    words = "-m", "pytest", str(ROOT / f"benchmarks/test_{name}.py"), "-q", *options
+    printed = execute(*words, TRITON_INTERPRET=str(int(name == "tiles")))
     module = importlib.import_module(f"benchmarks.test_{name}")
     ((_, found),) = load(tmp_path / "results").items()
     assert [group.facts for group in found] == [case.facts() for case in module.CASES["tiny"]]
@@ -51,7 +49,7 @@ def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
     replayed = [second for each in timed for second in each["stats"]["data"] if second]
     assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
     assert name == "accuracy" or all(row.seconds for row in rows if row.runs)
-    said = " ".join(run.stdout.split())
+    said = " ".join(printed.split())
     assert all(each in said for each in expected)
 
 
