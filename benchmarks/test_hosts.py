@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import shapes, text
-from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
+from benchmarks.check import StepResult, compare_steps, why_wrong
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import add_growth, attempt, race
@@ -26,12 +26,15 @@ from benchmarks.timing import make_timer, resident_growth
 from benchmarks.training import (
     SEED,
     SIZES,
+    Step,
     TrainingConfig,
     build,
     make_batch,
     make_model,
     make_texts,
     make_tokenizer,
+    step_of,
+    take_step,
 )
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
@@ -41,9 +44,6 @@ THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no
 # TRL's own head has to be built last: a model that has it keeps ours from being switched on
 _ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
 _TEMPERATURE = 0.7
-
-
-Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,19 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
         if trainer == "GRPO":
             own = ours.FusedGRPOTrainer if arm == AT_HEAD else None
             built: Any = build("trl", config, "cpu", 1, own, adapter)
-            built.current_gradient_accumulation_steps = config.sequences // config.micro_batch
             inputs: dict[str, Any] = make_batch(config, make_model(config), "cpu")
         else:
             built, inputs = _from_dataset(trainer, adapter, config)
 
-    def loss() -> Tensor:
-        head = patch("grpo_kernels.integrations.trl.linear_logprobs", _headless)
-        with head if arm == NO_HEAD else nullcontext():
-            return built.compute_loss(built.model_wrapped, dict(inputs))
+    step, leaves = step_of(built, inputs)
+    if arm != NO_HEAD:
+        return step, leaves
 
-    return loss, [x for x in built.model.parameters() if x.requires_grad]
+    def headless() -> Tensor:
+        with patch("grpo_kernels.integrations.trl.linear_logprobs", _headless):
+            return step()
+
+    return headless, leaves
 
 
 def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
@@ -184,8 +186,6 @@ CASES = {
     "tiny": [case for case in _QUICK if case.step in _TINY],
     "quick": _QUICK,
     "cpu": [replace(case, config=SIZES["full"]) for case in _QUICK],
-    "gpu": [],
-    "gpu-full": [],
 }
 
 
@@ -214,12 +214,9 @@ def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
         with attempt(rows[arm]):
-            loss, leaves = case.make(arm, case.config)
-            value = loss()
-            value.backward()
-            # the next arm has no room for the gradient
-            found[arm] = value.detach(), take_gradient(leaves)
-            steps.append((rows[arm], (loss, leaves)))
+            step = case.make(arm, case.config)
+            found[arm] = take_step(step)
+            steps.append((rows[arm], step))
             rows[arm].info["work"] = f"{case.host} {version(case.host)}: {case.step}"
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:

@@ -150,8 +150,6 @@ CASES: dict[str, list[Case]] = {
     "quick": [make_case("dapo", "small", 128, dtype) for dtype in DTYPES],
     # of many tokens the logits would take more memory than the gathered head
     "cpu": [make_case("dapo", "qwen2.5-0.5b", *each) for each in _LARGE],
-    "gpu": [],
-    "gpu-full": [],
 }
 
 

@@ -106,8 +106,6 @@ _GPU = [
 _NAMES = ("both", "statistics", "gradient")
 CASES: dict[str, list[Kernel]] = {
     "tiny": [Kernel(name, 8, model=MODELS["tiny"]) for name in _NAMES],
-    "quick": [],
-    "cpu": [],
     "gpu": _GPU[:3],
     "gpu-full": _GPU,
 }
