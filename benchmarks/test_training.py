@@ -14,35 +14,23 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.models.qwen2 import modeling_qwen2
 
-from benchmarks import text
+from benchmarks import text, training
 from benchmarks.check import StepResult, compare_steps, why_wrong
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt, free, race
 from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
-from benchmarks.training import (
-    PAD,
-    SIZES,
-    Batch,
-    TrainingConfig,
-    build,
-    logprobs_of,
-    make_batch,
-    make_model,
-    sized,
-    step_of,
-    take_step,
-)
+from benchmarks.training import TrainingConfig
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
 
 _ROUNDS = 5  # steps, after one to warm up
 _LOSS = LossConfig(loss_type="dapo", epsilon=0.2)
 CASES = {
-    "tiny": [sized("tiny", DEVICE)],
-    "quick": [sized("quick", DEVICE)],
-    "cpu": [SIZES["full"]],
-    "gpu": [sized("full-gpu", DEVICE)],
-    "gpu-full": [sized("full-gpu", DEVICE)],
+    "tiny": [training.sized("tiny", DEVICE)],
+    "quick": [training.sized("quick", DEVICE)],
+    "cpu": [training.SIZES["full"]],
+    "gpu": [training.sized("full-gpu", DEVICE)],
+    "gpu-full": [training.sized("full-gpu", DEVICE)],
 }
 
 
@@ -54,7 +42,7 @@ def _trainer(name: str, note: str, package: str, *requires: str, liger: bool = F
     return Provider(
         name=name,
         note=note,
-        run=partial(build, package, **{"use_liger_kernel": True} if liger else {}),
+        run=partial(training.build, package, **{"use_liger_kernel": True} if liger else {}),
         packages=("transformers", "accelerate", "datasets", *requires),
         gpu=liger,
     )
@@ -74,14 +62,14 @@ PROVIDERS = (
 )
 
 
-def _our_inputs(batch: Batch) -> Any:
+def _our_inputs(batch: training.Batch) -> Any:
     from grpo_trainer.data import Rollout, collate
 
     prompts, completions = batch["prompt_ids"], batch["completion_ids"]
     count = torch.tensor(float(completions.numel()), device=completions.device)
     pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
     rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
-    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=PAD)
+    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=training.PAD)
     first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
     inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
@@ -119,9 +107,9 @@ def measure_training(
 
     def seconds(provider: Provider) -> float:
         free(device)  # of the trainer before
-        training = Training(provider, config, device)
-        made.setdefault(provider.name, []).append(training)
-        return training.seconds
+        steps = Training(provider, config, device)
+        made.setdefault(provider.name, []).append(steps)
+        return steps.seconds
 
     race(runs, rounds, seconds)
     for row in rows:
@@ -136,7 +124,7 @@ def _finish(row: Row, made: Sequence[Training]) -> None:
     train = row.info["train_seconds"] = median(each.seconds - each.generate for each in made)
     row.info |= {"train_bytes": max(each.peak for each in made)} if made[0].peak else {}
     # the loss of an on-policy step is 0 but for rounding; its gradient is not
-    norms = [training.logs["grad_norm"] for training in made]
+    norms = [each.logs["grad_norm"] for each in made]
     row.info["grad_norm"] = [norms[0], norms[-1]]
     row.cells = {
         "generate": text.duration(generate),
@@ -146,10 +134,10 @@ def _finish(row: Row, made: Sequence[Training]) -> None:
     }
 
 
-def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResult]:
+def make_reference(config: TrainingConfig, device: str) -> tuple[training.Batch, StepResult]:
     """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
-    model = make_model(config).to(device)
-    batch = make_batch(config, model, device)
+    model = training.make_model(config).to(device)
+    batch = training.make_batch(config, model, device)
     tokens = TokenBatch.from_padded(
         batch["completion_ids"],
         batch["advantages"],
@@ -159,19 +147,19 @@ def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResu
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
 
     def loss() -> Tensor:
-        logprobs = logprobs_of(model, ids, config.prompt_tokens)
+        logprobs = training.logprobs_of(model, ids, config.prompt_tokens)
         return policy_loss(logprobs.flatten(), tokens, _LOSS).loss
 
-    return batch, take_step((loss, [*model.parameters()]))
+    return batch, training.take_step((loss, [*model.parameters()]))
 
 
 def _first_step(
-    provider: Provider, config: TrainingConfig, device: str, batch: Batch
+    provider: Provider, config: TrainingConfig, device: str, batch: training.Batch
 ) -> StepResult:
     with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
         trainer = provider.run(config, device, 1)
         inputs = _our_inputs(batch) if is_ours(provider.name) else batch
-        return take_step(step_of(trainer, inputs))
+        return training.take_step(training.step_of(trainer, inputs))
 
 
 class Training(TrainerCallback):
