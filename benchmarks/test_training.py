@@ -37,8 +37,9 @@ CASES = {
 _BODY = "Liger's norms, rotary embedding and MLP in the body"  # off the head in both
 
 
-def _trainer(name: str, note: str, package: str, *requires: str, liger: bool = False) -> Provider:
+def _trainer(name: str, note: str, package: str, liger: bool = False) -> Provider:
     """Return one whose ``run`` builds the trainer, for a size, a device and a number of steps."""
+    requires = [*["trl"] * (package == "trl"), *["liger-kernel"] * liger]
     return Provider(
         name=name,
         note=note,
@@ -50,15 +51,9 @@ def _trainer(name: str, note: str, package: str, *requires: str, liger: bool = F
 
 PROVIDERS = (
     _trainer("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer"),
-    _trainer("ours-liger", f"the same with {_BODY}", "grpo_trainer", "liger-kernel", liger=True),
-    _trainer("trl", "trl.GRPOTrainer, its chunked head", "trl", "trl"),
-    _trainer(
-        "trl-liger",
-        f"the same with use_liger_kernel: {_BODY}",
-        "trl",
-        *("trl", "liger-kernel"),
-        liger=True,
-    ),
+    _trainer("ours-liger", f"the same with {_BODY}", "grpo_trainer", liger=True),
+    _trainer("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+    _trainer("trl-liger", f"the same with use_liger_kernel: {_BODY}", "trl", liger=True),
 )
 
 
