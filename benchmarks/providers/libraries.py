@@ -37,7 +37,7 @@ def loss_arguments(config: LossConfig) -> dict[str, Any]:
         epsilon_low=config.surrogate.epsilon,
         epsilon_high=config.surrogate.epsilon,
         delta=None,
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=config.use_bias_correction_kl,
         temperature=config.temperature,
     )
 
