@@ -1,19 +1,19 @@
-"""Calls in a process of their own.
+"""Calls in processes of their own.
 
-For the resident memory of a CPU process, for who may hang and must be killed, and for who changes
-the process that it is in.
+For the resident memory of a CPU process, for several ranks, for who may hang and must be killed,
+and for who changes the process that it is in.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.results import ROOT
+import torch
+
+from tests.support.launch import RanksFailedError, ranks
 
 _LONGEST = 1800.0  # seconds of a process that is not expected to hang
 
@@ -23,44 +23,31 @@ class ChildError(RuntimeError):
 
 
 def ask(
-    call: Callable[..., Any], *arguments: Any, timeout: float = _LONGEST, **environment: str
+    call: Callable[..., Any],
+    *arguments: Any,
+    processes: int = 1,
+    timeout: float = _LONGEST,
+    **environment: str,
 ) -> Any:
     """Return what a module's function returns for ``arguments`` in a fresh process.
+
+    Several ``processes`` are ranks of a group, with a thread each; the first one's answer counts.
 
     Raises:
         ChildError: the process failed, or it took longer than ``timeout`` and was ended.
     """
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.child"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    threads = torch.get_num_threads() if processes == 1 else 1
+    environment["OMP_NUM_THREADS"] = str(threads)
     try:
-        said, complained = process.communicate(pickle.dumps((call, arguments)), timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise ChildError(f"did not finish in {timeout:.0f} s") from None
-    finally:
-        if process.poll() is None:  # end it with what it started, a server maybe
-            import psutil
-
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-            process.wait()
-    if process.returncode != 0:
-        complaints = complained.decode(errors="replace").strip()[-5000:]
-        print(complaints, file=sys.stderr)
-        last = complaints.splitlines()[-1:] or [f"exit code {process.returncode}"]
-        raise ChildError(last[0][:200])
-    return pickle.loads(said)
+        with ranks(processes, **environment) as group:
+            return group.run(_with_threads, threads, call, arguments, limit=timeout)[0]
+    except RanksFailedError as error:
+        print(error, file=sys.stderr)
+        first = re.split(r"\nrank \d+", str(error))[0]
+        last = first.strip().splitlines()[-1].removeprefix("rank 0: ")
+        raise ChildError(last[:200]) from None
 
 
-if __name__ == "__main__":
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-        call, arguments = pickle.load(sys.stdin.buffer)
-        pickle.dump(call(*arguments), answer)
+def _with_threads(threads: int, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(threads)
+    return call(*arguments)

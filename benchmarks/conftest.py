@@ -62,7 +62,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found: ModuleType = metafunc.module
     if "row" in metafunc.fixturenames:
-        cases = found.CASES[suite(metafunc.config)]
+        cases = found.CASES.get(suite(metafunc.config), [])
         pairs = [(case, name) for case in cases for name in found.names(case)]
         ids = [f"{case}-{name}" for case, name in pairs]
         metafunc.parametrize(("case", "name"), pairs, ids=ids)

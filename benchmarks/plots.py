@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
 
 from benchmarks import text
 from benchmarks.providers import PROVIDERS
@@ -16,8 +22,11 @@ from benchmarks.tables import BARE, QUOTED, in_order
 
 _WORK = "dapo"  # the one that is drawn
 _OUTPUTS = ("loss", "dhidden", "dweight")
-_LEAST_BYTES = 2.0**20  # a logarithm needs more than 0
-_COLOURS = {BARE: "#111111", "ours": "#0050d8", "ours-input": "#2f9bff"}
+_LEAST_MIB = 1.0  # a logarithm needs more than 0
+# the same in every picture: ours is blue, and who is no provider any more is grey
+_COLOURS: dict[str, Any] = defaultdict(lambda: "#888888")
+_COLOURS |= zip(PROVIDERS, matplotlib.colormaps["tab20"].colors, strict=False)
+_COLOURS |= {BARE: "#111111", "ours": "#0050d8", "ours-input": "#2f9bff"}
 _STYLE = {
     "figure.constrained_layout.use": True, "figure.titlesize": 11, "figure.titleweight": "bold",
     "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 8, "savefig.dpi": 100,
@@ -27,15 +36,10 @@ _STYLE = {
 
 def save_plots(groups: Sequence[Group], folder: Path) -> None:
     """Draw all of them; a picture that no result supports any more is deleted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    wanted = [x for x in groups if x.benchmark == "heads" and x.facts["work"] == _WORK]
+    wanted = in_order(x for x in groups if x.benchmark == "heads" and x.facts["work"] == _WORK)
     for name, (title, draw) in PLOTS.items():
         with plt.rc_context(_STYLE):
-            if figure := draw(in_order(wanted)) if wanted else None:
+            if figure := draw(wanted) if wanted else None:
                 where = wanted[0].environment["device"]
                 figure.suptitle(f"{title}: {WORKS[_WORK].title} ({where})")
                 # without the version and the date the same results give the same file
@@ -63,15 +67,16 @@ def _over_tokens(
         axis.set_visible(False)
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         axis.set_title(title)
-        if {len(curve) for curve in curves.values()} == {1}:
-            bars = [(size, name) for name, curve in curves.items() for size in curve.values()]
-            _bars(axis, {name: size for size, name in sorted(bars)}, text.digits)
-            axis.set_xlabel(f"{unit}, T = {next(iter(next(iter(curves.values()))))}")
+        tokens = {size for curve in curves.values() for size in curve}
+        if len(tokens) == 1:
+            found = {name: max(curve.values()) for name, curve in curves.items()}
+            _bars(axis, dict(sorted(found.items(), key=lambda item: item[1])), text.digits)
+            axis.set_xlabel(f"{unit}, T = {max(tokens)}")
             continue
         for name, curve in curves.items():
             strong, style = name in QUOTED, ":" if is_ours(name) else "-"
             axis.plot(
-                list(curve), list(curve.values()), label=name, color=_colour(name),
+                list(curve), list(curve.values()), label=name, color=_COLOURS[name],
                 marker="o" if strong else ".", linewidth=2.8 if strong else 1.2,
                 linestyle="--" if name == BARE else "-" if strong else style,
             )  # fmt: skip
@@ -87,9 +92,8 @@ def _over_tokens(
     return figure
 
 
-def _extra(group: Group, row: Row) -> float | None:
-    size = row.info.get("extra_bytes")
-    return None if size is None else max(size, _LEAST_BYTES) / 2**20
+def _mib(row: Row) -> float | None:
+    return None if row.extra_bytes is None else max(row.extra_bytes / 2**20, _LEAST_MIB)
 
 
 def _accuracy(groups: Sequence[Group]) -> Any:
@@ -116,27 +120,15 @@ def _errors(group: Group, output: str) -> dict[str, float]:
 
 def _bars(axis: Any, values: dict[str, float], write: Callable[[float], str]) -> None:
     """Draw the first on top, with a number at its end."""
-    drawn = axis.barh(list(values), list(values.values()), color=[_colour(x) for x in values])
+    drawn = axis.barh(list(values), list(values.values()), color=[_COLOURS[x] for x in values])
     axis.bar_label(drawn, [write(value) for value in values.values()], padding=3, fontsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.25)
 
 
 def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(
-        rows, columns, figsize=(columns * width, rows * height + 0.4), squeeze=False
-    )
-
-
-def _colour(name: str) -> Any:
-    """Give a provider its colour, the same in every picture: ours is blue."""
-    known = [x for x in PROVIDERS if x not in _COLOURS]
-    index = known.index(name) if name in known else len(known)
-    import matplotlib
-
-    return _COLOURS.get(name) or matplotlib.colormaps["tab20"](index % 20)
+    size = columns * width, rows * height + 0.4
+    return plt.subplots(rows, columns, figsize=size, squeeze=False)
 
 
 # what a picture shows, and what draws it
@@ -145,6 +137,9 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
         "Time over the number of tokens",
         partial(_over_tokens, "x bare GEMMs", lambda group, row: group.ratio(row, BARE)),
     ),
-    "memory": ("Extra memory over the number of tokens", partial(_over_tokens, "MiB", _extra)),
+    "memory": (
+        "Extra memory over the number of tokens",
+        partial(_over_tokens, "MiB", lambda _, row: _mib(row)),
+    ),
     "accuracy": ("Errors by output and provider, shorter is better", _accuracy),
 }

@@ -133,35 +133,38 @@ def _make_inputs(
 
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
-    "mostly-decided" ones are those of :func:`_make_policy`.
+    "mostly-decided" ones are those of :func:`_make_policy`, and exact in fp64.
     """
-    if inputs == DECIDED:
-        return _make_policy(model, sequences, length, dtype, device)
-    spread = SPREADS[inputs]
-    generator = torch.Generator(device).manual_seed(0)
     options = dict(dtype=DTYPES[dtype], device=device)
-    hidden = torch.empty(sequences, length, model.hidden, **options)
-    weight = torch.empty(model.vocabulary, model.hidden, **options)
-    hidden.normal_(generator=generator)
-    weight.normal_(std=spread.competing / model.hidden**0.5, generator=generator)
-    if spread.every > 1:
-        competing = weight[:: spread.every].clone()
-        weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
-    shape = sequences, length
-    target = torch.randint(model.vocabulary, shape, generator=generator, device=device)
+    shape, decided = (sequences, length), inputs == DECIDED
+    generator = torch.Generator(device).manual_seed(_SEED if decided else 0)
+    target = None
+    if decided:
+        found = _make_policy(sequences * length, model, generator)
+        hidden, weight = (x.to(DTYPES[dtype]) for x in found)
+        hidden = hidden.view(*shape, -1)
+    else:
+        spread = SPREADS[inputs]
+        hidden = torch.empty(*shape, model.hidden, **options).normal_(generator=generator)
+        weight = torch.empty(model.vocabulary, model.hidden, **options)
+        weight.normal_(std=spread.competing / model.hidden**0.5, generator=generator)
+        if spread.every > 1:
+            competing = weight[:: spread.every].clone()
+            weight.mul_(spread.others / spread.competing)[:: spread.every] = competing
+        target = torch.randint(model.vocabulary, shape, generator=generator, device=device)
     if inputs == "peaked":
         # lse of the other tokens is about log V + 2; a unit of weight[target] adds 4 to its logit
         raised = torch.rand(target.shape, generator=generator, device=device) * 12 - 4
         boost = (math.log(model.vocabulary) + raised) / 4
         hidden.add_((boost.unsqueeze(-1) * weight[target].float()).to(hidden.dtype))
-    elif exact:
-        rows = hidden.float().flatten(0, 1), weight.float()
-        target = sample(*rows, model.softcap, generator).view_as(target)
-    logprobs = torch.full(target.shape, -1.0, device=device)
-    if exact:
-        rows = hidden.float().flatten(0, 1), target.flatten()
-        logprobs = statistics(*rows, weight.float(), model.softcap)[0].view_as(target)
-    return hidden, weight, target, logprobs
+    if not exact and not decided:
+        return hidden, weight, target, torch.full(shape, -1.0, device=device)
+    wide = torch.float64 if decided else torch.float32
+    rows, head = hidden.flatten(0, 1).to(wide), weight.to(wide)
+    if inputs != "peaked":
+        target = sample(rows, head, model.softcap, generator).view(shape)
+    logprobs, _ = statistics(rows, target.flatten(), head, model.softcap)
+    return hidden, weight, target, logprobs.float().view(shape)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -222,24 +225,10 @@ _ODDS = {True: (4.0, 13.0), False: (-2.0, 1.0)}
 _BEHIND = {True: (2.0, 10.0), False: (0.0, 2.0)}
 
 
-def _make_policy(
-    model: Model, sequences: int, length: int, dtype: str, device: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states (B, L, D), a head (V, D), targets and log-probabilities (B, L)."""
-    generator = torch.Generator(device).manual_seed(_SEED)
-    weight = torch.empty(model.vocabulary, model.hidden, device=device)
+def _make_policy(tokens: int, model: Model, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return (T, D) states, noise plus each favourite's row of the head by its odds, and a head."""
+    weight = torch.empty(model.vocabulary, model.hidden, device=generator.device)
     weight.normal_(std=_ROW_NORM / model.hidden**0.5, generator=generator)
-    hidden = _hidden(sequences * length, model, weight, generator).to(DTYPES[dtype])
-    weight = weight.to(DTYPES[dtype])
-    wide = hidden.double(), weight.double()
-    target = sample(*wide, model.softcap, generator)
-    logprobs = statistics(wide[0], target, wide[1], model.softcap)[0].float()
-    shape = sequences, length
-    return hidden.view(*shape, -1), weight, target.view(shape), logprobs.view(shape)
-
-
-def _hidden(tokens: int, model: Model, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (T, D) fp32 states: noise plus each favourite's row of the head, by its odds."""
 
     def draw(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, device=weight.device)
@@ -260,7 +249,7 @@ def _hidden(tokens: int, model: Model, weight: Tensor, generator: torch.Generato
     # the others are normal: that is the logarithm of their summed exponentials
     wanted = (math.log(model.vocabulary) + spread.square() / 2)[:, None] + odds
     strength = (wanted - present) / _ROW_NORM**2
-    return noise + torch.einsum("tk,tkd->td", strength, favourites)
+    return noise + torch.einsum("tk,tkd->td", strength, favourites), weight
 
 
 def _between(ranges: dict[bool, tuple[float, float]], decided: Tensor, share: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables, text
-from benchmarks.plots import PLOTS, save_plots
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, load
@@ -59,6 +58,8 @@ def headline(kind: str, work: str, model: str, tokens: int) -> str:
 
 def plots(kind: str, folder: str) -> str:
     """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
+    from benchmarks.plots import PLOTS
+
     slug, _ = newest(kind)
     there = [name for name in PLOTS if slug and (RESULTS / slug / f"{name}.png").exists()]
     links = [f"![{PLOTS[name][0]}]({folder}/{slug}/{name}.png)" for name in there]
@@ -122,7 +123,9 @@ def main() -> None:
     if not folder.is_dir():
         parser.error(f"FOLDER: expected a folder of results, got {folder}")
     draws = importlib.util.find_spec("matplotlib") is not None
-    if not draws:
+    if draws:
+        from benchmarks.plots import save_plots
+    else:
         print("matplotlib is not installed: no plots are drawn, the old ones stay")
     for slug, groups in load(folder).items():
         if draws:

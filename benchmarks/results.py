@@ -66,6 +66,11 @@ class Row:
     def median(self) -> float | None:
         return statistics.median(self.seconds) if self.seconds and self.runs else None
 
+    @property
+    def extra_bytes(self) -> int | None:
+        """The peak of memory beyond inputs and outputs, where it was measured."""
+        return self.info.get("extra_bytes")
+
     def worst(self, *outputs: str) -> float | None:
         """Return the largest error of some outputs, of one that runs and has them."""
         errors = (self.errors[name] for name in outputs if self.runs and name in self.errors)

@@ -207,7 +207,7 @@ def _case(group: Group) -> list[str]:
     bare = group[BARE]
     cells = [str(group.facts[name]) for name in ("work", "model", "tokens", "dtype")]
     cells.append(text.duration(bare.median if bare else None))
-    for value, write in ((_ratio(BARE), text.ratio), (_extra, text.mib)):
+    for value, write in ((_ratio(BARE), text.ratio), (lambda _, row: row.extra_bytes, text.mib)):
         sizes = {x.provider: value(group, x) for x in group.rows if x.runs}
         others = {n: x for n, x in sizes.items() if x is not None and n != BARE and not is_ours(n)}
         best = min(others, key=lambda name: others[name], default="")
@@ -253,13 +253,11 @@ def _ratio(base: str) -> Callable[[Group, Row], float | None]:
     return lambda group, row: group.ratio(row, base)
 
 
-def _extra(group: Group, row: Row | None) -> float | None:
-    return row.info.get("extra_bytes") if row else None
-
-
 def _extra_ratio(group: Group, row: Row) -> float | None:
-    size, ours = _extra(group, row), _extra(group, group["ours"])
-    return None if size is None or not ours or ours < 0 else size / ours
+    ours = group["ours"]
+    if row.extra_bytes is None or ours is None or not ours.extra_bytes or ours.extra_bytes < 0:
+        return None
+    return row.extra_bytes / ours.extra_bytes
 
 
 def _always(values: Sequence[bool]) -> str:

@@ -63,7 +63,7 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     for row, (work, _) in zip(rows, pairs, strict=True):
         row.info["work"] = work
         row.cells = {
-            "extra MiB": text.mib(row.info.get("extra_bytes")),
+            "extra MiB": text.mib(row.extra_bytes),
             **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
         }
         if "entries" in row.info:

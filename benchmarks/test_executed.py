@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from benchmarks import tables
 from benchmarks.providers.base import is_ours
 from benchmarks.results import ROOT, environment
+from tests.support.launch import execute
 
 # of 16-bit logits and gradients, against fp64; others round log-probabilities to 16 bits
 _ERROR = {"fp32": 5e-3, "bf16": 1e-2}
@@ -20,13 +19,10 @@ _OF_OTHERS = 0.2
 
 
 def _counted(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.emulated.work", *arguments]
+    words = "-W", "ignore", "-m", "tests.emulated.work", *arguments
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("TINYGRAD")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(run.stdout)
+    said = execute(*words, limit=1800.0, PYTHONPATH=paths, PYTHONDONTWRITEBYTECODE="1")
+    return json.loads(said.splitlines()[-1])
 
 
 def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:

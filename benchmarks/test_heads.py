@@ -92,7 +92,7 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = measured([(PROVIDERS[name], case) for name in names], session.settings(case))
     for row in rows:
         row.cells = {
-            "MiB": text.mib(row.info.get("extra_bytes")),
+            "MiB": text.mib(row.extra_bytes),
             "value": text.error(row.worst("loss", "logprobs", "entropy")),
             "grad": text.error(row.worst("dhidden", "dweight")),
         }

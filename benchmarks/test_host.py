@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.conftest import Session
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.testing import make_problem
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations that reach torch's dispatcher, views included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+from tests.schedule.test_operations import Operations
 
 
 @pytest.mark.benchmark(timer=time.thread_time)  # what else runs on this machine does not count
@@ -49,6 +37,6 @@ def test_host(benchmark: Any, session: Session, part: str) -> None:
     )
     torch.testing.assert_close(loss(), reference.loss.detach())
     benchmark.pedantic(work, rounds=200, warmup_rounds=20)
-    with _Operations() as operations:
+    with Operations() as operations:
         work()
     benchmark.extra_info["operations"] = operations.count

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import shapes, text
-from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
+from benchmarks import shapes, text, training
+from benchmarks.check import StepResult, compare_steps, why_wrong
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import add_growth, attempt, race
@@ -23,16 +23,7 @@ from benchmarks.problem import Problem, make_problem
 from benchmarks.providers.base import lacking
 from benchmarks.results import Row
 from benchmarks.timing import make_timer, resident_growth
-from benchmarks.training import (
-    SEED,
-    SIZES,
-    TrainingConfig,
-    build,
-    make_batch,
-    make_model,
-    make_texts,
-    make_tokenizer,
-)
+from benchmarks.training import TrainingConfig
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 _ROUNDS = 3
@@ -43,9 +34,6 @@ _ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
 _TEMPERATURE = 0.7
 
 
-Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
-
-
 @dataclass(frozen=True)
 class Case:
     """A step of a host, forward and backward, with a model of a size."""
@@ -53,8 +41,8 @@ class Case:
     host: str  # a distribution
     step: str
     arms: tuple[str, ...]
-    make: Callable[[str, TrainingConfig], Step]  # of an arm
-    config: TrainingConfig = SIZES["quick"]
+    make: Callable[[str, TrainingConfig], training.Step]  # of an arm
+    config: TrainingConfig = training.SIZES["quick"]
 
     def facts(self) -> dict[str, Any]:
         facts = {"host": self.host, "step": self.step, "model": self.config.model}
@@ -75,7 +63,7 @@ def _headless(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> Line
     return LinearLogprobs(**found)
 
 
-def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
+def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> training.Step:
     """Build TRL's trainer for an arm; return its forward and backward of one batch."""
     from grpo_kernels.integrations import trl as ours
 
@@ -87,21 +75,23 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> Step:
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
     # what is built while it is on keeps our head
     with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
-        torch.manual_seed(SEED)  # of the adapters
+        torch.manual_seed(training.SEED)  # of the adapters
         if trainer == "GRPO":
             own = ours.FusedGRPOTrainer if arm == AT_HEAD else None
-            built: Any = build("trl", config, "cpu", 1, own, adapter)
-            built.current_gradient_accumulation_steps = config.sequences // config.micro_batch
-            inputs: dict[str, Any] = make_batch(config, make_model(config), "cpu")
+            built: Any = training.build("trl", config, "cpu", 1, own, adapter)
+            inputs: dict[str, Any] = training.make_batch(config, training.make_model(config), "cpu")
         else:
             built, inputs = _from_dataset(trainer, adapter, config)
 
-    def loss() -> Tensor:
-        head = patch("grpo_kernels.integrations.trl.linear_logprobs", _headless)
-        with head if arm == NO_HEAD else nullcontext():
-            return built.compute_loss(built.model_wrapped, dict(inputs))
+    step, leaves = training.step_of(built, inputs)
+    if arm != NO_HEAD:
+        return step, leaves
 
-    return loss, [x for x in built.model.parameters() if x.requires_grad]
+    def headless() -> Tensor:
+        with patch("grpo_kernels.integrations.trl.linear_logprobs", _headless):
+            return step()
+
+    return headless, leaves
 
 
 def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
@@ -110,7 +100,7 @@ def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[A
     from datasets import Dataset
 
     data = {
-        name: make_texts(config, config.micro_batch, length, seed)
+        name: training.make_texts(config, config.micro_batch, length, seed)
         for seed, (name, length) in enumerate(_COLUMNS[trainer].items())
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -118,12 +108,12 @@ def _from_dataset(trainer: str, adapter: Any, config: TrainingConfig) -> tuple[A
             output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=1,
             per_device_train_batch_size=config.micro_batch, report_to="none", save_strategy="no",
         )  # fmt: skip
-        model = make_model(config)
+        model = training.make_model(config)
         model.save_pretrained(folder)  # a reference model is loaded from there
         model = type(model).from_pretrained(folder)
         built: Any = getattr(trl, f"{trainer}Trainer")(
             model, args=args, train_dataset=Dataset.from_dict(data), peft_config=adapter,
-            processing_class=make_tokenizer(config),
+            processing_class=training.make_tokenizer(config),
         )  # fmt: skip
     return built, built._prepare_inputs(next(iter(built.get_train_dataloader())))
 
@@ -134,7 +124,7 @@ def _problem(config: TrainingConfig) -> Problem:
     return make_problem(shapes.Case(model, tokens, "fp32", shapes.WORKS["dapo"]), exact=False)
 
 
-def _liger(arm: str, config: TrainingConfig) -> Step:
+def _liger(arm: str, config: TrainingConfig) -> training.Step:
     from liger_kernel.chunked_loss import grpo_loss
 
     from grpo_kernels.integrations import liger
@@ -147,7 +137,7 @@ def _liger(arm: str, config: TrainingConfig) -> Step:
     return lambda: module(*inputs)[0], (x.hidden, x.weight)
 
 
-def _verl(arm: str, config: TrainingConfig) -> Step:
+def _verl(arm: str, config: TrainingConfig) -> training.Step:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     from grpo_kernels.integrations import verl
@@ -183,9 +173,7 @@ _TINY = ("GRPOTrainer, LoRA", "DPOTrainer, all weights", "LigerFusedLinearGRPOLo
 CASES = {
     "tiny": [case for case in _QUICK if case.step in _TINY],
     "quick": _QUICK,
-    "cpu": [replace(case, config=SIZES["full"]) for case in _QUICK],
-    "gpu": [],
-    "gpu-full": [],
+    "cpu": [replace(case, config=training.SIZES["full"]) for case in _QUICK],
 }
 
 
@@ -210,16 +198,13 @@ def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
     """Check every arm against the host's own, and time those that passed in turns."""
     torch.manual_seed(0)
     rows = {row.provider: row for row in every if row.runs}
-    steps: list[tuple[Row, Step]] = []
+    steps: list[tuple[Row, training.Step]] = []
     found: dict[str, StepResult] = {}
     for arm in (arm for arm in _ORDER if arm in rows):
         with attempt(rows[arm]):
-            loss, leaves = case.make(arm, case.config)
-            value = loss()
-            value.backward()
-            # the next arm has no room for the gradient
-            found[arm] = value.detach(), take_gradient(leaves)
-            steps.append((rows[arm], (loss, leaves)))
+            step = case.make(arm, case.config)
+            found[arm] = training.take_step(step)
+            steps.append((rows[arm], step))
             rows[arm].info["work"] = f"{case.host} {version(case.host)}: {case.step}"
     for arm in (OURS, AT_HEAD):
         if arm in found and THEIRS in found:
@@ -228,7 +213,7 @@ def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
     found.clear()
     timer = make_timer("cpu")
 
-    def timed(step: Step) -> float:
+    def timed(step: training.Step) -> float:
         seconds = timer(lambda: step[0]().backward())
         for leaf in step[1]:
             leaf.grad = None
@@ -248,7 +233,7 @@ def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
 def _growth(case: Case, arm: str) -> int:
     """Return by how many bytes this process, which does nothing else, grows in a step."""
     torch.manual_seed(0)
-    case.make(arm, SIZES["quick"])[0]().backward()  # libraries are loaded, threads started
+    case.make(arm, training.SIZES["quick"])[0]().backward()  # libraries are loaded, threads started
     loss, _ = case.make(arm, case.config)
     return resident_growth(lambda: loss().backward())[1]
 

@@ -58,7 +58,6 @@ _GPU = [
 ]
 CASES = {
     "tiny": [Case(16, 257, 32, 272)],
-    "quick": [],
     "cpu": [Case(1024, _COLUMNS, 896, _COLUMNS)],
     "gpu": _GPU[:3],
     "gpu-full": _GPU,

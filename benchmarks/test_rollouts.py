@@ -7,9 +7,6 @@ since it changes its threads and random numbers.
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +22,7 @@ from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.training import SIZES, TrainingConfig, build, make_model, make_tokenizer, sized
+from tests.support.launch import end, free_port
 
 _WARM_UP = 2  # steps: in the first one weights are sent that are no update
 _STEPS = 3
@@ -39,7 +37,7 @@ _ENVIRONMENT = {
 _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
 _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memory
 _PROFILE = "profiling/"
-_SERVE = "from grpo_trainer.cli.train import main; main()"
+_SERVE = "from grpo_trainer.cli import main; main()"
 # phases of a step by what they are called in the table; others by their own names
 _PHASES = {"sync": "update", "score": "rewards", "old": "old policy", "ref": "reference"}
 _GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
@@ -165,15 +163,12 @@ def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]
 @contextmanager
 def _served(config: TrainingConfig) -> Iterator[int]:
     """Yield the port of ``grpo-train serve`` with the model of ``config``."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder:
         make_model(config).save_pretrained(folder)
         make_tokenizer(config).save_pretrained(folder)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
         options: dict[str, Any] = {
             "model": folder,
-            "port": port,
+            "port": free_port(),
             "dtype": "float32" if DEVICE == "cpu" else "bfloat16",
             "max_model_len": _longest(config),
             "gpu_memory_utilization": _MEMORY_SHARE,
@@ -186,13 +181,12 @@ def _served(config: TrainingConfig) -> Iterator[int]:
         with log.open("wb") as file:
             process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
         try:
-            yield port
+            yield options["port"]
         except Exception as error:
             error.add_note(f"the server said: {log.read_text()[-3000:]}")
             raise
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
-            process.wait()
+            end(process)
 
 
 def test_rollouts(row: Row) -> None:

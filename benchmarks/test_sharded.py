@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from benchmarks.check import against, compare, reference
@@ -34,7 +28,6 @@ from benchmarks.timing import in_turns, resident_growth
 from grpo_kernels import FusedHead, VocabShard, policy_loss
 
 _RANKS, _ROUNDS = 2, 3
-_TIMEOUT = timedelta(minutes=20)
 Step = Callable[[], Result | None]  # every rank calls it; with its part of the gradients
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
@@ -157,8 +150,6 @@ CASES: dict[str, list[Case]] = {
     "quick": [make_case("dapo", "small", 128, dtype) for dtype in DTYPES],
     # of many tokens the logits would take more memory than the gathered head
     "cpu": [make_case("dapo", "qwen2.5-0.5b", *each) for each in _LARGE],
-    "gpu": [],
-    "gpu-full": [],
 }
 
 
@@ -170,37 +161,18 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     rows = [Row(name, ARMS[name][0]) for name in names]
     for row in rows:
         row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
+    # DeepSpeed compiles there; elsewhere a stale lock may wait for ever
+    on_ranks = partial(ask, processes=_RANKS, TORCH_EXTENSIONS_DIR=f"{sys.prefix}/extensions")
     with attempt(*rows):
-        rows = _on_ranks(_times, rows, case, session.rounds(_ROUNDS))
+        rows = on_ranks(_times, rows, case, session.rounds(_ROUNDS))
     if not session.brief:
-        add_growth(rows, partial(_on_ranks, _growth, case))
+        add_growth(rows, partial(on_ranks, _growth, case))
     return rows
 
 
 def about(case: Case, device: str) -> str:
     ranks = f"{_RANKS} ranks over gloo on one machine, a thread each"
     return f"{ranks}; {against(case, device)}"
-
-
-def _on_ranks(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it on every rank, each a process; return what the first returns."""
-    with tempfile.TemporaryDirectory() as folder:
-        ask(mp.spawn, _worker, (call, arguments, Path(folder)), _RANKS)
-        return pickle.loads(Path(folder, "found").read_bytes())
-
-
-def _worker(rank: int, call: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> None:
-    torch.set_num_threads(1)
-    # for DeepSpeed: who this is, and where it compiles; elsewhere a stale lock may wait for ever
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": _RANKS, "LOCAL_WORLD_SIZE": _RANKS}
-    os.environ.update({name: str(value) for name, value in own.items()})
-    os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
-    store = dist.FileStore(str(folder / "store"), _RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
-    found = call(*arguments)
-    if rank == 0:
-        (folder / "found").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
 
 
 def _growth(case: Case, name: str) -> int:

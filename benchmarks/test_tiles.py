@@ -18,7 +18,7 @@ from benchmarks.providers.ours import run as run_ours
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, MODELS, Model, make_case
 from benchmarks.timing import make_timer
-from grpo_kernels.backends import RowStats, StatsGrad, Tile
+from grpo_kernels.backends import StatsGrad, Tile
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
     LinearConfig,
@@ -89,7 +89,7 @@ class Kernel:
             states = normal(self.rows, hidden, std=1.0)
             head = Head(normal(vocabulary, hidden, std=2 / hidden**0.5))
             inputs = states, head, target, "fp32", False
-            return lambda config: _named(triton.linear_stats(*inputs, config))
+            return lambda config: triton.linear_stats(*inputs, config)._asdict()
         logits = normal(self.rows, vocabulary, std=2.0, dtype=self.dtype)
         return partial(_row_kernel, self.name, Tile(logits, target, Transform()))
 
@@ -106,8 +106,6 @@ _GPU = [
 _NAMES = ("both", "statistics", "gradient")
 CASES: dict[str, list[Kernel]] = {
     "tiny": [Kernel(name, 8, model=MODELS["tiny"]) for name in _NAMES],
-    "quick": [],
-    "cpu": [],
     "gpu": _GPU[:3],
     "gpu-full": _GPU,
 }
@@ -158,18 +156,14 @@ def _row_kernel(name: str, tile: Tile, config: RowConfig) -> Outputs:
     from grpo_kernels.backends.triton import dlogits_, logp_gradient_, row_stats
 
     if name == "statistics":
-        return _named(row_stats(tile, False, config))
+        return row_stats(tile, False, config)._asdict()
     own = tile._replace(logits=tile.logits.clone())
     if name == "both":
         stats, gradient = logp_gradient_(own, config)
-        return _named(stats) | {"gradient": gradient.dlogits}
+        return stats._asdict() | {"gradient": gradient.dlogits}
     stats = row_stats(tile, False)
     outer = StatsGrad(torch.ones_like(stats.logp))
     return {"gradient": dlogits_(own, stats, outer, torch.bfloat16, config=config)}
-
-
-def _named(stats: RowStats) -> Outputs:
-    return {"logp": stats.logp, "entropy": stats.entropy, "lse": stats.lse}
 
 
 def test_tiles(row: Row) -> None:

@@ -4,90 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.models.qwen2 import modeling_qwen2
 
-from benchmarks import text
-from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
+from benchmarks import text, training
+from benchmarks.check import StepResult, compare_steps, why_wrong
 from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import attempt, free, race
-from benchmarks.providers.base import lacking
+from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
-from benchmarks.training import (
-    PAD,
-    SIZES,
-    Batch,
-    TrainingConfig,
-    build,
-    logprobs_of,
-    make_batch,
-    make_model,
-    sized,
-)
+from benchmarks.training import TrainingConfig
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 _ROUNDS = 5  # steps, after one to warm up
 _LOSS = LossConfig(loss_type="dapo", epsilon=0.2)
 CASES = {
-    "tiny": [sized("tiny", DEVICE)],
-    "quick": [sized("quick", DEVICE)],
-    "cpu": [SIZES["full"]],
-    "gpu": [sized("full-gpu", DEVICE)],
-    "gpu-full": [sized("full-gpu", DEVICE)],
+    "tiny": [training.sized("tiny", DEVICE)],
+    "quick": [training.sized("quick", DEVICE)],
+    "cpu": [training.SIZES["full"]],
+    "gpu": [training.sized("full-gpu", DEVICE)],
+    "gpu-full": [training.sized("full-gpu", DEVICE)],
 }
 
 
-@dataclass(frozen=True)
-class TrainerProvider:
-    """One trainer."""
-
-    name: str
-    note: str  # what exactly is run
-    package: str
-    liger: bool = False  # its norms, rotary embedding and MLP in the body; off the head in both
-
-    def absent(self, device: str) -> str | None:
-        """Return why it cannot run here, or None."""
-        requires = ["transformers", "accelerate", "datasets", *["liger-kernel"] * self.liger]
-        if self.package != "grpo_trainer":
-            requires.append(self.package)
-        return lacking(*requires) or ("needs a GPU" if self.liger and device != "cuda" else None)
-
-    def build(self, config: TrainingConfig, device: str, steps: int) -> Trainer:
-        liger = {"use_liger_kernel": True} if self.liger else {}
-        return build(self.package, config, device, steps, **liger)
-
-    def inputs(self, batch: Batch) -> Any:
-        """Return what its ``compute_loss`` takes."""
-        return _our_inputs(batch) if self.package == "grpo_trainer" else dict(batch)
+_BODY = "Liger's norms, rotary embedding and MLP in the body"  # off the head in both
 
 
-_BODY = "Liger's norms, rotary embedding and MLP in the body"
+def _trainer(name: str, note: str, package: str, liger: bool = False) -> Provider:
+    """Return one whose ``run`` builds the trainer, for a size, a device and a number of steps."""
+    requires = [*["trl"] * (package == "trl"), *["liger-kernel"] * liger]
+    return Provider(
+        name=name,
+        note=note,
+        run=partial(training.build, package, **{"use_liger_kernel": True} if liger else {}),
+        packages=("transformers", "accelerate", "datasets", *requires),
+        gpu=liger,
+    )
+
+
 PROVIDERS = (
-    TrainerProvider("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer"),
-    TrainerProvider("ours-liger", f"the same with {_BODY}", "grpo_trainer", liger=True),
-    TrainerProvider("trl", "trl.GRPOTrainer, its chunked head", "trl"),
-    TrainerProvider("trl-liger", f"the same with use_liger_kernel: {_BODY}", "trl", liger=True),
+    _trainer("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer"),
+    _trainer("ours-liger", f"the same with {_BODY}", "grpo_trainer", liger=True),
+    _trainer("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+    _trainer("trl-liger", f"the same with use_liger_kernel: {_BODY}", "trl", liger=True),
 )
 
 
-def _our_inputs(batch: Batch) -> Any:
+def _our_inputs(batch: training.Batch) -> Any:
     from grpo_trainer.data import Rollout, collate
 
     prompts, completions = batch["prompt_ids"], batch["completion_ids"]
     count = torch.tensor(float(completions.numel()), device=completions.device)
     pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
     rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
-    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=PAD)
+    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=training.PAD)
     first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
     inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
@@ -108,26 +85,26 @@ def about(case: TrainingConfig, device: str) -> str:
 
 
 def measure_training(
-    config: TrainingConfig, providers: Sequence[TrainerProvider], device: str, rounds: int
+    config: TrainingConfig, providers: Sequence[Provider], device: str, rounds: int
 ) -> list[Row]:
     """Compare every trainer with the reference in a first step, then time steps in turns."""
     rows = [Row(provider.name, provider.note) for provider in providers]
     batch, exact = make_reference(config, device)
-    runs: list[tuple[Row, TrainerProvider]] = []
+    runs: list[tuple[Row, Provider]] = []
     for row, provider in zip(rows, providers, strict=True):
         row.leave_out("absent", provider.absent(device))
         if row.runs:
             with attempt(row):
-                row.errors = compare_steps(Training(provider, config, device, batch).found, exact)
+                row.errors = compare_steps(_first_step(provider, config, device, batch), exact)
                 row.leave_out("wrong", why_wrong(row.errors, config.dtype))
                 runs.append((row, provider))
     made: dict[str, list[Training]] = {}
 
-    def seconds(provider: TrainerProvider) -> float:
+    def seconds(provider: Provider) -> float:
         free(device)  # of the trainer before
-        training = Training(provider, config, device)
-        made.setdefault(provider.name, []).append(training)
-        return training.seconds
+        steps = Training(provider, config, device)
+        made.setdefault(provider.name, []).append(steps)
+        return steps.seconds
 
     race(runs, rounds, seconds)
     for row in rows:
@@ -142,7 +119,7 @@ def _finish(row: Row, made: Sequence[Training]) -> None:
     train = row.info["train_seconds"] = median(each.seconds - each.generate for each in made)
     row.info |= {"train_bytes": max(each.peak for each in made)} if made[0].peak else {}
     # the loss of an on-policy step is 0 but for rounding; its gradient is not
-    norms = [training.logs["grad_norm"] for training in made]
+    norms = [each.logs["grad_norm"] for each in made]
     row.info["grad_norm"] = [norms[0], norms[-1]]
     row.cells = {
         "generate": text.duration(generate),
@@ -152,10 +129,10 @@ def _finish(row: Row, made: Sequence[Training]) -> None:
     }
 
 
-def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResult]:
+def make_reference(config: TrainingConfig, device: str) -> tuple[training.Batch, StepResult]:
     """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
-    model = make_model(config).to(device)
-    batch = make_batch(config, model, device)
+    model = training.make_model(config).to(device)
+    batch = training.make_batch(config, model, device)
     tokens = TokenBatch.from_padded(
         batch["completion_ids"],
         batch["advantages"],
@@ -163,54 +140,49 @@ def make_reference(config: TrainingConfig, device: str) -> tuple[Batch, StepResu
         num_items_in_batch=batch["num_items_in_batch"],
     )
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    logprobs = logprobs_of(model, ids, config.prompt_tokens)
-    loss = policy_loss(logprobs.flatten(), tokens, _LOSS).loss
-    loss.backward()
-    return batch, (loss.detach(), take_gradient(model.parameters()))
+
+    def loss() -> Tensor:
+        logprobs = training.logprobs_of(model, ids, config.prompt_tokens)
+        return policy_loss(logprobs.flatten(), tokens, _LOSS).loss
+
+    return batch, training.take_step((loss, [*model.parameters()]))
+
+
+def _first_step(
+    provider: Provider, config: TrainingConfig, device: str, batch: training.Batch
+) -> StepResult:
+    with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
+        trainer = provider.run(config, device, 1)
+        inputs = _our_inputs(batch) if is_ours(provider.name) else batch
+        return training.take_step(training.step_of(trainer, inputs))
 
 
 class Training(TrainerCallback):
     """A trainer that was built and has taken a step to warm up and one that is measured.
 
-    Or, given a ``batch``, that found its loss and gradient and has taken one step. It is built anew
-    for every round, so that trainers can take turns while each runs its real loop.
+    It is built anew for every round, so that trainers can take turns while each runs its real loop.
 
     Raises:
         ValueError: completions are not of the length that makes all trainers' work the same.
     """
 
-    found: Any = None  # of the batch
     seconds = generate = 0.0  # of a step with its logging, and what of it is rollout and scoring
     peak = 0  # bytes of the GPU that the rest of the step needs above what was there
 
-    def __init__(
-        self,
-        provider: TrainerProvider,
-        config: TrainingConfig,
-        device: str,
-        batch: Batch | None = None,
-    ) -> None:
-        self._cuda, self._batch, self._provider = device == "cuda", batch, provider
-        with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
-            trainer: Any = provider.build(config, device, 2 if batch is None else 1)
+    def __init__(self, provider: Provider, config: TrainingConfig, device: str) -> None:
+        self._cuda = device == "cuda"
+        with patch.dict(vars(modeling_qwen2)):
+            trainer = provider.run(config, device, 2)
             trainer.add_callback(self)
             # generates at a step's first call
             self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed_inputs
-            self._trainer = trainer
             trainer.train()
-        del self._prepare, self._trainer  # they hold its memory
+        del self._prepare  # it holds the trainer's memory
         length, wanted = self.logs["completions/mean_length"], config.completion_tokens
         if length != wanted:
             raise ValueError(f"completions of {length} tokens; expected {wanted}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._batch is not None:
-            trainer = self._trainer
-            with trainer.compute_loss_context_manager():
-                inputs = self._provider.inputs(self._batch)
-                loss = trainer.compute_loss(trainer.model_wrapped, inputs)
-            loss.backward()
-            self.found = loss.detach(), take_gradient(trainer.model.parameters())
         torch.manual_seed(state.global_step)  # all trainers sample alike
         self._start, self.generate = self._clock(), 0.0
 

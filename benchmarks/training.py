@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.check import StepResult, take_gradient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer
@@ -20,6 +24,7 @@ _POSITIONS = 32768  # of the real model
 _MICRO_BATCHES = 2  # of a step
 _NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, where rounding decides
 Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` takes it
+Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
 
 @dataclass(frozen=True)
@@ -201,8 +206,27 @@ def build(
         processing_class=make_tokenizer(config),
     )
     built.remove_callback(PrinterCallback)
+    built.current_gradient_accumulation_steps = _MICRO_BATCHES  # also before it trains
     built.folder = folder  # it goes when the trainer does
     return built
+
+
+def step_of(trainer: Any, inputs: Any) -> Step:
+    """Return the step of a trainer on a prepared micro-batch; it needs no ``train``."""
+
+    def loss() -> Tensor:
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(trainer.model_wrapped, copy.copy(inputs))
+
+    return loss, [x for x in trainer.model.parameters() if x.requires_grad]
+
+
+def take_step(step: Step) -> StepResult:
+    """Return the loss and the gradient; the leaves are left without."""
+    loss, leaves = step
+    value = loss()
+    value.backward()
+    return value.detach(), take_gradient(leaves)
 
 
 def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> Batch:

@@ -21,7 +21,6 @@ from benchmarks.providers.base import (
 )
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
-from grpo_kernels.losses.surrogates import Clip
 
 # their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
@@ -30,17 +29,14 @@ _ALIGNMENT = 8  # of QuACK's vocabulary, for its bulk copies; the hidden sizes h
 
 
 def loss_arguments(config: LossConfig) -> dict[str, Any]:
-    """Return the arguments that TRL's and Liger's GRPO losses share."""
-    named, clip = config.loss, config.surrogate
-    assert isinstance(clip, Clip)
+    """Return the arguments that TRL's and Liger's GRPO losses share, for one of our works."""
     return dict(
-        loss_type=_LOSS_TYPES[named.aggregation],
-        importance_sampling_level=config.importance_sampling_level
-        or named.importance_sampling_level,
+        loss_type=_LOSS_TYPES[config.loss.aggregation],
+        importance_sampling_level=config.loss.importance_sampling_level,
         beta=config.beta,
-        epsilon_low=clip.epsilon,
-        epsilon_high=clip.epsilon if clip.epsilon_high is None else clip.epsilon_high,
-        delta=clip.delta,
+        epsilon_low=config.surrogate.epsilon,
+        epsilon_high=config.surrogate.epsilon,
+        delta=None,
         use_bias_correction_kl=config.use_bias_correction_kl,
         temperature=config.temperature,
     )

@@ -7,16 +7,17 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.conftest import SUITES
 from benchmarks.results import ROOT, load
-from benchmarks.test_training import PROVIDERS, TrainerProvider, measure_training
-from benchmarks.training import SIZES
+from benchmarks.test_training import PROVIDERS, measure_training
+from benchmarks.training import SIZES, TrainingConfig
+from tests.support.launch import execute
 
 NAMES = (
     *("heads", "savings", "backwards", "accuracy", "sharded"),
@@ -27,16 +28,14 @@ OURS = PROVIDERS[0]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", f"benchmarks/test_{name}.py", "-q"]
+def test_a_benchmark_as_it_is_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     options = ["--benchmark-only", "--suite", "tiny", "--results", str(tmp_path / "results")]
     options += ["--benchmark-json", str(tmp_path / "out.json"), "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(name == "tiles"))}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
+    words = "-m", "pytest", str(ROOT / f"benchmarks/test_{name}.py"), "-q", *options
+    printed = execute(*words, TRITON_INTERPRET=str(int(name == "tiles")))
     module = importlib.import_module(f"benchmarks.test_{name}")
     ((_, found),) = load(tmp_path / "results").items()
     assert [group.facts for group in found] == [case.facts() for case in module.CASES["tiny"]]
@@ -51,15 +50,15 @@ def test_a_benchmark_as_it_is_run(name: str, tmp_path: Path) -> None:
     replayed = [second for each in timed for second in each["stats"]["data"] if second]
     assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
     assert name == "accuracy" or all(row.seconds for row in rows if row.runs)
-    said = " ".join(run.stdout.split())
+    said = " ".join(printed.split())
     assert all(each in said for each in expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_suites_have_no_case_twice(name: str) -> None:
     cases = importlib.import_module(f"benchmarks.test_{name}").CASES
-    for suite in SUITES:
-        assert len({str(case) for case in cases[suite]}) == len(cases[suite])
+    for suite, found in cases.items():
+        assert suite in SUITES and len({str(case) for case in found}) == len(found) > 0
     assert cases["tiny"]
 
 
@@ -67,23 +66,17 @@ def test_suites_have_no_case_twice(name: str) -> None:
 def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
     """Nor one whose steps had less work."""
 
-    class Wrong(TrainerProvider):
-        def inputs(self, batch):
-            return super().inputs(batch | {"advantages": 1.2 * batch["advantages"]})
+    def raising(*arguments: object) -> None:
+        raise RuntimeError("broken on purpose")
 
-    class Raising(TrainerProvider):
-        def build(self, *arguments):
-            raise RuntimeError("broken on purpose")
-
-    class Dawdling(TrainerProvider):
-        def build(self, config, *rest):
-            return super().build(replace(config, completion_tokens=2), *rest)
+    def dawdling(config: TrainingConfig, *rest: object) -> object:
+        return OURS.run(replace(config, completion_tokens=2), *rest)
 
     broken = {
-        "error of loss 2.0e-01, gradient 2": Wrong(*vars(OURS).values()),
-        "RuntimeError: broken on purpose": Raising(*vars(OURS).values()),
-        "completions of 2.0 tokens; expected": Dawdling(*vars(OURS).values()),
-        "needs no-such-package": replace(OURS, package="no-such-package"),
+        "error of loss ": replace(OURS, run=partial(OURS.run, epsilon=0.01, epsilon_high=0.01)),
+        "RuntimeError: broken on purpose": replace(OURS, run=raising),
+        "completions of 2.0 tokens; expected": replace(OURS, run=dawdling),
+        "needs no-such-package": replace(OURS, packages=("no-such-package",)),
     }
     right, *rows = measure_training(SIZES["tiny"], [OURS, *broken.values()], "cpu", 1)
     assert right.runs and len(right.seconds) == 1

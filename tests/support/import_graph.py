@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("grpo_kernels", "grpo_trainer", "benchmarks", "tests")
+PACKAGES = ("grpo_kernels", "grpo_trainer", "tests", "benchmarks")
 
 Graph = Mapping[str, set[str]]
 
