@@ -101,7 +101,9 @@ class PointwiseKernel:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
-        inputs = self._checked(inputs)
+        like = inputs[0].shape, torch.float32, inputs[0].device
+        assert all((x.shape, x.dtype, x.device) == like for x in inputs), inputs
+        inputs = tuple(x.detach().contiguous() for x in inputs)
         outputs = tuple(torch.empty_like(inputs[0], dtype=dtype) for dtype in self.output_dtypes)
         arguments = {f"{k}_ptr": v for k, v in zip(self.input_names, inputs, strict=True)}
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
@@ -110,19 +112,6 @@ class PointwiseKernel:
                 grid = (-(-length // _BLOCK),)
                 self.kernel[grid](**arguments, length=length, BLOCK=_BLOCK, **OPTIONS)
         return outputs
-
-    def _checked(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if len(inputs) != len(self.input_names):
-            raise ValueError(f"inputs: expected {len(self.input_names)}, got {len(inputs)}")
-        shape, device = inputs[0].shape, inputs[0].device
-        for name, value in zip(self.input_names, inputs, strict=True):
-            ok = value.dim() == 1 and value.shape == shape and value.device == device
-            if not ok or value.dtype != torch.float32:
-                raise ValueError(
-                    f"{name}: expected ({', '.join(map(str, shape))},) torch.float32 on {device}, "
-                    f"got {tuple(value.shape)} {value.dtype} on {value.device}"
-                )
-        return tuple(value.detach().contiguous() for value in inputs)
 
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
