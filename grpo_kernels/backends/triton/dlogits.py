@@ -29,12 +29,8 @@ def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
     """Write :func:`_weighted`, times the softcap's slope; ``end``: the row's, if within."""
     logits_ptr, out_ptr, unit, constant = row
     columns = start + tl.arange(0, BLOCK_V)
-    if end is None:
-        mask = None
-        x = tl.load(logits_ptr + columns)
-    else:
-        mask = columns < end
-        x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
+    mask = None if end is None else columns < end
+    x = tl.load(logits_ptr + columns, mask, None if end is None else 0.0)
     # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
     # none stores before all have loaded. Later loads lie behind: an output is never wider.
     tl.debug_barrier()

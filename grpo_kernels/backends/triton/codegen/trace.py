@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,12 +81,6 @@ class PointwiseKernel:
                 tensors, or uses an operation without a rendering; the message names it.
         """
         names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        usable = {n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)}
-        if not len(usable) == len(names) == num_inputs:
-            raise ValueError(
-                f"names: expected {num_inputs} distinct identifiers other than out0, out1, ...; "
-                f"got {names}"
-            )
         graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
         kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
         if kernel != other:
@@ -154,7 +147,7 @@ def _source(
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
             raise UntraceableError(f"output {index}: expected a (T,) vector, got {shape}")
     _refuse_shared_mutation(graph)
-    needed = _needed(results)
+    needed = _needed(graph, results)
     inputs = (node for node in graph.nodes if node.op == "placeholder")
     names: dict[Node, str] = dict(zip(inputs, input_names, strict=True))
     lines = [f"{x} = tl.load({x}_ptr + offs_t, mask=mask_t)" for x in input_names]
@@ -210,19 +203,15 @@ def _refuse_shared_mutation(graph: Graph) -> None:
                 raise UntraceableError(f"{node.target}: in place on an input or a shared value")
 
 
-def _needed(outputs: Sequence[Node]) -> set[Node]:
+def _needed(graph: Graph, outputs: Sequence[Node]) -> set[Node]:
     """Return the nodes whose values reach an output."""
-    needed: set[Node] = set()
-    pending = list(outputs)
-    while pending:
-        node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        name = operation_name(node) if node.op != "placeholder" else ""
-        # what only lends its shape has no part: the sum before a backward pass is never generated
-        if not name.startswith("new_") and not name.endswith("_like"):
-            pending += node.all_input_nodes[name == "copy" :]
+    needed = set(outputs)
+    for node in reversed(graph.nodes):  # readers come first
+        if node in needed and node.op != "placeholder":
+            name = operation_name(node)
+            # what only lends its shape has no part: the sum before a backward is never generated
+            if not name.startswith("new_") and not name.endswith("_like"):
+                needed.update(node.all_input_nodes[name == "copy" :])
     return needed
 
 
