@@ -143,11 +143,6 @@ class Entries(NamedTuple):
     error_l1: Tensor  # (C,) L1 norm of the same
     norm: Tensor  # (C,) L2 norm of the row's gradient
 
-    @property
-    def columns(self) -> int:
-        """K."""
-        return self.ids.shape[1]
-
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device) -> Entries:
         """Return entries to be filled; what is not meant is 0."""

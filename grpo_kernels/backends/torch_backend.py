@@ -170,9 +170,7 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     lowest = scores.amin(-1) if extras else None
     # rows at the same alignment, by which a GPU's reductions group their terms
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
-    top, first = (
-        scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
-    )
+    top, first = scores.max(-1, keepdim=True)
     is_top1 = first.squeeze(-1) == target if extras else None
     shifted = scores.sub_(top)
     shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)

@@ -84,7 +84,7 @@ def entries_transposed_matmul(
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
     # by column and then by row, those that are none last: the host does not wait for their number
-    slot, columns = torch.arange(entries.columns, device=factor.device), len(out)
+    slot, columns = torch.arange(entries.ids.shape[1], device=factor.device), len(out)
     meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
     ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
     each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
@@ -105,7 +105,7 @@ def _launch(
             factor_ptr=factor.contiguous(),
             matrix_ptr=matrix,
             out_ptr=out,
-            slots=entries.columns,
+            slots=entries.ids.shape[1],
             stride_matrix_row=matrix.stride(0),
             stride_matrix_column=matrix.stride(1),
             stride_out_row=out.stride(0),
