@@ -165,7 +165,7 @@ def concatenate(parts: Sequence[Record]) -> Record:
 
 
 def output_view(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` leaves its result.
+    """Return the (C, V) view of ``logits``' storage in which ``dlogits_`` may leave its result.
 
     16-bit results of fp32 logits lie in the first half of each row's bytes.
     """

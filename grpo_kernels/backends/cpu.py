@@ -23,7 +23,6 @@ from grpo_kernels.backends.base import (
     StatsGrad,
     Tile,
     empty_stats,
-    output_view,
 )
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
@@ -164,15 +163,9 @@ class Native(Backend):
         self._run("grpo_stats", _tile(*tile), **_filled(stats))
         return stats
 
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        in_place = output_view(tile.logits, out_dtype)
+    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+        assert out.shape == tile.logits.shape and out.stride(1) == 1, (out.shape, out.stride())
+        assert out.dtype == tile.logits.dtype or tile.logits.dtype.itemsize == 4, out.dtype
         vectors = _vectors(
             tile.target.numel(),
             logp=stats.logp,
@@ -181,10 +174,9 @@ class Native(Backend):
             dlogp=torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp,
             dentropy=outer.dentropy,
         )
-        stride = 0 if out is None else out.stride(0)
-        where = {"out": out, "out_stride": stride, "out_dtype": _DTYPES[out_dtype]}
+        where = {"out": out, "out_stride": out.stride(0), "out_dtype": _DTYPES[out.dtype]}
         self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
-        return in_place if out is None else out
+        return out
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         return True

@@ -14,7 +14,6 @@ from grpo_kernels.backends.base import (
     Tile,
     TileGradient,
     concatenate,
-    output_view,
     row_blocks,
     slope,
     transformed,
@@ -56,22 +55,13 @@ class Backend:
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Write the gradient by the raw logits into ``out``, or else their storage (output_view).
+    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+        """Write the gradient by the raw logits into ``out`` (C, V), perhaps over them; return it.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
-        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
-
-        Returns a (C, V) tensor of ``out_dtype``, that of ``out``.
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``. ``out`` is of the logits'
+        dtype or of 16 bits, in a storage of its own or an :func:`output_view` of the logits.
         """
-        out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out

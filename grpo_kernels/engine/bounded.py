@@ -64,7 +64,7 @@ def saving_forward(
 
     def keep_all(chunk: Chunk, outer: StatsGrad) -> None:
         place = kept[chunk.rows.part, : route.columns]
-        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place.dtype, place)
+        route.backend.dlogits_(chunk.tile, chunk.stats, outer, place)
 
     return chunked_loop(*given, TileGradients(keep_all))[0], kept
 
