@@ -21,10 +21,7 @@ from grpo_kernels.head.matmul import (
     accumulate,
     leading_dim,
     matmul_precision,
-    mkl_available,
-    mkl_matmul,
     project,
-    tf32_unavailable,
     zero_row_padding,
 )
 from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head
