@@ -111,12 +111,6 @@ def _check_status(status: int, function: Any, arguments: tuple) -> None:
         )
 
 
-def unavailable() -> str | None:
-    """Say why the native kernels cannot run here; None if they can."""
-    library = _load()
-    return library if isinstance(library, str) else None
-
-
 def isas() -> list[str]:
     """Return which of "amx", "avx512_bf16", "avx512", "avx2" and "baseline" this machine can run,
     best first."""
@@ -143,7 +137,9 @@ class Native(Backend):
     def __init__(self, isa_rank: int = 0) -> None:
         self._isa_rank = isa_rank  # index into ``isas()``
 
-    unavailable = staticmethod(unavailable)
+    def unavailable(self) -> str | None:
+        library = _load()
+        return library if isinstance(library, str) else None
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":

@@ -110,15 +110,11 @@ class PointwiseKernel:
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
     """Return the graph of core aten operations, with fake results in ``node.meta["val"]``."""
 
-    def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
-        results = fn(*inputs)
-        return tuple(results) if isinstance(results, tuple | list) else (results,)
-
     def same(x: Tensor) -> Tensor:
         return x
 
     trace = make_fx(
-        outputs,
+        fn,
         decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
         # a tensor that fn closes over becomes a node, which is refused by name
