@@ -11,6 +11,8 @@ With extras a tile is a single subtile: the same subtiles in the same order, so 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 import triton
 import triton.language as tl
@@ -293,6 +295,6 @@ def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str
         "ROUND_TO": _ROUNDED.get(logits),
         "EVEN_D": depth % config.block_d == 0,
         "UPCAST": knobs.runtime.interpret,
-        **config.constants,
+        **{name.upper(): x for name, x in asdict(config).items() if name not in config.options},
         **config.options,
     }
