@@ -223,6 +223,6 @@ def _pointwise_case() -> Case:
         gate = torch.where((x > y) & (y != 0), torch.sigmoid(ratio), torch.tanh(y))
         return torch.minimum(ratio, y.log1p()) / gate.sqrt(), x > 0
 
-    kernel = PointwiseKernel.trace(fn, 2, names=("x", "y"))
+    kernel = PointwiseKernel.trace(fn, ("x", "y"))
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out0_ptr": "*fp32", "out1_ptr": "*i1"}
     return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, OPTIONS)

@@ -211,4 +211,4 @@ def _weighing() -> PointwiseKernel:
     def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
         return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
 
-    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))
+    return PointwiseKernel.trace(factor, ("dlogp", "unit"))

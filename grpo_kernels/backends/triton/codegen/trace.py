@@ -68,20 +68,17 @@ class PointwiseKernel:
     output_dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def trace(
-        cls, fn: PointwiseFunction, num_inputs: int, names: Sequence[str] | None = None
-    ) -> PointwiseKernel:
+    def trace(cls, fn: PointwiseFunction, names: tuple[str, ...]) -> PointwiseKernel:
         """Trace ``fn(*inputs)``, a tuple of (T,) vectors, each elementwise in (T,) fp32 ones.
 
-        Python numbers that ``fn`` closes over are constants; ``names`` are those of the inputs in
-        the generated source.
+        Python numbers that ``fn`` closes over are constants; the ``names`` of the inputs are those
+        in the generated source.
 
         Raises:
             UntraceableError: ``fn`` reduces, changes shapes, reads values in Python, closes over
                 tensors, or uses an operation without a rendering; the message names it.
         """
-        names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
+        graphs = [_trace(fn, len(names), length) for length in _TRACE_LENGTHS]
         kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
         if kernel != other:
             raise UntraceableError("the function depends on the length of its inputs")
