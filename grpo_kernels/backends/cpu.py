@@ -121,7 +121,7 @@ def isas() -> list[str]:
 
 
 class Native(Backend):
-    """What its kernels have no dtypes for, plain torch does.
+    """Kernels for fp32, bf16 and fp16.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
     number (but for an adapter's) nor on the other rows. Scale, softcap and temperature must be
@@ -216,8 +216,6 @@ class Native(Backend):
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
     ) -> Entries:
-        if tile.logits.dtype not in _DTYPES:
-            return super().extract_entries(tile, stats, keys, allowed, slots)
         assert slots > 0, slots
         rows = tile.target.numel()
         entries = Entries.empty(rows, slots, tile.logits.device)
@@ -230,24 +228,20 @@ class Native(Backend):
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         assert len(out) == len(factor), out.shape
-        if not self._multiply("grpo_matmul", entries, factor, matrix, out, False):
-            super().entries_matmul(entries, factor, matrix, out)
+        self._multiply("grpo_matmul", entries, factor, matrix, out, False)
 
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
         assert len(rows) == len(factor), rows.shape
-        if not self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add):
-            super().entries_transposed_matmul(entries, factor, rows, out, add)
+        self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add)
 
     def _multiply(
         self, kernel: str, entries: Entries, factor: Tensor, source: Tensor, out: Tensor, add: bool
-    ) -> bool:
-        """Run a product with entries; return whether there is one of these dtypes."""
-        fp32 = torch.float32
-        known = source.dtype in _DTYPES and out.dtype in (source.dtype, fp32)
-        if not known or (entries.values.dtype, factor.dtype) != (fp32, fp32):
-            return False
+    ) -> None:
+        """Run a product with entries."""
+        assert out.dtype in (source.dtype, torch.float32) and source.dtype in _DTYPES, source.dtype
+        assert entries.values.dtype == torch.float32, entries.values.dtype
         assert source.shape[1] == out.shape[1], (source.shape, out.shape)
         source, target = _unit_stride(source), _unit_stride(out)
         self._run(
@@ -266,7 +260,6 @@ class Native(Backend):
         )
         if target is not out:
             out.copy_(target)
-        return True
 
 
 def _tile(
