@@ -36,6 +36,7 @@ class Backend:
     generates = False  # whether the loss can run in kernels that are generated from it
     compiles = False  # whether kernels are compiled when they are first launched
     for_gpus = False  # whether "auto" passes it over for tensors on a CPU
+    logp_gradients: tuple[torch.dtype, ...] = ()  # the dtypes of those of :meth:`logp_gradient_`
     absence = ""  # what is said, and why {}, where it would have served
 
     def unavailable(self) -> str | None:
@@ -65,10 +66,6 @@ class Backend:
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
-
-    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
-        return False
 
     def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
         """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
