@@ -6,7 +6,6 @@ from grpo_kernels.head.checks import (
     check_local,
     check_mask_range,
     check_plain,
-    check_row_temperature,
     check_target_range,
     check_weight,
     checked_head,
