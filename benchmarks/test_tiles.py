@@ -18,7 +18,7 @@ from benchmarks.providers.ours import run as run_ours
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, MODELS, Model, make_case
 from benchmarks.timing import make_timer
-from grpo_kernels.backends import StatsGrad, Tile
+from grpo_kernels.backends import StatsGrad, Tile, output_view
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
     LinearConfig,
@@ -163,7 +163,8 @@ def _row_kernel(name: str, tile: Tile, config: RowConfig) -> Outputs:
         return stats._asdict() | {"gradient": gradient.dlogits}
     stats = row_stats(tile, False)
     outer = StatsGrad(torch.ones_like(stats.logp))
-    return {"gradient": dlogits_(own, stats, outer, torch.bfloat16, config=config)}
+    out = output_view(own.logits, torch.bfloat16)
+    return {"gradient": dlogits_(own, stats, outer, out, config)}
 
 
 def test_tiles(row: Row) -> None:

@@ -23,7 +23,6 @@ from grpo_kernels.backends.base import (
     StatsGrad,
     Tile,
     empty_stats,
-    output_view,
 )
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
@@ -112,12 +111,6 @@ def _check_status(status: int, function: Any, arguments: tuple) -> None:
         )
 
 
-def unavailable() -> str | None:
-    """Say why the native kernels cannot run here; None if they can."""
-    library = _load()
-    return library if isinstance(library, str) else None
-
-
 def isas() -> list[str]:
     """Return which of "amx", "avx512_bf16", "avx512", "avx2" and "baseline" this machine can run,
     best first."""
@@ -128,7 +121,7 @@ def isas() -> list[str]:
 
 
 class Native(Backend):
-    """What its kernels have no dtypes for, plain torch does.
+    """Kernels for fp32, bf16 and fp16.
 
     Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
     number (but for an adapter's) nor on the other rows. Scale, softcap and temperature must be
@@ -144,7 +137,9 @@ class Native(Backend):
     def __init__(self, isa_rank: int = 0) -> None:
         self._isa_rank = isa_rank  # index into ``isas()``
 
-    unavailable = staticmethod(unavailable)
+    def unavailable(self) -> str | None:
+        library = _load()
+        return library if isinstance(library, str) else None
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
@@ -164,15 +159,9 @@ class Native(Backend):
         self._run("grpo_stats", _tile(*tile), **_filled(stats))
         return stats
 
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        in_place = output_view(tile.logits, out_dtype)
+    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+        assert out.shape == tile.logits.shape and out.stride(1) == 1, (out.shape, out.stride())
+        assert out.dtype == tile.logits.dtype or tile.logits.dtype.itemsize == 4, out.dtype
         vectors = _vectors(
             tile.target.numel(),
             logp=stats.logp,
@@ -181,10 +170,9 @@ class Native(Backend):
             dlogp=torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp,
             dentropy=outer.dentropy,
         )
-        stride = 0 if out is None else out.stride(0)
-        where = {"out": out, "out_stride": stride, "out_dtype": _DTYPES[out_dtype]}
+        where = {"out": out, "out_stride": out.stride(0), "out_dtype": _DTYPES[out.dtype]}
         self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
-        return in_place if out is None else out
+        return out
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         return True
@@ -228,8 +216,6 @@ class Native(Backend):
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
     ) -> Entries:
-        if tile.logits.dtype not in _DTYPES:
-            return super().extract_entries(tile, stats, keys, allowed, slots)
         assert slots > 0, slots
         rows = tile.target.numel()
         entries = Entries.empty(rows, slots, tile.logits.device)
@@ -242,24 +228,20 @@ class Native(Backend):
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
         assert len(out) == len(factor), out.shape
-        if not self._multiply("grpo_matmul", entries, factor, matrix, out, False):
-            super().entries_matmul(entries, factor, matrix, out)
+        self._multiply("grpo_matmul", entries, factor, matrix, out, False)
 
     def entries_transposed_matmul(
         self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
     ) -> None:
         assert len(rows) == len(factor), rows.shape
-        if not self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add):
-            super().entries_transposed_matmul(entries, factor, rows, out, add)
+        self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add)
 
     def _multiply(
         self, kernel: str, entries: Entries, factor: Tensor, source: Tensor, out: Tensor, add: bool
-    ) -> bool:
-        """Run a product with entries; return whether there is one of these dtypes."""
-        fp32 = torch.float32
-        known = source.dtype in _DTYPES and out.dtype in (source.dtype, fp32)
-        if not known or (entries.values.dtype, factor.dtype) != (fp32, fp32):
-            return False
+    ) -> None:
+        """Run a product with entries."""
+        assert out.dtype in (source.dtype, torch.float32) and source.dtype in _DTYPES, source.dtype
+        assert entries.values.dtype == torch.float32, entries.values.dtype
         assert source.shape[1] == out.shape[1], (source.shape, out.shape)
         source, target = _unit_stride(source), _unit_stride(out)
         self._run(
@@ -278,7 +260,6 @@ class Native(Backend):
         )
         if target is not out:
             out.copy_(target)
-        return True
 
 
 def _tile(

@@ -45,7 +45,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return row, column and value of each entry, row by row."""
-    meant = torch.arange(entries.columns, device=factor.device) < entries.used[:, None]
+    meant = torch.arange(entries.ids.shape[1], device=factor.device) < entries.used[:, None]
     rows = meant.nonzero()[:, 0]
     return rows, entries.ids[meant].long(), entries.values[meant] * factor[rows]
 

@@ -6,7 +6,7 @@ none has run; ``make gpu-tune`` measures others.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,11 +77,6 @@ class LinearConfig:
     def options(self) -> dict[str, int | bool]:
         """Launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NOT_FUSED}
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """The kernel's constants: all else, by its names."""
-        return {name.upper(): x for name, x in asdict(self).items() if name not in self.options}
 
     def of_one_subtile(self) -> LinearConfig:
         """Return tiles as wide as a subtile: same splits and steps, fewer registers."""

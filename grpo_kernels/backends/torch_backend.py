@@ -14,7 +14,6 @@ from grpo_kernels.backends.base import (
     Tile,
     TileGradient,
     concatenate,
-    output_view,
     row_blocks,
     slope,
     transformed,
@@ -37,6 +36,7 @@ class Backend:
     generates = False  # whether the loss can run in kernels that are generated from it
     compiles = False  # whether kernels are compiled when they are first launched
     for_gpus = False  # whether "auto" passes it over for tensors on a CPU
+    logp_gradients: tuple[torch.dtype, ...] = ()  # the dtypes of those of :meth:`logp_gradient_`
     absence = ""  # what is said, and why {}, where it would have served
 
     def unavailable(self) -> str | None:
@@ -56,29 +56,16 @@ class Backend:
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
-    def dlogits_(
-        self,
-        tile: Tile,
-        stats: RowStats,
-        outer: StatsGrad,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Write the gradient by the raw logits into ``out``, or else their storage (output_view).
+    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+        """Write the gradient by the raw logits into ``out`` (C, V), perhaps over them; return it.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
-        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``.
-
-        Returns a (C, V) tensor of ``out_dtype``, that of ``out``.
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``. ``out`` is of the logits'
+        dtype or of 16 bits, in a storage of its own or an :func:`output_view` of the logits.
         """
-        out = output_view(tile.logits, out_dtype) if out is None else out
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
-
-    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`logp_gradient_` exists for gradients of this dtype."""
-        return False
 
     def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
         """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
@@ -170,9 +157,7 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     lowest = scores.amin(-1) if extras else None
     # rows at the same alignment, by which a GPU's reductions group their terms
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
-    top, first = (
-        scores.max(-1, keepdim=True) if scores.numel() else (scores[:, :1], target[:, None])
-    )
+    top, first = scores.max(-1, keepdim=True)
     is_top1 = first.squeeze(-1) == target if extras else None
     shifted = scores.sub_(top)
     shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)

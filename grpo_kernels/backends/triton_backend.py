@@ -30,6 +30,7 @@ class Triton(Backend):
     """Kernels for fp32, bf16 and fp16 on a GPU, or interpreted."""
 
     name, generates, compiles, for_gpus = "triton", True, True, True  # the interpreter is slow
+    logp_gradients = (torch.bfloat16,)  # fp16 has not the range
     absence = "The pure-torch path serves on the GPU, because {}."
 
     stats = _launcher("row_stats")
@@ -69,9 +70,6 @@ class Triton(Backend):
 
         tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
         return [f"triton={triton.__version__}", str(tile)]
-
-    def gives_logp_gradient(self, out_dtype: torch.dtype) -> bool:
-        return out_dtype == torch.bfloat16  # fp16 has not the range
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         # the library is faster for fp32 inputs, and an adapter's update is added to a tile

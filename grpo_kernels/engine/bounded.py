@@ -67,7 +67,7 @@ def saving_forward(
 
         def keep_all(chunk: Chunk) -> None:
             place = kept[chunk.rows.part, : route.columns]
-            route.backend.dlogits_(chunk.tile, chunk.stats, _unit(chunk.stats), place.dtype, place)
+            route.backend.dlogits_(chunk.tile, chunk.stats, _unit(chunk.stats), place)
 
         return chunked_loop(*given, keep_all), kept
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient, output_view
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.route import Route
@@ -52,8 +52,8 @@ class GradientSums:
             self.add(route.backend.weighted_gradient(chunk.gradient, outer.dlogp), chunk.rows)
             return
         chunk, outer = chunk.compacted(self.scaled(outer))
-        out_dtype = chunk.rows.hidden.dtype
-        dlogits = route.backend.dlogits_(chunk.tile, chunk.stats, outer, out_dtype)
+        dlogits = output_view(chunk.logits, chunk.rows.hidden.dtype)
+        route.backend.dlogits_(chunk.tile, chunk.stats, outer, dlogits)
         if chunk.masked is not None and outer.dmasked is not None:
             chunk.masked.add_gradient_(dlogits, outer.dmasked)
         self.add(TileGradient(dlogits), chunk.rows)
@@ -212,7 +212,8 @@ def _by_slices(
                 else:
                     project(hidden, head, logits)
                 tile, known = Tile(logits, target, head.transform), stats.rows(part)
-                dlogits = route.backend.dlogits_(tile, known, outer.rows(part), hidden.dtype)
+                dlogits = output_view(logits, hidden.dtype)
+                route.backend.dlogits_(tile, known, outer.rows(part), dlogits)
                 sums.add(TileGradient(dlogits), chunk, columns)
         return sums.finish()
 

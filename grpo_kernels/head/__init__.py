@@ -6,7 +6,6 @@ from grpo_kernels.head.checks import (
     check_local,
     check_mask_range,
     check_plain,
-    check_row_temperature,
     check_target_range,
     check_weight,
     checked_head,
@@ -21,10 +20,7 @@ from grpo_kernels.head.matmul import (
     accumulate,
     leading_dim,
     matmul_precision,
-    mkl_available,
-    mkl_matmul,
     project,
-    tf32_unavailable,
     zero_row_padding,
 )
 from grpo_kernels.head.parameters import DividedGradient, head_of_layer, layer_in_use, unshard_head

@@ -171,14 +171,6 @@ def row_temperature(
     return temperature.reshape(-1).to(stats_dtype(hidden.dtype))
 
 
-def check_row_temperature(temperature: Tensor | None) -> None:
-    """Raise ValueError for temperatures that are not positive; a GPU's are not looked at."""
-    if temperature is None or temperature.device.type != "cpu":
-        return
-    if not bool((temperature > 0).all()):
-        raise ValueError("temperature: expected values > 0")
-
-
 _ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
 
 

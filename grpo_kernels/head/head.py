@@ -95,10 +95,6 @@ class HeadLoRA:
         out = self.a.new_empty(hidden.shape[0], self.rank)
         return torch.mm(rows, self.a.t(), out=out).mul_(self.scaling)
 
-    def add_to(self, logits: Tensor, hidden: Tensor) -> None:
-        """Add the update of hidden states (C, D) to wide logits (C, V)."""
-        torch.addmm(logits, self.inner(hidden), self.b.t(), out=logits)
-
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_float, c_int, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +75,16 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
     ``out`` has the dtype of ``hidden``, or fp32. ``head`` is that of :meth:`Head.to`.
     """
     wide = stats_dtype(hidden.dtype)
-    if head.lora is None:
-        _matmul(hidden, head.weight, out)
-    elif out.dtype == wide:
-        _matmul(hidden, head.weight, out)
-        head.lora.add_to(out, hidden)
-    else:  # rounded once
+    if head.lora is not None and out.dtype != wide:  # rounded once
         for start in range(0, head.weight.shape[0], SLICE_COLUMNS):
             columns = slice(start, start + SLICE_COLUMNS)
-            place = out[:, columns]
-            exact = torch.empty_like(place, dtype=wide)
-            _matmul(hidden, head.weight[columns], exact)
-            head.lora.columns(columns).add_to(exact, hidden)
-            place.copy_(exact)
+            exact = torch.empty_like(out[:, columns], dtype=wide)
+            of_slice = replace(head.columns(columns), bias=None)
+            out[:, columns] = project(hidden, of_slice, exact)
+    else:
+        _matmul(hidden, head.weight, out)
+        if head.lora is not None:
+            torch.addmm(out, head.lora.inner(hidden), head.lora.b.t(), out=out)
     if head.bias is not None:
         out += head.bias
     return out

@@ -60,7 +60,7 @@ class Plan(LogprobsPlan):
         """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
         if self.schedule != "one_pass" or self.options.bounded or self.route.shard is not None:
             return False
-        given = self.route.backend.gives_logp_gradient(self.route.dtype)
+        given = self.route.dtype in self.route.backend.logp_gradients
         return given and _why_exact(self.batch, self.config) is None
 
     @property

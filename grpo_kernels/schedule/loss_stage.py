@@ -164,7 +164,7 @@ def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
         output = run_stage(x, _NO_SEGMENTS, config)
         return tuple(vector for vector in output if vector is not None)
 
-    return PointwiseKernel.trace(stage, len(names), names)
+    return PointwiseKernel.trace(stage, names)
 
 
 class _TritonSegments(Segments):

@@ -59,7 +59,7 @@ def versions() -> dict[str, str | None]:
 
 def native_isas() -> list[str]:
     """Return the instruction sets that the native kernels can use here, the one in use first."""
-    return cpu.isas() if cpu.unavailable() is None else []
+    return cpu.isas() if BACKENDS["cpu"].unavailable() is None else []
 
 
 def unavailable_backends() -> dict[str, str | None]:

@@ -14,7 +14,7 @@ from grpo_kernels.backends.cpu import Native
 from grpo_kernels.backends.gpu_tiles import LinearConfig
 from tests.conftest import HAS_GPU
 
-ISAS = [] if cpu.unavailable() else cpu.isas()
+ISAS = [] if BACKENDS["cpu"].unavailable() else cpu.isas()
 TRITON = [pytest.param("triton", marks=[pytest.mark.gpu] if HAS_GPU else [])]
 KERNELS = [*ISAS, *(TRITON if "triton" in available_backends() else [])]
 

@@ -53,13 +53,13 @@ class Case:
 Types = dict[str, str]
 _SOFTCAP, _TEMPERATURE = {"inner": "fp32"}, {"temperature_ptr": "*fp32"}
 _ENTROPY = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"}
-_SUMS = {f"{name}_ptr": "*fp32" for name in ("y_target", "peak", "total", "moment")}
-_EXTRA_SUMS = {"squares_ptr": "*fp32", "least_ptr": "*fp32", "best_ptr": "*i32"}
+_SUMS = {"y_target_ptr": "*fp32", "sums_ptr": "*fp32"}
+_EXTRA_SUMS = {"best_ptr": "*i32"}
 _COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
 _BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
 _EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
 _EXTRAS |= {"is_top1_ptr": "*i1"}
-_OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_ptr", "squares_ptr")
+_OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_ptr", "best_ptr")
 
 
 def cases(target: str) -> list[Case]:
@@ -223,6 +223,6 @@ def _pointwise_case() -> Case:
         gate = torch.where((x > y) & (y != 0), torch.sigmoid(ratio), torch.tanh(y))
         return torch.minimum(ratio, y.log1p()) / gate.sqrt(), x > 0
 
-    kernel = PointwiseKernel.trace(fn, 2, names=("x", "y"))
+    kernel = PointwiseKernel.trace(fn, ("x", "y"))
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out0_ptr": "*fp32", "out1_ptr": "*i1"}
     return Case(kernel.kernel, {**types, "length": "i32"}, {"BLOCK": 1024}, OPTIONS)

@@ -81,7 +81,7 @@ def _powers(lp: Tensor, lo: Tensor, advantage: Tensor, lr: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_of", (_smooth, _powers))
 def test_loss_and_derivative(loss_of: Callable[..., Tensor], device: torch.device) -> None:
     fn = with_gradient(loss_of)
-    kernel = PointwiseKernel.trace(fn, 4, names=NAMES)
+    kernel = PointwiseKernel.trace(fn, NAMES)
     assert "lp_ptr" in kernel.source
     assert_as_torch(fn, vectors(4, device, scale=0.5), kernel)
 
@@ -116,7 +116,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 def test_operation_at_extremes(name: str, device: torch.device) -> None:
     special = torch.tensor([*EXTREMES, math.inf, -math.inf, math.nan], device=device)
     x = torch.cat([special, *vectors(1, device), *vectors(1, device, scale=1e-4)])
-    kernel = PointwiseKernel.trace(lambda x: (UNARY[name](x),), 1)
+    kernel = PointwiseKernel.trace(lambda x: (UNARY[name](x),), ("x",))
     assert_as_torch(lambda x: (UNARY[name](x),), [x], kernel, relative=True)
 
 
@@ -152,4 +152,4 @@ UNTRACEABLE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], str]] = {
 def test_what_cannot_be_traced_is_named(name: str) -> None:
     fn, message = UNTRACEABLE[name]
     with pytest.raises(UntraceableError, match=message):
-        PointwiseKernel.trace(fn, 1)
+        PointwiseKernel.trace(fn, ("x",))

@@ -46,7 +46,7 @@ def gradient(tile: Tile) -> Tensor:
 
 def dense(found: Entries, columns: int) -> Tensor:
     """Return entries as a matrix."""
-    meant = torch.arange(found.columns, device=found.ids.device) < found.used[:, None]
+    meant = torch.arange(found.ids.shape[1], device=found.ids.device) < found.used[:, None]
     rows = meant.nonzero()[:, 0]
     out = found.values.new_zeros(len(found.used), columns, dtype=torch.float64)
     index = (rows, found.ids[meant].long())
@@ -58,7 +58,7 @@ def check(kernels: Kernels, tile: Tile, allowed: float = 3e-3, slots: int = 512)
     before = tile.logits.clone()
     found = extract(kernels, tile, allowed, slots)
     assert torch.equal(tile.logits.nan_to_num(), before.nan_to_num())
-    assert found.columns == slots and (found.used <= slots).all()
+    assert found.ids.shape[1] == slots and (found.used <= slots).all()
     fits = found.used >= 0
     assert (found.error[~fits] == 0).all() and (found.error_l1[~fits] == 0).all()
     exact, got = gradient(tile)[fits], dense(found, tile.logits.shape[1])[fits]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, Tile
+from grpo_kernels.backends import RowStats, StatsGrad, Tile, output_view
 from grpo_kernels.backends.base import EXTRAS
 from grpo_kernels.head import Transform
 from tests.backends.conftest import Kernels
@@ -81,7 +81,7 @@ def check(
     vectors = torch.randn(2, len(target), generator=generator).to(logits.device)
     outer = StatsGrad(vectors[0], vectors[1] if with_entropy else None)
     behind = _behind(tile, out_dtype).clone()
-    got = kernels.backend.dlogits_(tile, stats, outer, out_dtype)
+    got = kernels.backend.dlogits_(tile, stats, outer, output_view(tile.logits, out_dtype))
     assert got.dtype == out_dtype and got.shape == logits.shape
     assert got.untyped_storage().data_ptr() == tile.logits.untyped_storage().data_ptr()
     assert torch.equal(_behind(tile, out_dtype), behind)
@@ -130,7 +130,8 @@ def test_target_of_probability_zero(kernels):
     tile = tile_of(kernels, logits, target)
     stats = kernels.backend.stats(tile, extras=False)
     want = torch.nn.functional.one_hot(target, 7) - logits.softmax(-1)
-    got = kernels.backend.dlogits_(tile, stats, StatsGrad(torch.ones_like(stats.logp)), FP32)
+    outer = StatsGrad(torch.ones_like(stats.logp))
+    got = kernels.backend.dlogits_(tile, stats, outer, tile.logits)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -140,10 +141,12 @@ def test_narrowing_in_place_is_the_rounded_fp32_gradient(kernels):
     tile = tile_of(kernels, *random_rows(count, columns))
     stats = kernels.backend.stats(tile, extras=False)
     outer = StatsGrad(*torch.randn(2, count, device=kernels.device))
-    wide, narrow = (
-        kernels.backend.dlogits_(tile._replace(logits=tile.logits.clone()), stats, outer, dtype)
-        for dtype in (FP32, FP16)
-    )
+
+    def in_place(dtype: torch.dtype) -> Tensor:
+        own = tile._replace(logits=tile.logits.clone())
+        return kernels.backend.dlogits_(own, stats, outer, output_view(own.logits, dtype))
+
+    wide, narrow = map(in_place, (FP32, FP16))
     assert torch.equal(wide.to(FP16), narrow)
 
 
@@ -159,6 +162,6 @@ def test_offsets_beyond_32_bits(kernels):
         logits = storage.as_strided((2, columns), (stride, 1)).copy_(rows[0])
         tile = Tile(logits, rows[1].to(kernels.device), PLAIN)
         stats = kernels.backend.stats(tile, extras=False)
-        got = kernels.backend.dlogits_(tile, stats, outer, BF16)
+        got = kernels.backend.dlogits_(tile, stats, outer, logits)
         results.append((stats.logp, stats.entropy, got))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

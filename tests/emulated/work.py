@@ -44,7 +44,7 @@ def _logits(columns: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor,
 
 def _ours(entropy: bool = False, extras: bool = False) -> Run:
     def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        from grpo_kernels.backends import StatsGrad, Tile
+        from grpo_kernels.backends import StatsGrad, Tile, output_view
         from grpo_kernels.backends.triton import dlogits_, row_stats
         from grpo_kernels.head import Transform
 
@@ -52,7 +52,7 @@ def _ours(entropy: bool = False, extras: bool = False) -> Run:
         tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
         stats = row_stats(tile, extras)
         outer = StatsGrad(one, one if entropy else None)
-        gradient = dlogits_(tile, stats, outer, torch.bfloat16)
+        gradient = dlogits_(tile, stats, outer, output_view(logits, torch.bfloat16))
         return {"logp": stats.logp, "entropy": stats.entropy, "gradient": gradient}
 
     return run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.head import mkl_available, mkl_matmul
+from grpo_kernels.head.matmul import mkl_available, mkl_matmul
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
 DTYPES = [

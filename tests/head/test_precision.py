@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
-from grpo_kernels.head import matmul_precision, tf32_unavailable
+from grpo_kernels.head import matmul_precision
+from grpo_kernels.head.matmul import tf32_unavailable
 from grpo_kernels.testing import Problem, make_problem, relative_error
 
 BACKENDS = list(available_backends())

@@ -173,11 +173,7 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return {"temperature_ptr": None, "inner": inner, "outer": outer / temperature}
-    if temperature.shape != like.shape[:1] or temperature.device != like.device:
-        raise ValueError(
-            f"temperature: expected a float or a ({like.shape[0]},) tensor on {like.device}, "
-            f"got {tuple(temperature.shape)} on {temperature.device}"
-        )
+    assert temperature.shape == like.shape[:1] and temperature.device == like.device, temperature
     return {"temperature_ptr": temperature.contiguous(), "inner": inner, "outer": outer}
 
 
@@ -197,19 +193,9 @@ def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None
 def launch_rows(kernel: Any, tile: Tile, config: RowConfig, **arguments: object) -> None:
     """Launch a program for each row of a tile; ``arguments`` replace those of its transform."""
     logits, target, transform = tile
-    if logits.dim() != 2 or (logits.stride(-1) != 1 and logits.shape[1] > 1):
-        raise ValueError(
-            "logits: expected (C, V) with contiguous columns, got shape "
-            f"{tuple(logits.shape)}, strides {logits.stride()}"
-        )
-    known = (torch.float32, torch.bfloat16, torch.float16)
-    if logits.dtype not in known:
-        names = ", ".join(map(str, known))
-        raise ValueError(f"logits: expected one of {names}; got {logits.dtype}")
-    if target.shape != logits.shape[:1] or target.dtype != torch.int64:
-        raise ValueError(
-            f"target: expected ({logits.shape[0]},) int64, got {tuple(target.shape)} {target.dtype}"
-        )
+    assert logits.stride(1) == 1 or logits.shape[1] <= 1, logits.stride()
+    assert logits.dtype != torch.float64, "unsuited"
+    assert target.shape == logits.shape[:1] and target.dtype == torch.int64, target
     if not len(logits):
         return
     with launching(config, logits):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import RowStats, StatsGrad, Tile, output_view
+from grpo_kernels.backends.base import RowStats, StatsGrad, Tile
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config
 from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LN2, expm1
@@ -29,12 +29,8 @@ def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
     """Write :func:`_weighted`, times the softcap's slope; ``end``: the row's, if within."""
     logits_ptr, out_ptr, unit, constant = row
     columns = start + tl.arange(0, BLOCK_V)
-    if end is None:
-        mask = None
-        x = tl.load(logits_ptr + columns)
-    else:
-        mask = columns < end
-        x = tl.load(logits_ptr + columns, mask=mask, other=0.0)
+    mask = None if end is None else columns < end
+    x = tl.load(logits_ptr + columns, mask, None if end is None else 0.0)
     # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
     # none stores before all have loaded. Later loads lie behind: an output is never wider.
     tl.debug_barrier()
@@ -112,17 +108,15 @@ def _dlogits_kernel(
 
 
 def dlogits_(
-    tile: Tile,  # fp32, bf16 or fp16; overwritten
+    tile: Tile,  # fp32, bf16 or fp16
     stats: RowStats,
     outer: StatsGrad,  # fp32
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
+    out: Tensor,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Write the gradient by the raw logits; see :class:`Backend`."""
     logits, dentropy = tile.logits, outer.dentropy
     dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
-    out = output_view(logits, out_dtype) if out is None else out
     capped = tile.transform.softcap is not None
     config = config or row_config(logits.device)
     common.launch_rows(

@@ -11,7 +11,7 @@ With extras a tile is a single subtile: the same subtiles in the same order, so 
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from dataclasses import asdict
 
 import torch
 import triton
@@ -33,9 +33,7 @@ _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PARTIAL_BYTES = 32 << 20
 _CHUNK_ROWS = 2048  # or a multiple
 _COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
-# of each row and split; slices of one allocation, aligned as the number of rows has it
-_SUMS = ("peak", "total", "moment", "squares", "least")
-_PER_SPLIT = [*common.PER_ROW, *(f"{name}_ptr" for name in (*_SUMS, "best"))]
+_PER_SPLIT = [*common.PER_ROW, "sums_ptr", "best_ptr"]
 
 
 @triton.jit
@@ -72,11 +70,7 @@ def linear_stats_kernel(
     target_ptr,  # (T,) int64
     temperature_ptr,  # (T,) or None
     y_target_ptr,  # (T,) fp32, the target's bounded logit
-    peak_ptr,  # (splits, T) fp32, as the next two
-    total_ptr,
-    moment_ptr,
-    squares_ptr,  # (splits, T) fp32 or None, as the next
-    least_ptr,
+    sums_ptr,  # (3 or, with ``best_ptr``, 5, splits, T) fp32, those of :func:`_fold` in order
     best_ptr,  # (splits, T) int32 or None
     num_rows,
     num_columns,
@@ -96,7 +90,7 @@ def linear_stats_kernel(
     TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
 ):
-    EXTRAS: tl.constexpr = squares_ptr is not None
+    EXTRAS: tl.constexpr = best_ptr is not None
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
     # which rows and split are this program's
     program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
@@ -159,15 +153,12 @@ def linear_stats_kernel(
             # masked after the transform: a softcap would turn -inf into a finite value
             y = tl.where(mask_v[None, :], y, float("-inf"))
             sums = _fold(y, offs_v, mask_v, f2, sums, EXTRAS)
-    peak, total, moment, squares, least, best = sums
     at = split.to(tl.int64) * num_rows + rows
-    tl.store(peak_ptr + at, peak, mask=mask_t)
-    tl.store(total_ptr + at, total, mask=mask_t)
-    tl.store(moment_ptr + at, moment, mask=mask_t)
     if EXTRAS:
-        tl.store(squares_ptr + at, squares, mask=mask_t)
-        tl.store(least_ptr + at, least, mask=mask_t)
-        tl.store(best_ptr + at, best, mask=mask_t)
+        tl.store(best_ptr + at, sums[5], mask=mask_t)
+    for index in tl.static_range(5 if EXTRAS else 3):
+        tl.store(sums_ptr + at, sums[index], mask=mask_t)
+        at += tl.cast(num_splits, tl.int64) * num_rows
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_PER_SPLIT)
@@ -175,11 +166,7 @@ def _merge_splits_kernel(
     target_ptr,  # (T,) int64
     temperature_ptr,  # (T,) or None
     y_target_ptr,  # (T,) fp32
-    peak_ptr,  # (splits, T) fp32, as the next two
-    total_ptr,
-    moment_ptr,
-    squares_ptr,  # (splits, T) fp32 or None, as the next
-    least_ptr,
+    sums_ptr,  # (3 or, with ``best_ptr``, 5, splits, T) fp32
     best_ptr,  # (splits, T) int32 or None
     logp_ptr,  # (T,) fp32, as the other results
     entropy_ptr,
@@ -193,7 +180,7 @@ def _merge_splits_kernel(
     outer,
     BLOCK: tl.constexpr,
 ):
-    EXTRAS: tl.constexpr = squares_ptr is not None
+    EXTRAS: tl.constexpr = best_ptr is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
     factor = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
@@ -203,14 +190,14 @@ def _merge_splits_kernel(
     squares = tl.zeros((BLOCK,), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
-    at = rows
+    at, size = rows, tl.cast(num_splits, tl.int64) * num_rows
     for _ in range(0, num_splits):
-        its_peak = tl.load(peak_ptr + at, mask=mask, other=0.0)
-        its_total = tl.load(total_ptr + at, mask=mask, other=1.0)
-        its_moment = tl.load(moment_ptr + at, mask=mask, other=0.0)
+        its_peak = tl.load(sums_ptr + at, mask=mask, other=0.0)
+        its_total = tl.load(sums_ptr + size + at, mask=mask, other=1.0)
+        its_moment = tl.load(sums_ptr + 2 * size + at, mask=mask, other=0.0)
         its_squares = its_total
         if EXTRAS:
-            its_squares = tl.load(squares_ptr + at, mask=mask, other=0.0)
+            its_squares = tl.load(sums_ptr + 3 * size + at, mask=mask, other=0.0)
         f2 = factor * LOG2_E
         new_peak, base, total, moment, squares = common.raised(
             peak, total, moment, squares, its_peak, f2
@@ -218,7 +205,8 @@ def _merge_splits_kernel(
         more = common.rebased(its_peak, its_total, its_moment, its_squares, base, f2)
         total, moment, squares = total + more[0], moment + more[1], squares + more[2]
         if EXTRAS:
-            least = tl.minimum(least, tl.load(least_ptr + at, mask=mask, other=0.0))
+            its_least = tl.load(sums_ptr + 4 * size + at, mask=mask, other=0.0)
+            least = tl.minimum(least, its_least)
             best = tl.where(its_peak > peak, tl.load(best_ptr + at, mask=mask, other=0), best)
         peak = new_peak
         at += num_rows
@@ -267,8 +255,8 @@ def linear_stats(
             both = {
                 "target_ptr": target[chunk],
                 "y_target_ptr": sums.new_empty(count),
+                "sums_ptr": sums,
                 "best_ptr": best,
-                **{f"{name}_ptr": each for name, each in zip_longest(_SUMS, sums)},
                 "num_rows": count,
                 "num_splits": splits,
             }
@@ -307,6 +295,6 @@ def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str
         "ROUND_TO": _ROUNDED.get(logits),
         "EVEN_D": depth % config.block_d == 0,
         "UPCAST": knobs.runtime.interpret,
-        **config.constants,
+        **{name.upper(): x for name, x in asdict(config).items() if name not in config.options},
         **config.options,
     }

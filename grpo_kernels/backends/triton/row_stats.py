@@ -39,12 +39,8 @@ def _with_tile(
     peak, total, moment, squares, least, rivals, anchor = sums
     logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2 = row
     columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-    if end is None:
-        mask_v = None
-        x = tl.load(logits_ptr + columns)
-    else:
-        mask_v = columns < end
-        x = tl.load(logits_ptr + columns, mask=mask_v, other=float("-inf"))
+    mask_v = None if end is None else columns < end
+    x = tl.load(logits_ptr + columns, mask_v, None if end is None else float("-inf"))
     y = common.bounded(x, inner)
     above = y
     if end is not None:
@@ -215,4 +211,4 @@ def _weighing() -> PointwiseKernel:
     def factor(dlogp: Tensor, unit: Tensor) -> tuple[Tensor, ...]:
         return (torch.where(dlogp == 0, 0.0, dlogp * unit),)
 
-    return PointwiseKernel.trace(factor, 2, ("dlogp", "unit"))
+    return PointwiseKernel.trace(factor, ("dlogp", "unit"))

@@ -84,7 +84,7 @@ def entries_transposed_matmul(
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
     # by column and then by row, those that are none last: the host does not wait for their number
-    slot, columns = torch.arange(entries.columns, device=factor.device), len(out)
+    slot, columns = torch.arange(entries.ids.shape[1], device=factor.device), len(out)
     meant = (slot < entries.used[:, None]) & (factor != 0)[:, None]
     ids, order = torch.where(meant, entries.ids, columns).flatten().sort(stable=True)
     each = torch.arange(columns + 1, device=factor.device, dtype=ids.dtype)
@@ -105,7 +105,7 @@ def _launch(
             factor_ptr=factor.contiguous(),
             matrix_ptr=matrix,
             out_ptr=out,
-            slots=entries.columns,
+            slots=entries.ids.shape[1],
             stride_matrix_row=matrix.stride(0),
             stride_matrix_column=matrix.stride(1),
             stride_out_row=out.stride(0),
@@ -139,16 +139,8 @@ def _segment_sum_kernel(
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum fp32 (T,) over each sequence of a packed batch, (B,); (B + 1,) int64 bounds ascend."""
-    if values.dim() != 1 or values.dtype != torch.float32:
-        raise ValueError(
-            f"values: expected (T,) torch.float32, got {tuple(values.shape)} {values.dtype}"
-        )
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int64 or not cu_seqlens.numel():
-        raise ValueError(
-            "cu_seqlens: expected (B + 1,) torch.int64, got "
-            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    sums = values.new_empty(cu_seqlens.numel() - 1)
+    assert values.dtype == torch.float32 and cu_seqlens.dtype == torch.int64
+    sums = values.new_empty(len(cu_seqlens) - 1)
     if sums.numel():
         with torch.cuda.device_of(values):
             _segment_sum_kernel[(sums.numel(),)](

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,26 +68,17 @@ class PointwiseKernel:
     output_dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def trace(
-        cls, fn: PointwiseFunction, num_inputs: int, names: Sequence[str] | None = None
-    ) -> PointwiseKernel:
+    def trace(cls, fn: PointwiseFunction, names: tuple[str, ...]) -> PointwiseKernel:
         """Trace ``fn(*inputs)``, a tuple of (T,) vectors, each elementwise in (T,) fp32 ones.
 
-        Python numbers that ``fn`` closes over are constants; ``names`` are those of the inputs in
-        the generated source.
+        Python numbers that ``fn`` closes over are constants; the ``names`` of the inputs are those
+        in the generated source.
 
         Raises:
             UntraceableError: ``fn`` reduces, changes shapes, reads values in Python, closes over
                 tensors, or uses an operation without a rendering; the message names it.
         """
-        names = tuple(names or (f"in{index}" for index in range(num_inputs)))
-        usable = {n for n in names if n.isidentifier() and not re.fullmatch(r"out\d+", n)}
-        if not len(usable) == len(names) == num_inputs:
-            raise ValueError(
-                f"names: expected {num_inputs} distinct identifiers other than out0, out1, ...; "
-                f"got {names}"
-            )
-        graphs = [_trace(fn, num_inputs, length) for length in _TRACE_LENGTHS]
+        graphs = [_trace(fn, len(names), length) for length in _TRACE_LENGTHS]
         kernel, other = map(_source, graphs, [names] * 2, _TRACE_LENGTHS)
         if kernel != other:
             raise UntraceableError("the function depends on the length of its inputs")
@@ -101,7 +91,9 @@ class PointwiseKernel:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
-        inputs = self._checked(inputs)
+        like = inputs[0].shape, torch.float32, inputs[0].device
+        assert all((x.shape, x.dtype, x.device) == like for x in inputs), inputs
+        inputs = tuple(x.detach().contiguous() for x in inputs)
         outputs = tuple(torch.empty_like(inputs[0], dtype=dtype) for dtype in self.output_dtypes)
         arguments = {f"{k}_ptr": v for k, v in zip(self.input_names, inputs, strict=True)}
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
@@ -111,32 +103,15 @@ class PointwiseKernel:
                 self.kernel[grid](**arguments, length=length, BLOCK=_BLOCK, **OPTIONS)
         return outputs
 
-    def _checked(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if len(inputs) != len(self.input_names):
-            raise ValueError(f"inputs: expected {len(self.input_names)}, got {len(inputs)}")
-        shape, device = inputs[0].shape, inputs[0].device
-        for name, value in zip(self.input_names, inputs, strict=True):
-            ok = value.dim() == 1 and value.shape == shape and value.device == device
-            if not ok or value.dtype != torch.float32:
-                raise ValueError(
-                    f"{name}: expected ({', '.join(map(str, shape))},) torch.float32 on {device}, "
-                    f"got {tuple(value.shape)} {value.dtype} on {value.device}"
-                )
-        return tuple(value.detach().contiguous() for value in inputs)
-
 
 def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
     """Return the graph of core aten operations, with fake results in ``node.meta["val"]``."""
-
-    def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
-        results = fn(*inputs)
-        return tuple(results) if isinstance(results, tuple | list) else (results,)
 
     def same(x: Tensor) -> Tensor:
         return x
 
     trace = make_fx(
-        outputs,
+        fn,
         decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
         # a tensor that fn closes over becomes a node, which is refused by name
@@ -165,7 +140,7 @@ def _source(
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
             raise UntraceableError(f"output {index}: expected a (T,) vector, got {shape}")
     _refuse_shared_mutation(graph)
-    needed = _needed(results)
+    needed = _needed(graph, results)
     inputs = (node for node in graph.nodes if node.op == "placeholder")
     names: dict[Node, str] = dict(zip(inputs, input_names, strict=True))
     lines = [f"{x} = tl.load({x}_ptr + offs_t, mask=mask_t)" for x in input_names]
@@ -221,19 +196,15 @@ def _refuse_shared_mutation(graph: Graph) -> None:
                 raise UntraceableError(f"{node.target}: in place on an input or a shared value")
 
 
-def _needed(outputs: Sequence[Node]) -> set[Node]:
+def _needed(graph: Graph, outputs: Sequence[Node]) -> set[Node]:
     """Return the nodes whose values reach an output."""
-    needed: set[Node] = set()
-    pending = list(outputs)
-    while pending:
-        node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        name = operation_name(node) if node.op != "placeholder" else ""
-        # what only lends its shape has no part: the sum before a backward pass is never generated
-        if not name.startswith("new_") and not name.endswith("_like"):
-            pending += node.all_input_nodes[name == "copy" :]
+    needed = set(outputs)
+    for node in reversed(graph.nodes):  # readers come first
+        if node in needed and node.op != "placeholder":
+            name = operation_name(node)
+            # what only lends its shape has no part: the sum before a backward is never generated
+            if not name.startswith("new_") and not name.endswith("_like"):
+                needed.update(node.all_input_nodes[name == "copy" :])
     return needed
 
 
