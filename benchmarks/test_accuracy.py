@@ -22,7 +22,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import DECIDED, DTYPES, WORKS, Case, make_case
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
-# a part of a tensor's norm: rounding logits to 16 bits changes it by less
+# Nats of a token, and a part of a tensor's norm: rounding logits to 16 bits changes either by less.
 _WRONG = 0.5
 # tokens by their probability p: above the first, and at most the second
 BANDS = {
@@ -118,6 +118,10 @@ def _check(
         norms = exact.dhidden.norm(dim=-1)
         relative = off["dhidden"].norm(dim=-1) / norms
         row.info |= _by_band("rows of dhidden", relative, exact.logprobs, norms > 0)
+        return
+    worst = torch.stack([*off.values()]).abs().max().item()
+    if not worst <= _WRONG:
+        row.leave_out("wrong", f"a value is off by {worst:.1e}; allowed {_WRONG:g}")
         return
     row.info |= _by_band("logp", off["logprobs"], exact.logprobs, problem.mask)
     noise = off["logprobs"].expm1().abs()  # of an importance ratio whose other side is exact

@@ -80,7 +80,7 @@ def _merged(scores: Tensor, ids: Tensor, k: int, shard: VocabShard) -> tuple[Ten
 def _top(scores: Tensor, k: int) -> Tensor:
     """Return the first ``k`` columns of each row in order, (C, k) int64."""
     # They lie in the first k groups of columns by their maxima: one cheap pass leaves few of them.
-    rows, columns = scores.shape
+    columns = scores.shape[1]
     if columns <= 2 * k * _GROUP:
         return _first(scores, k)
     scores = torch.nn.functional.pad(scores, (0, -columns % _GROUP), value=float("-inf"))
