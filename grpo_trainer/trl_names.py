@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_kernels import LossConfig
+from grpo_trainer.agents import Environments, Toolbox
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.engines import Rollouts
 from grpo_trainer.experience import AdaptiveEntropy, Collector
 from grpo_trainer.policy import Reference
-from grpo_trainer.rewards import RewardModel
+from grpo_trainer.rewards import RewardFunction, RewardModel
 from grpo_trainer.vllm import VLLMClient
 
 _SETTINGS = (
@@ -35,9 +36,7 @@ _PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
     "epsilon_low": "args.epsilon",
     "num_generations_eval": "args.eval_group_size",
     "router_aux_loss_coef": "_router_coef",
-    "environments": "_interaction.environments",
-    "rollout_func": "_interaction.rollout_func",
-    "tools": "_interaction.tools",
+    "rollout_func": "_rollout_func",
 }
 
 
@@ -48,6 +47,9 @@ class TrainerAttributes:
     loss_config: LossConfig
     rollouts: Rollouts
     _collector: Collector
+    _environments: Environments | None
+    _rewards: list[RewardFunction]
+    _tools: Toolbox
     _entropy: AdaptiveEntropy | None
     _reference: Reference | None
     _router_coef: float
@@ -60,24 +62,38 @@ class TrainerAttributes:
     @property
     def reward_funcs(self) -> list[Callable[..., Any] | nn.Module]:
         """Reward functions and models; those of environments come last."""
-        functions = [reward.function for reward in self._collector.scorer.rewards]
+        functions = [reward.function for reward in self._rewards]
         return [one.model if isinstance(one, RewardModel) else one for one in functions]
 
     @property
     def reward_func_names(self) -> list[str]:
         """The names that they are logged with."""
-        return [reward.name for reward in self._collector.scorer.rewards]
+        return [reward.name for reward in self._rewards]
 
     @property
     def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
         """The tokenizers of reward models; None for functions."""
-        functions = [reward.function for reward in self._collector.scorer.rewards]
+        functions = [reward.function for reward in self._rewards]
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in functions]
 
     @property
     def reward_weights(self) -> Tensor:
         """One per reward function, (F,)."""
         return self._collector.weights
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What completions can call: functions, then methods of environments."""
+        boxes = [self._tools]
+        if self._environments is not None:
+            boxes += self._environments.toolboxes
+        functions = [tool.function for box in boxes for tool in box.values()]
+        return [one for index, one in enumerate(functions) if one not in functions[:index]]
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the last batch, one per completion of this process; None without any."""
+        return None if self._environments is None else self._environments.taken
 
     @property
     def importance_sampling_level(self) -> str:
