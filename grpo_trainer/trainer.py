@@ -12,7 +12,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from grpo_kernels import linear_policy_loss
+from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.agents import (
     Agents,
@@ -37,7 +37,7 @@ from grpo_trainer.data import (
     tokenizer_of,
     unopened,
 )
-from grpo_trainer.engines import EngineContext, RolloutEngine, Source, make_rollouts
+from grpo_trainer.engines import EngineContext, RolloutEngine, Sampling, Source, make_rollouts
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     AdvantageFunction,
@@ -82,7 +82,7 @@ from grpo_trainer.policy import (
 )
 from grpo_trainer.report import ReportWriter
 from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, resolve_rewards, score
-from grpo_trainer.trl_names import TrainerAttributes, check_overrides
+from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -172,9 +172,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         if reward_funcs or not own:
             given = resolve_rewards(reward_funcs or [], reward_processing_classes, args)
             self._rewards = given + own
-        self.loss_config = loss_config(args)
-        if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
-            self.loss_config = replace(self.loss_config, entropy_coef=1.0)
+        self._settings = Settings(args, self._go_by)
+        self.loss_config = self._loss(args)
         set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
         super().__init__(
@@ -236,6 +235,17 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             self.add_callback(ReportWriter(self))
         self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
+
+    def _loss(self, args: GRPOConfig) -> LossConfig:
+        loss = loss_config(args)
+        # with adaptive entropy the coefficient comes with each batch: no config changes
+        return replace(loss, entropy_coef=1.0) if args.use_adaptive_entropy else loss
+
+    def _go_by(self, args: GRPOConfig) -> None:
+        """Train and sample by other arguments than the run began with."""
+        self.loss_config = self._loss(args)
+        tokenizer = tokenizer_of(self.processing_class)
+        self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
 
     def _source(self, context: int | None) -> Source | None:
         """Return what makes the completions; None: one call of the engine."""
@@ -331,6 +341,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
         args, metrics = self.args, self._metrics[True]
+        self._settings.take_effect()
         with phase("score"):
             if self._next_batch is None:
                 scored = self._draw_and_score(args.prompts_per_generation)
@@ -355,6 +366,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
         """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
+        if not self.is_in_train:
+            self._settings.take_effect()
         check_prompts(rows)
         scored = self._experience(rows, self.args.eval_group_size)
         self._keep_completions(scored)
@@ -442,7 +455,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         assert args.steps_per_generation is not None  # set on construction
         self.start_logs()
         self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
+        self._parts = {
+            "slices": self._slices,
+            "metrics": self._metrics[True],
+            "settings": self._settings,
+        }
         if self._completions:
             self._parts["completions"] = self._completions[True]
         if self._reference is not None and self._placement.sharded:
