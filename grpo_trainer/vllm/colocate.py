@@ -23,15 +23,13 @@ from grpo_trainer.engines import (
     Completions,
     EngineContext,
     Images,
-    Request,
     Sampling,
     TokenIds,
     WeightSource,
-    requests_of,
-    runs,
     vllm_params,
 )
 from grpo_trainer.policy import base_policy, loading_whole
+from grpo_trainer.vllm.requests import Request, requests_of, runs
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"

@@ -17,19 +17,17 @@ from vllm.utils.network_utils import get_ip
 
 from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import WeightSource
-from grpo_trainer.vllm.http import JsonServer, ServerError
+from grpo_trainer.vllm.http import ONCE, JsonServer
 
 
 class NCCLTransfer:
-    """Joins the server's workers in one NCCL group, anew after each failure of theirs.
+    """Joins the server's workers in one NCCL group.
 
     Args:
         workers: processes that hold the server's model.
         port: of this machine, where they meet.
         timeout: seconds that one update may take.
     """
-
-    keeps_a_copy = False
 
     def __init__(self, workers: int, port: int, timeout: float) -> None:
         self._workers = workers
@@ -38,18 +36,15 @@ class NCCLTransfer:
         self._engine: Any = None
         self._source = _Source()
 
-    def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
+    def send(self, server: JsonServer, weights: WeightSource) -> None:
         self._source.weights = weights
-        try:
-            if self._engine is None:
-                self._engine = self._join(server)
-            self._engine.send_weights()
-        except ServerError:
-            self._engine = None  # a restarted server is in no group
-            raise
+        if self._engine is None:
+            self._engine = self._join(server)
+        self._engine.send_weights()
 
     def expect_others(self) -> None:
-        self._source.forget()
+        """Other parameters are sent than before."""
+        self._source.meta = None
 
     def _join(self, server: JsonServer) -> Any:
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
@@ -70,18 +65,15 @@ class _Source(VLLMWeightSource):
 
     def __init__(self) -> None:
         self.weights: WeightSource | None = None
-        self._meta: list[ParamMeta] | None = None
+        self.meta: list[ParamMeta] | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        if self._meta is None:
-            self._meta = [
+        if self.meta is None:
+            self.meta = [
                 ParamMeta(name=name, dtype=value.dtype, shape=tuple(value.shape))
                 for name, value in self
             ]
-        return self._meta
-
-    def forget(self) -> None:
-        self._meta = None
+        return self.meta
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         assert self.weights is not None  # set before each use
@@ -108,4 +100,4 @@ class _Calls:
         self._post("/finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        self._server.post(path, body, self._timeout)
+        self._server.post(path, body, self._timeout, ONCE)  # the broadcast beside it is made once

@@ -15,7 +15,7 @@ class _Server:
         self.asked: list[tuple[str, dict]] = []
         self.fails = False
 
-    def post(self, path, body, timeout):
+    def post(self, path, body, timeout, stop):
         self.asked.append((path, body))
         if self.fails:
             raise ServerError(path)
@@ -36,12 +36,12 @@ def sent(monkeypatch):
 
 
 def test_updates(sent):
-    """One group for all updates; a new one where others have joined, or an update has failed."""
+    """One group for all updates, also where other parameters are sent."""
     from grpo_trainer.vllm.nccl import NCCLTransfer
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    update = lambda: transfer.send(server, lambda: iter(tensors.items()), "v1")  # noqa: E731
+    update = lambda: transfer.send(server, lambda: iter(tensors.items()))  # noqa: E731
     update()
     joined, told = server.asked[0][1]["init_info"], server.asked[2][1]["update_info"]
     assert (joined["world_size"], joined["rank_offset"]) == (3, 1)
@@ -53,11 +53,10 @@ def test_updates(sent):
     update()
     assert [path for path, _ in server.asked] == [*join, *steps, *steps]
     assert sent == [["a", "b"]] * 2
+    tensors["c"] = torch.ones(1)
     transfer.expect_others()
+    update()
+    assert server.asked[-2][1]["update_info"]["names"] == sent[-1] == ["a", "b", "c"]
     server.fails = True
     with pytest.raises(ServerError):
         update()
-    server.fails = False
-    server.asked.clear()
-    update()
-    assert [path for path, _ in server.asked] == [*join, *steps]
