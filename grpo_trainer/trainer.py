@@ -50,7 +50,6 @@ from grpo_trainer.monitor import (
     watch,
 )
 from grpo_trainer.policy import (
-    SyncReference,
     base_policy,
     check_images_run,
     check_placement,
@@ -168,7 +167,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         if self._reference is not None:
             self._reference.prepare()
             if args.sync_ref_model:
-                self.add_callback(SyncReference(self._reference))
+                self.add_callback(self._reference)
         engine_context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,

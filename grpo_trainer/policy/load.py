@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import parse_flag_from_env
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -55,21 +55,14 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     Raises:
         ValueError: there is none beside it, or one without a vocabulary.
     """
-    settings = options("model_init_kwargs", args.model_init_kwargs)
+    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision", "main")
     name = model.config._name_or_path
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
-    try:
-        with hub_or_cache(name):
-            found = kind.from_pretrained(
-                name,
-                trust_remote_code=args.trust_remote_code,
-                revision=settings.get("revision", "main"),
-            )
-    except (ImportError, OSError, ValueError) as error:  # Qwen's processors import torchvision
-        raise ValueError(
-            f"processing_class: expected a tokenizer or a processor, since that of model {name!r} "
-            f"cannot be loaded: {error}"
-        ) from error
+    what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
+    with loading(name, what):
+        found = kind.from_pretrained(
+            name, trust_remote_code=args.trust_remote_code, revision=revision
+        )
     tokenizer = tokenizer_of(found)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(
@@ -127,8 +120,34 @@ def takes_images(model: PreTrainedModel) -> bool:
 # arguments of from_pretrained that say where a model is, and those that are an adapter's own
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _OF_ADAPTER = ("revision", "subfolder")
-# not there, no connection, broken, more than weights
-_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError)
+# not there, no connection, broken, more than weights, a package that it takes is missing
+_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportError)
+
+
+@contextmanager
+def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Load something pretrained inside, from the hub or else its cache.
+
+    Args:
+        name: its folder or hub id.
+        what: it, in an error.
+        settings: arguments of ``from_pretrained``, some of them the user's.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    settings = settings or {}
+    try:
+        with hub_or_cache(name):
+            yield
+    except _UNREADABLE as error:
+        quantised = isinstance(error, ImportError) and "quantization_config" in settings
+        what = f"quantization_config: {what}" if quantised else what
+        raise ValueError(f"{what} cannot be loaded: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in settings):
+            raise
+        raise ValueError(f"model_init_kwargs: expected names that {what} knows: {error}") from error
 
 
 def load_policy(
@@ -180,8 +199,7 @@ def _forget_trainer(model: PreTrainedModel) -> None:
 
 def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-    own = options("model_init_kwargs", args.model_init_kwargs)
-    settings |= own
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
         if "quantization_config" in settings:
             raise ValueError(
@@ -191,28 +209,17 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
-    try:
-        with hub_or_cache(name):
-            adapter = find_adapter_config_file(name, **where)
-            if adapter is None:
-                return _auto_class(name, settings).from_pretrained(name, **settings)
-            config = json.loads(Path(adapter).read_text())
-            base, revision = config["base_model_name_or_path"], config.get("revision")
-            settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
-            settings |= {} if revision is None else {"revision": revision}
-            with hub_or_cache(base):
-                model = _auto_class(base, settings).from_pretrained(base, **settings)
-            return with_saved_adapter(model, name, where)
-    except _UNREADABLE as error:
-        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
-    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
-        if not any(repr(key) in str(error) for key in own):
-            raise
-        raise ValueError(f"model_init_kwargs: expected known names: {error}") from error
-    except ImportError as error:  # bitsandbytes, or what else a quantisation needs
-        if "quantization_config" not in settings:
-            raise
-        raise ValueError(f"quantization_config: {error}") from error
+    with loading(name, f"model {name!r}", settings):
+        adapter = find_adapter_config_file(name, **where)
+        if adapter is None:
+            return _auto_class(name, settings).from_pretrained(name, **settings)
+        config = json.loads(Path(adapter).read_text())
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+        settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
+        settings |= {} if revision is None else {"revision": revision}
+        with hub_or_cache(base):
+            model = _auto_class(base, settings).from_pretrained(base, **settings)
+        return with_saved_adapter(model, name, where)
 
 
 def _auto_class(name: str, settings: dict[str, Any]) -> Any:
@@ -246,40 +253,6 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Load what ``save_pretrained`` left in ``folder``, under whatever names, into ``model``."""
     saved = type(model).from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(saved.state_dict())
-
-
-def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
-            "set CUDA_VISIBLE_DEVICES"
-        )
-    if accelerator.parallelism_config is not None:
-        sizes = {
-            name: getattr(accelerator.parallelism_config, f"{name}_size", 1)
-            for name in ("tp", "cp", "sp")
-        }
-        wrong = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
-        if wrong:
-            raise ValueError(
-                f"parallelism_config: expected data parallelism alone (each process has whole "
-                f"sequences and whole layers), got {wrong}"
-            )
-    for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
-        # by a field, or by the launcher's file
-        asked = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
-        if asked and getattr(accelerator.state, f"{name}_plugin", None) is None:
-            raise ValueError(
-                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
-                f"got {accelerator.distributed_type.value}, where it would have no effect"
-            )
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
-        raise ValueError(
-            "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
-            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
-        )
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:

@@ -22,7 +22,7 @@ from grpo_trainer.policy.adapters import (
 from grpo_trainer.policy.placement import WHOLE, Placement
 
 
-class Reference:
+class Reference(TrainerCallback):
     """Gives a model to run in place of the policy. ``model`` is None if that is no second model."""
 
     model: PreTrainedModel | None = None
@@ -32,10 +32,6 @@ class Reference:
 
     @contextmanager
     def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
-        raise NotImplementedError
-
-    def follow(self, policy: nn.Module, share: float) -> None:
-        """Take over so much of ``policy``."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
@@ -50,8 +46,10 @@ class Reference:
 
 
 class FrozenModel(Reference):
-    """A copy of the policy with a fused head of its own. With ``follows`` it is mixed with the
-    policy by the trainer.
+    """A copy of the policy with a fused head of its own.
+
+    With ``follows`` it is a callback as well, by which every so many optimizer steps
+    ``reference = (1 - alpha) * reference + alpha * policy``, after TR-DPO, arXiv:2404.09656.
 
     Raises:
         ValueError: the policy's forward is patched. What is attached to a forward stays bound to
@@ -80,13 +78,17 @@ class FrozenModel(Reference):
         yield self._runs
 
     @torch.no_grad()
-    def follow(self, policy: nn.Module, share: float) -> None:
-        for model in (self.model, policy):
-            self._placement.at_rest(model)
-        pairs = zip(self.model.parameters(), policy.parameters(), strict=True)
+    def on_step_end(
+        self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        if state.global_step % args.ref_model_sync_steps:
+            return
+        alpha, local = args.ref_model_mixup_alpha, self._placement.local
+        for each in (self.model, model):
+            self._placement.at_rest(each)
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for mine, policys in pairs:  # both are sharded alike
-            part = self._placement.local(mine)
-            part.mul_(1.0 - share).add_(self._placement.local(policys), alpha=share)
+            local(mine).mul_(1.0 - alpha).add_(local(policys), alpha=alpha)
 
     def state(self) -> dict[str, Tensor]:
         if not self._follows:
@@ -116,22 +118,6 @@ class Adapter(Reference):
         with running_adapter(policy, self._name):
             yield self._placement.runs(policy)
             self._placement.at_rest(policy)
-
-
-class SyncReference(TrainerCallback):
-    """Every so many optimizer steps ``reference = (1 - alpha) * reference + alpha * policy``.
-
-    After TR-DPO, arXiv:2404.09656.
-    """
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-
-    def on_step_end(
-        self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
-    ) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
-            self._reference.follow(model, args.ref_model_mixup_alpha)
 
 
 def make_reference(
