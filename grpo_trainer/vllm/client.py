@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +24,6 @@ from grpo_trainer.vllm.requests import (
     completions_of,
 )
 from grpo_trainer.vllm.transfer import TakesWeights
-
-_TEMPLATE = ("tools", "chat_template", "chat_template_kwargs")
 
 
 class VLLMClient(TakesWeights):
@@ -67,12 +64,12 @@ class VLLMClient(TakesWeights):
         super().__init__(JsonServer(url, key, advice), group_port, request_timeout)
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
-        self.server.get("/health", stop=stop_after_delay(connection_timeout))
+        self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def health(self) -> bool:
         """Return whether the server answers and its engine runs."""
         try:
-            self.server.get("/health", timeout=5.0, stop=ONCE)
+            self.server.ask("GET", "/health", timeout=5.0, stop=ONCE)
         except ServerError:
             return False
         return True
@@ -154,7 +151,10 @@ class VLLMClient(TakesWeights):
         await self._check_weights()
         questions = await self._questions(prompts, images_of, sampling, extra)
         answers = await together(
-            [self.server.ask("POST", *question[:2], self.request_timeout) for question in questions]
+            [
+                self.server.answer("POST", *question[:2], self.request_timeout)
+                for question in questions
+            ]
         )
         asked = (sampling["n"], sampling["max_tokens"], sampling["logprobs"], self._vocab_size)
         try:
@@ -181,30 +181,25 @@ class VLLMClient(TakesWeights):
         sampling: dict[str, Any],
         extra: dict[str, Any],
     ) -> list[Question]:
-        pairs = zip(prompts, images_of, strict=True)
-        if are_messages(prompts[0]):
-            template = {name: extra[name] for name in _TEMPLATE if name in extra}
-            extra = {name: value for name, value in extra.items() if name not in template}
-            await self._check_known(extra, "ChatCompletionRequest")
-            return [ask_in_chat(*pair, sampling | extra, template) for pair in pairs]
-        await self._check_known(extra, "CompletionRequest")
+        in_chat, fields = are_messages(prompts[0]), sampling | extra
+        await self._check_known(extra, "ChatCompletionRequest" if in_chat else "CompletionRequest")
+        pairs = list(zip(prompts, images_of, strict=True))
+        if in_chat:
+            return [ask_in_chat(*pair, fields) for pair in pairs]
         if not any(images_of):
-            return [ask_all(prompts, sampling | extra)]
+            return [ask_all(prompts, fields)]
         if "content_parts" not in await self._fields("GenerateRequest"):
             raise ServerError(
                 f"{self.server.url}: expected a server that takes images beside token ids: vLLM "
                 "0.32 or later, as `grpo-train serve` starts it"
             )
-        return [
-            ask_with_images(await self._encoded(prompt), images, sampling | extra)
-            for prompt, images in pairs
-        ]
+        return [ask_with_images(await self._encoded(prompt), own, fields) for prompt, own in pairs]
 
     async def _encoded(self, prompt: str | TokenIds) -> TokenIds:
         if not isinstance(prompt, str):
             return prompt
         body = {"prompt": prompt, "add_special_tokens": True}
-        return self.server.field(await self.server.ask("POST", "/tokenize", body), "tokens")
+        return self.server.field(await self.server.answer("POST", "/tokenize", body), "tokens")
 
     async def _check_known(self, extra: Mapping[str, Any], request: str) -> None:
         """Raise ValueError for what the server would ignore."""
@@ -216,17 +211,12 @@ class VLLMClient(TakesWeights):
 
     async def _fields(self, request: str) -> set[str]:
         if self._schemas is None:
-            answer = await self.server.ask("GET", "/openapi.json", None)
+            answer = await self.server.answer("GET", "/openapi.json")
             self._schemas = self.server.field(answer, "components")["schemas"]
         return set(self._schemas.get(request, {}).get("properties", ()))
 
 
 def _address(host: str) -> str:
     """Return the host of a URL; what a server binds to reach it from everywhere is no host."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return f"[{host}]" if ":" in host else host
-    if address.is_unspecified:
-        return "[::1]" if address.version == 6 else "127.0.0.1"
-    return f"[{host}]" if address.version == 6 else host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import httpx
@@ -76,30 +76,31 @@ class JsonServer:
             trust_env=False,  # neither proxies nor passwords of the user's shell
         )
 
-    def get(self, path: str, timeout: float = 60.0, stop: stop_base = A_FEW) -> Any:
-        """Return the answer; see :meth:`ask`."""
-        return self.wait(self.ask("GET", path, None, timeout, stop))
+    def ask(self, method: str, path: str, body: Any = None, **limits: Any) -> Any:
+        """Return the answer; see :meth:`answer`."""
+        return self.wait(self.answer(method, path, body, **limits))
 
-    def post(
+    async def answer(
         self,
+        method: str,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        body: Any = None,
         timeout: float = 60.0,
         stop: stop_base = A_FEW,
     ) -> Any:
-        """Return the answer. Without ``body`` an empty object is sent: the server asks for a
-        content type that no page in a browser may send elsewhere."""
-        return self.wait(self.ask("POST", path, body or {}, timeout, stop))
-
-    async def ask(
-        self, method: str, path: str, body: Any, timeout: float = 60.0, stop: stop_base = A_FEW
-    ) -> Any:
         """Return the answer of the first try that has one.
+
+        Args:
+            body: None: an empty object is posted, since the server asks for a content type that no
+                page in a browser may send elsewhere.
+            timeout: seconds that a try may take.
+            stop: when to give up what may work the next time.
 
         Raises:
             NoServerError: there is no connection.
             ServerError: the server refuses, or what is its own fault does not go away.
         """
+        body = {} if body is None and method == "POST" else body
         return await self.retrying(stop)(self._once, method, path, body, timeout)
 
     def retrying(self, stop: stop_base = A_FEW) -> AsyncRetrying:
@@ -164,22 +165,17 @@ class JsonServer:
             ) from error
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
-        error = _error(state)
+        error: Any = state.outcome and state.outcome.exception()
         advice = self._advice if isinstance(error, NoServerError) else ""
         count, seconds = state.attempt_number, state.seconds_since_start
         tries = f", {count} times in {seconds:.1f} seconds" if count > 1 else ""
         raise type(error)(f"{error}{tries}. {advice}".rstrip(". ")) from error
 
 
-def _error(state: RetryCallState) -> BaseException:
-    assert state.outcome is not None  # a try has failed
-    return state.outcome.exception()  # type: ignore[return-value]
-
-
 def _warn(state: RetryCallState) -> None:
     """Say once that it is tried again, and why."""
-    if state.attempt_number == 1:
-        logger.warning("%s; it is tried again", _error(state))
+    if state.attempt_number == 1 and state.outcome is not None:
+        logger.warning("%s; it is tried again", state.outcome.exception())
 
 
 def _first_cause(error: BaseException) -> str:

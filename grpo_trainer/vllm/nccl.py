@@ -100,4 +100,6 @@ class _Calls:
         self._post("/finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        self._server.post(path, body, self._timeout, ONCE)  # the broadcast beside it is made once
+        self._server.ask(
+            "POST", path, body, timeout=self._timeout, stop=ONCE
+        )  # the broadcast beside it is made once

@@ -216,33 +216,23 @@ def ask_with_images(ids: TokenIds, images: Sequence[Any], sampling: Mapping[str,
     return Question("/inference/v1/generate", body, _choices, [None])
 
 
-def ask_in_chat(
-    messages: Messages,
-    images: Sequence[Any],
-    sampling: Mapping[str, Any],
-    template: Mapping[str, Any],
-) -> Question:
+def ask_in_chat(messages: Messages, images: Sequence[Any], sampling: Mapping[str, Any]) -> Question:
     """Ask for completions of a conversation, which the server's chat template writes.
 
-    Args:
-        messages: the conversation.
-        images: those of its image parts that have none.
-        sampling: fields of a completion request.
-        template: what is for the chat template.
+    ``images`` are those of its image parts that have none.
     """
     body = {
         "messages": _with_urls(messages, images),
         **sampling,
-        **template,
         "logprobs": sampling["logprobs"] is not None,
         "top_logprobs": sampling["logprobs"] or 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    if not template.get("tools", True):
-        del body["tools"]  # the server takes no empty list
-    elif template.get("tools"):
-        tools = [get_json_schema(tool) if callable(tool) else tool for tool in template["tools"]]
+    tools = [
+        get_json_schema(tool) if callable(tool) else tool for tool in body.pop("tools", None) or ()
+    ]
+    if tools:  # the server takes no empty list
         # the prompt names them; calls are read by whoever asked
         body |= {"tools": tools, "tool_choice": "none"}
     return Question("/v1/chat/completions", body, _choices, [None])

@@ -52,7 +52,7 @@ class FileTransfer:
             tensors.clear()  # or it would live as long as the next part is made
         body = {"method": "reload_weights", "kwargs": {"weights_path": written}}
         try:
-            server.post("/collective_rpc", body, self._timeout)
+            server.ask("POST", "/collective_rpc", body, timeout=self._timeout)
         except ServerError as error:
             raise type(error)(f"{error} (does the server see the folder {written}?)") from error
 
@@ -98,11 +98,11 @@ class TakesWeights:
 
     def get_world_size(self) -> int:
         """Return processes that hold the server's model."""
-        return int(self.server.field(self.server.get("/get_world_size"), "world_size"))
+        return int(self.server.field(self.server.ask("GET", "/get_world_size"), "world_size"))
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's configuration."""
-        answer = self.server.get("/server_info?config_format=json")
+        answer = self.server.ask("GET", "/server_info?config_format=json")
         return self.server.field(answer, "vllm_config")
 
     def init_communicator(
@@ -205,12 +205,12 @@ class TakesWeights:
 
     def _send(self) -> None:
         self._named_is_new = False
-        self.server.post("/pause?mode=keep")
+        self.server.ask("POST", "/pause?mode=keep")
         self._checked_transfer().send(self.server, self._newest)
         self.server.wait(self.server.retrying()(self._reset))
         self._version = uuid.uuid4().hex
-        self.server.post("/update_weight_version", {"new_version": self._version})
-        self.server.post("/resume")
+        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
+        self.server.ask("POST", "/resume")
 
     def _newest(self) -> Iterator[tuple[str, Tensor]]:
         named = dict(self._named)
@@ -221,8 +221,8 @@ class TakesWeights:
             yield name, kept.to(device)
 
     async def _reset(self) -> None:
-        await self.server.ask("POST", "/reset_encoder_cache", {})
-        answer = await self.server.ask("POST", "/reset_prefix_cache", {})
+        await self.server.answer("POST", "/reset_encoder_cache")
+        answer = await self.server.answer("POST", "/reset_prefix_cache")
         if not self.server.field(answer, "success"):
             raise RetryableError(
                 f"{self.server.url}/reset_prefix_cache: failed, requests are running"
@@ -231,7 +231,7 @@ class TakesWeights:
     async def _check_weights(self) -> None:
         if not self._version:
             return
-        answer = await self.server.ask("GET", "/weight_info", None)
+        answer = await self.server.answer("GET", "/weight_info")
         if self.server.field(answer, "weight_version") != self._version:
             raise ServerError(
                 f"{self.server.url}: expected the weights that were sent last, got others: the "

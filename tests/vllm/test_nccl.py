@@ -15,7 +15,7 @@ class _Server:
         self.asked: list[tuple[str, dict]] = []
         self.fails = False
 
-    def post(self, path, body, timeout, stop):
+    def ask(self, method, path, body, timeout, stop):
         self.asked.append((path, body))
         if self.fails:
             raise ServerError(path)

@@ -140,7 +140,7 @@ def test_an_update_through_files_streams(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "_FILE_BYTES", 2000)
     transfer = FileTransfer(tmp_path, 5.0)
     own = {f"layer{i}": torch.randn(10, 25) for i in range(40)}  # 1000 bytes each
-    server = SimpleNamespace(post=lambda *args: None)
+    server = SimpleNamespace(ask=lambda *args, **limits: None)
     with Alive() as alive:
         transfer.send(server, lambda: iter(own.items()))
     # a file of them, and one more while it grows
