@@ -54,11 +54,10 @@ from grpo_trainer.policy import (
     check_images_run,
     check_placement,
     check_processor,
-    has_own_names,
     load_adapters,
+    load_older_names,
     load_policy,
     load_processing_class,
-    load_weights,
     make_reference,
     placement_of,
     policy_loss_of,
@@ -341,17 +340,14 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         # Trainer does not load each adapter in every version
         if is_peft_model(self.model) and not self._placement.late:
             load_adapters(self.model, folder)
-        elif self._placement.late or has_own_names(self.model, folder):
+        elif self._placement.late or not load_older_names(self.model, folder):
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
-        else:
-            load_weights(self.model, folder)
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        if self._placement.late or has_own_names(self.model, folder):
+        if self._placement.late or not load_older_names(self.model, folder):
             super()._load_best_model()
         else:
-            load_weights(self.model, folder)
             self.placed()
 
     def settings(self) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from grpo_trainer.policy.forward import evaluating, policy_loss_of, target_logpr
 from grpo_trainer.policy.load import (
     check_images_run,
     check_processor,
-    has_own_names,
+    load_older_names,
     load_policy,
     load_processing_class,
-    load_weights,
     loading,
     router_coef,
     takes_images,

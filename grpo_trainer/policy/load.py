@@ -234,8 +234,9 @@ def _auto_class(name: str, settings: dict[str, Any]) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
-def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
-    """Return whether ``folder`` has the weights under the names that ``model`` gives them.
+def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
+    """Load into ``model`` the weights that ``save_pretrained`` left in ``folder``, if it has them
+    under other names; return whether it has.
 
     Some families, most of those that take images, are saved under older names.
     """
@@ -245,14 +246,11 @@ def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
         with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
             saved = file.keys()
     else:  # an adapter alone, or what Trainer has a message for
-        return True
-    return set(saved) <= set(model.state_dict())
-
-
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Load what ``save_pretrained`` left in ``folder``, under whatever names, into ``model``."""
-    saved = type(model).from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(saved.state_dict())
+        return False
+    older = not set(saved) <= set(model.state_dict())
+    if older:
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+    return older
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:

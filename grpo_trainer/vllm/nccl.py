@@ -36,15 +36,12 @@ class NCCLTransfer:
         self._engine: Any = None
         self._source = _Source()
 
-    def send(self, server: JsonServer, weights: WeightSource) -> None:
-        self._source.weights = weights
+    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
+        """Send ``weights``; ``named`` are parameters that may not be the policy's."""
+        self._source.take(weights, named)
         if self._engine is None:
             self._engine = self._join(server)
         self._engine.send_weights()
-
-    def expect_others(self) -> None:
-        """Other parameters are sent than before."""
-        self._source.meta = None
 
     def _join(self, server: JsonServer) -> Any:
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
@@ -64,20 +61,25 @@ class _Source(VLLMWeightSource):
     """The policy, in vLLM's words. What it consists of seldom changes, so it is walked once."""
 
     def __init__(self) -> None:
-        self.weights: WeightSource | None = None
-        self.meta: list[ParamMeta] | None = None
+        self._weights: WeightSource = lambda: iter(())
+        self._named: frozenset[str] = frozenset()
+        self._meta: list[ParamMeta] | None = None
+
+    def take(self, weights: WeightSource, named: frozenset[str]) -> None:
+        if named != self._named:
+            self._meta = None
+        self._weights, self._named = weights, named
 
     def metadata(self) -> list[ParamMeta]:
-        if self.meta is None:
-            self.meta = [
+        if self._meta is None:
+            self._meta = [
                 ParamMeta(name=name, dtype=value.dtype, shape=tuple(value.shape))
                 for name, value in self
             ]
-        return self.meta
+        return self._meta
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.weights is not None  # set before each use
-        return self.weights()
+        return self._weights()
 
 
 class _Calls:

@@ -42,7 +42,7 @@ class FileTransfer:
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
         self._timeout = timeout
 
-    def send(self, server: JsonServer, weights: WeightSource) -> None:
+    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
         for old in self._folder.iterdir():
             shutil.rmtree(old)
         # under a new name, of which no other machine remembers what was there
@@ -55,8 +55,6 @@ class FileTransfer:
             server.ask("POST", "/collective_rpc", body, timeout=self._timeout)
         except ServerError as error:
             raise type(error)(f"{error} (does the server see the folder {written}?)") from error
-
-    def expect_others(self) -> None: ...
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -145,10 +143,7 @@ class TakesWeights:
             ServerError: the server fails or refuses.
             ValueError: :meth:`init_communicator` was not called.
         """
-        transfer = self._checked_transfer()
-        if self._named:
-            self._named.clear()
-            transfer.expect_others()
+        self._named.clear()
         self._source = weights
         self._send()
 
@@ -164,9 +159,7 @@ class TakesWeights:
         values, and would leave the rest of it undefined. They replace those of the last
         :meth:`update_model_params`; without one every parameter has to be taken.
         """
-        transfer = self._checked_transfer()
-        if name not in self._named:
-            transfer.expect_others()
+        self._checked_transfer()
         self._named[name] = weights.detach().to("cpu", copy=True), weights.device
         self._named_is_new = True
 
@@ -204,9 +197,9 @@ class TakesWeights:
             self._send()
 
     def _send(self) -> None:
-        self._named_is_new = False
+        transfer, self._named_is_new = self._checked_transfer(), False
         self.server.ask("POST", "/pause?mode=keep")
-        self._checked_transfer().send(self.server, self._newest)
+        transfer.send(self.server, self._newest, frozenset(self._named))
         self.server.wait(self.server.retrying()(self._reset))
         self._version = uuid.uuid4().hex
         self.server.ask("POST", "/update_weight_version", {"new_version": self._version})

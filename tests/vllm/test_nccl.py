@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -41,8 +43,8 @@ def test_updates(sent):
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    update = lambda: transfer.send(server, lambda: iter(tensors.items()))  # noqa: E731
-    update()
+    update = partial(transfer.send, server, lambda: iter(tensors.items()))
+    update(frozenset())
     joined, told = server.asked[0][1]["init_info"], server.asked[2][1]["update_info"]
     assert (joined["world_size"], joined["rank_offset"]) == (3, 1)
     assert (joined["master_address"], joined["master_port"]) == ("127.0.0.1", 51216)
@@ -50,13 +52,12 @@ def test_updates(sent):
     assert told["dtype_names"] == ["float32", "bfloat16"]
     join = ["/init_weight_transfer_engine"]
     steps = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    update()
+    update(frozenset())
     assert [path for path, _ in server.asked] == [*join, *steps, *steps]
     assert sent == [["a", "b"]] * 2
     tensors["c"] = torch.ones(1)
-    transfer.expect_others()
-    update()
+    update(frozenset("c"))
     assert server.asked[-2][1]["update_info"]["names"] == sent[-1] == ["a", "b", "c"]
     server.fails = True
     with pytest.raises(ServerError):
-        update()
+        update(frozenset("c"))

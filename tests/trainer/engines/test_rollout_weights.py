@@ -142,7 +142,7 @@ def test_an_update_through_files_streams(tmp_path, monkeypatch):
     own = {f"layer{i}": torch.randn(10, 25) for i in range(40)}  # 1000 bytes each
     server = SimpleNamespace(ask=lambda *args, **limits: None)
     with Alive() as alive:
-        transfer.send(server, lambda: iter(own.items()))
+        transfer.send(server, lambda: iter(own.items()), frozenset())
     # a file of them, and one more while it grows
     assert 2000 <= alive.peak <= 3000 and alive.now == 0
     files = sorted(tmp_path.rglob("*.safetensors"))
