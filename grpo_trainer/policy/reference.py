@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,9 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.policy.adapters import (
-    REFERENCE,
-    keep_reference_adapter,
-    running_adapter,
-    starts_as_base,
-)
 from grpo_trainer.policy.placement import WHOLE, Placement
+
+_REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
 
 class Reference(TrainerCallback):
@@ -115,7 +112,10 @@ class Adapter(Reference):
     @contextmanager
     def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
         self._placement.at_rest(policy)  # what is frozen meanwhile is said of the trained ones
-        with running_adapter(policy, self._name):
+        plain = policy.disable_adapter() if self._name is None else nullcontext()
+        with _adapters_restored(policy), plain:
+            if self._name is not None:
+                policy.set_adapter(self._name)
             yield self._placement.runs(policy)
             self._placement.at_rest(policy)
 
@@ -143,7 +143,53 @@ def make_reference(
             "sync_ref_model: expected False with an adapter (the reference is the model without "
             "it, or a frozen copy of it), got True"
         )
-    if peft_config is not None and starts_as_base(peft_config):
+    if peft_config is not None and _starts_as_base(peft_config):
         return Adapter(None, placement)
-    keep_reference_adapter(policy)
-    return Adapter(REFERENCE, placement)
+    _keep_reference_adapter(policy)
+    return Adapter(_REFERENCE, placement)
+
+
+def _starts_as_base(peft_config: Any) -> bool:
+    """Return whether a new adapter of this config changes neither base model nor outputs."""
+    init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
+    return init is True or init == "gaussian"
+
+
+def _keep_reference_adapter(model: PreTrainedModel) -> None:
+    """Add a frozen copy of the active adapter, named ``ref``.
+
+    Raises:
+        ValueError: there is an adapter of that name.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    if _REFERENCE in model.peft_config:
+        raise ValueError(
+            f"model: expected no adapter named {_REFERENCE!r}, which is where the reference of "
+            "beta != 0 is kept; delete or rename it"
+        )
+    [active] = model.active_adapters
+    config = copy.deepcopy(model.peft_config[active])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would alter the base model a second time
+    with _adapters_restored(model), torch.random.fork_rng():
+        model.add_adapter(_REFERENCE, config)
+        state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+        set_peft_model_state_dict(model, state, adapter_name=_REFERENCE)
+
+
+@contextmanager
+def _adapters_restored(model: Any) -> Iterator[None]:
+    """Leave the adapter that is active, and what is trained, as they were.
+
+    Switching makes a whole adapter trainable, whatever was frozen in it.
+    """
+    active = model.active_adapters
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    try:
+        yield
+    finally:
+        if model.active_adapters != active:
+            model.set_adapter(*active)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)

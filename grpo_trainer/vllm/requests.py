@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from transformers.image_utils import is_pil_image
@@ -53,13 +54,7 @@ def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
 
 def runs(prompts: Sequence[T]) -> list[tuple[T, int]]:
     """Count prompts that follow themselves: a group is one prompt, sampled n times."""
-    counts: list[tuple[T, int]] = []
-    for prompt in prompts:
-        if counts and counts[-1][0] == prompt:
-            counts[-1] = (prompt, counts[-1][1] + 1)
-        else:
-            counts.append((prompt, 1))
-    return counts
+    return [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
 
 
 class Question(NamedTuple):
