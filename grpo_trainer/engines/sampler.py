@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -101,8 +102,8 @@ class Rollouts:
         self._wait()
         self._update()
         pending = self.engine.start(prompt_ids, self.sampling, **self._with(images))
-        count = len(prompt_ids)
-        self._running = Started(self.step(), pending, lambda found: self._checked(found, count))
+        checked = partial(self._checked, count=len(prompt_ids))
+        self._running = Started(self.step(), pending, checked)
         return self._running
 
     def restored(self, completions: Completions, step: int) -> Started:

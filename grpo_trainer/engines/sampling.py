@@ -151,9 +151,9 @@ def _listed(ids: Any) -> list[Any]:
 
 
 def _checked(name: str, ids: Any, size: int) -> list[int]:
-    found = _listed(ids)
-    if not all(type(token) is int and 0 <= token < size for token in found):
+    tokens = _listed(ids)
+    if not all(type(token) is int and 0 <= token < size for token in tokens):
         raise ValueError(
             f"generation_kwargs[{name!r}]: expected ids of tokens, below {size}, got {ids!r}"
         )
-    return found
+    return tokens

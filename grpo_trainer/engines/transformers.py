@@ -68,9 +68,9 @@ class RecordingFilters(LogitsProcessor):
     def sampling_mask(self, lengths: list[int]) -> list[list[TokenIds]]:
         """Return the ids that were left for each row's first so many tokens."""
         rows: list[list[TokenIds]] = [[] for _ in lengths]
-        for step, found in enumerate(self._steps):
-            counts = torch.bincount(found[:, 0], minlength=len(lengths)).tolist()
-            for row, ids in enumerate(found[:, 1].split(counts)):
+        for step, pairs in enumerate(self._steps):
+            counts = torch.bincount(pairs[:, 0], minlength=len(lengths)).tolist()
+            for row, ids in enumerate(pairs[:, 1].split(counts)):
                 if step < lengths[row]:
                     rows[row].append(ids.tolist())
         return rows
@@ -130,8 +130,8 @@ class TransformersEngine(RolloutEngine):
                 synced_gpus=synced_gpus,
                 **more,
             )
-        found = output[:, ids.shape[1] :].tolist()
-        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
+        rows_ids = output[:, ids.shape[1] :].tolist()
+        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in rows_ids]
         left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
         return Completions(completions, sampling_mask=left)
 

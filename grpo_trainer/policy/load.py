@@ -60,15 +60,15 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
     what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
     with loading(name, what):
-        found = kind.from_pretrained(
+        processing_class = kind.from_pretrained(
             name, trust_remote_code=args.trust_remote_code, revision=revision
         )
-    tokenizer = tokenizer_of(found)
+    tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(
             f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
         )
-    return found
+    return processing_class
 
 
 def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -> None:
@@ -79,12 +79,12 @@ def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -
     if not isinstance(getattr(processing_class, "tokenizer", None), PreTrainedTokenizerBase):
         raise ValueError(f"processing_class: expected a processor with a tokenizer, got a {kind}")
     policy = base_policy(model)
-    wanted = getattr(policy.config, "image_token_id", None)
+    token = getattr(policy.config, "image_token_id", None)
     own = getattr(processing_class, "image_token_ids", [])
-    if not takes_images(model) or (wanted is not None and own and wanted not in own):
+    if not takes_images(model) or (token is not None and own and token not in own):
         raise ValueError(
             f"processing_class: expected the processor of {type(policy).__name__}, in which token "
-            f"{wanted} stands for images, got a {kind} with {own}"
+            f"{token} stands for images, got a {kind} with {own}"
         )
 
 
@@ -99,10 +99,10 @@ def check_images_run(
         return
     image = Image.new("RGB", (_SIDE, _SIDE))
     text = processing_class.image_token
-    made = processing_class(text=[text], images=[[image]], return_tensors="pt").to(device)
+    inputs = processing_class(text=[text], images=[[image]], return_tensors="pt").to(device)
     try:
         with evaluating(runs):
-            runs(**made, use_cache=False)
+            runs(**inputs, use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except _MISMATCH as error:
@@ -166,11 +166,11 @@ def load_policy(
     if isinstance(model, str):
         model = _load(model, args, quantization_config)
     else:
-        given = {
+        settings = {
             "model_init_kwargs": args.model_init_kwargs,
             "quantization_config": quantization_config,
         }
-        for name, value in given.items():
+        for name, value in settings.items():
             if value is not None:
                 shown = masked_text(repr(value))
                 warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
@@ -224,10 +224,10 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
 
 def _auto_class(name: str, settings: dict[str, Any]) -> Any:
     """Return what loads a model of the class that its config names."""
-    known = {key: settings[key] for key in _WHERE if key in settings}
+    where = {key: settings[key] for key in _WHERE if key in settings}
     trusted = settings["trust_remote_code"]
     config = settings.get("config") or AutoConfig.from_pretrained(
-        name, trust_remote_code=trusted, **known
+        name, trust_remote_code=trusted, **where
     )
     architectures = config.architectures or [None]
     takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
@@ -259,13 +259,13 @@ def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
     Raises:
         ValueError: a weight is asked for and the model has no such loss.
     """
-    wanted = args.router_aux_loss_coef
+    coef = args.router_aux_loss_coef
     if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        return own if wanted is None else wanted
-    if wanted:
+        return own if coef is None else coef
+    if coef:
         raise ValueError(
             "router_aux_loss_coef: expected None or 0 with a model without a load-balancing loss "
-            f"of its routers, got {wanted} for {type(model).__name__}"
+            f"of its routers, got {coef} for {type(model).__name__}"
         )
     return 0.0

@@ -63,8 +63,8 @@ def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
             )
     for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
         # by a field, or by the launcher's file
-        asked = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
-        if asked and getattr(accelerator.state, f"{name}_plugin", None) is None:
+        is_set = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
+        if is_set and getattr(accelerator.state, f"{name}_plugin", None) is None:
             raise ValueError(
                 f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
                 f"got {accelerator.distributed_type.value}, where it would have no effect"

@@ -156,9 +156,9 @@ class VLLMClient(TakesWeights):
                 for question in questions
             ]
         )
-        asked = (sampling["n"], sampling["max_tokens"], sampling["logprobs"], self._vocab_size)
+        settings = (sampling["n"], sampling["max_tokens"], sampling["logprobs"], self._vocab_size)
         try:
-            return completions_of(questions, answers, *asked)
+            return completions_of(questions, answers, *settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
                 f"{self.server.url}{questions[0].path}: expected {sampling['n']} completions of "

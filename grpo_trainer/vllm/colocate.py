@@ -102,7 +102,7 @@ class ColocatedVLLM:
         if not sampling.sampling_mask_size:
             return Completions(token_ids, logprobs)
         mask = [
-            [[i for i, found in at.items() if found.logprob > -math.inf] for at in sample.logprobs]
+            [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
             for sample in mine
         ]
         return Completions(token_ids, logprobs, mask)

@@ -136,32 +136,34 @@ class JsonServer:
         self.wait(self._client.aclose())
 
     async def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        asked = f"{method} {self.url}{path}"
+        request = f"{method} {self.url}{path}"
         limits = httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None)
         try:
             response = await self._client.request(
                 method, self._root + path, json=body, timeout=limits
             )
         except httpx.ReadTimeout as error:
-            raise RetryableError(f"{asked}: no answer within {timeout:g} seconds") from error
+            raise RetryableError(f"{request}: no answer within {timeout:g} seconds") from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise NoServerError(f"{asked}: no connection ({_first_cause(error)})") from error
+            raise NoServerError(f"{request}: no connection ({_first_cause(error)})") from error
         except httpx.TransportError as error:
-            raise NoServerError(f"{asked}: the connection broke ({_first_cause(error)})") from error
+            raise NoServerError(
+                f"{request}: the connection broke ({_first_cause(error)})"
+            ) from error
         except httpx.HTTPError as error:
-            raise ServerError(f"{asked}: {error}") from error
+            raise ServerError(f"{request}: {error}") from error
         if response.status_code != httpx.codes.OK:
             kind = RetryableError if response.is_server_error else ServerError
             advice = self._advice if response.status_code in _ANOTHER_SERVER else ""
             shown = response.text[:_SHOWN]
-            raise kind(f"{asked}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
+            raise kind(f"{request}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content:
             return None
         try:
             return response.json()
         except ValueError as error:
             raise ServerError(
-                f"{asked}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
+                f"{request}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
             ) from error
 
     def _give_up(self, state: RetryCallState) -> NoReturn:

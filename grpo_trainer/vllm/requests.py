@@ -196,8 +196,8 @@ def ask_all(prompts: Sequence[str | TokenIds], sampling: Mapping[str, Any]) -> Q
         "return_tokens_as_token_ids": True,
         "add_special_tokens": True,  # to texts
     }
-    known = [None if isinstance(prompt, str) else prompt for prompt in prompts]
-    return Question("/v1/completions", body, lambda answer: list(answer["choices"]), known)
+    ids = [None if isinstance(prompt, str) else prompt for prompt in prompts]
+    return Question("/v1/completions", body, lambda answer: list(answer["choices"]), ids)
 
 
 def ask_with_images(ids: TokenIds, images: Sequence[Any], sampling: Mapping[str, Any]) -> Question:
