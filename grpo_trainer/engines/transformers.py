@@ -40,11 +40,7 @@ _LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_co
 
 
 class RecordingFilters(LogitsProcessor):
-    """Does what transformers does for temperature, top_k, top_p and min_p, in its order.
-
-    Raises:
-        ValueError: generation_kwargs ask for a filter that runs later.
-    """
+    """Does what transformers does for temperature, top_k, top_p and min_p, in its order."""
 
     def __init__(self, sampling: Sampling) -> None:
         later = [name for name in _LATER if sampling.engine_options.get(name) is not None]

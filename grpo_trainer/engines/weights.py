@@ -90,11 +90,8 @@ def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str
 
 
 def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
-    """Return what PEFT put into the model, by the name of the module it replaced.
-
-    Raises:
-        ValueError: it cannot be merged, or an engine that ties the head could not hold it.
-    """
+    """Return what PEFT put into the model, by the name of the module it replaced, if it can be
+    merged and an engine that ties the head could hold it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 

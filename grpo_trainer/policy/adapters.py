@@ -56,9 +56,6 @@ def with_saved_adapter(model: PreTrainedModel, name: str, where: dict[str, Any])
     """Return ``model`` under the adapter saved as ``name``, which is then trained on.
 
     ``where`` has arguments of ``from_pretrained`` that say where it is.
-
-    Raises:
-        ValueError: peft is not installed.
     """
     if not is_peft_available():
         raise ValueError(

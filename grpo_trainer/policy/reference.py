@@ -156,11 +156,7 @@ def _starts_as_base(peft_config: Any) -> bool:
 
 
 def _keep_reference_adapter(model: PreTrainedModel) -> None:
-    """Add a frozen copy of the active adapter, named ``ref``.
-
-    Raises:
-        ValueError: there is an adapter of that name.
-    """
+    """Add a frozen copy of the active adapter, named ``ref``."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     if _REFERENCE in model.peft_config:

@@ -122,11 +122,7 @@ class JsonServer:
             running.cancel()
 
     def field(self, answer: Any, name: str) -> Any:
-        """Return what an answer says about ``name``.
-
-        Raises:
-            ServerError: nothing.
-        """
+        """Return what an answer says about ``name``; raise ServerError if it says nothing."""
         if not isinstance(answer, dict) or name not in answer:
             shown = str(answer)[:_SHOWN]
             raise ServerError(f"{self.url}: expected an answer with {name!r}, got {shown!r}")

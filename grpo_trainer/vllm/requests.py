@@ -137,11 +137,7 @@ def _number(value: float | None) -> float:
 
 
 def checked_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts: texts, lists of token ids, or lists of messages.
-
-    Raises:
-        ValueError: they are not all of one such kind.
-    """
+    """Return the prompts; raise ValueError unless they are texts, ids or messages, all of them."""
     several = isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts) > 0
     kinds = (_is_text, _are_ids, are_messages)
     if several and any(all(map(are_of_kind, prompts)) for are_of_kind in kinds):
@@ -168,11 +164,7 @@ def are_messages(prompt: Any) -> bool:
 
 
 def checked_images(images: Any, count: int) -> list[list[Any]]:
-    """Return the images of each of ``count`` prompts: None is none, one that is no list is one.
-
-    Raises:
-        ValueError: they are not one entry per prompt.
-    """
+    """Return the images of each of ``count`` prompts: None is none, one that is no list is one."""
     if images is None:
         return [[] for _ in range(count)]
     if not isinstance(images, list | tuple) or len(images) != count:
@@ -234,11 +226,7 @@ def ask_in_chat(messages: Messages, images: Sequence[Any], sampling: Mapping[str
 
 
 def image_url(image: Any) -> str:
-    """Return a PIL image as a data URL, without loss; a URL as it is.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return a PIL image as a data URL, without loss; a URL as it is."""
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return image
     if not is_pil_image(image):
