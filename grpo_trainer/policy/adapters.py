@@ -93,7 +93,11 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         raise ValueError(
             f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
         )
-    _match_quantised_base(model)
+    if getattr(base_policy(model), "is_quantized", False):
+        for name, parameter in model.named_parameters():
+            # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
     if args.gradient_checkpointing:
         # the first checkpointed block has no trainable input otherwise, and would pass no gradient
         model.enable_input_require_grads()
@@ -115,18 +119,6 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
             )
         state = load_peft_weights(str(folder), device="cpu")
         set_peft_model_state_dict(model, state, adapter_name=name)
-
-
-def _match_quantised_base(model: PreTrainedModel) -> None:
-    """Train the adapters of a quantised base in bf16.
-
-    DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves.
-    """
-    if not getattr(base_policy(model), "is_quantized", False):
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "magnitude" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _check_method(config: Any) -> None:

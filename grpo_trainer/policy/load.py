@@ -147,7 +147,7 @@ def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> 
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
         if not any(repr(key) in str(error) for key in settings):
             raise
-        raise ValueError(f"model_init_kwargs: expected names that {what} knows: {error}") from error
+        raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
 
 
 def load_policy(

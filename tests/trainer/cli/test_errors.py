@@ -69,7 +69,7 @@ LATE = [
     ({"model_name_or_path": "folder"}, "no config.json"),
     ({"model_name_or_path": "damaged"}, "model 'damaged' cannot be loaded"),
     ({"model_name_or_path": "mute"}, "processing_class: expected a tokenizer"),
-    ({"model_init_kwargs": '{"nothing": 1}'}, "model_init_kwargs: expected names that model "),
+    ({"model_init_kwargs": '{"nothing": 1}'}, "model_init_kwargs: expected known names: "),
     ({"reward_funcs": "unbound.f"}, "NameError: name 'z' is not defined (unbound.py, line 2)"),
     ({"tools": "needs.f"}, "No module named 'not_there' (needs.py, line 1)"),
     ({"import_modules": "script"}, "module 'script' cannot be imported: SystemExit: 0 (script.py"),
