@@ -10,7 +10,6 @@ from grpo_trainer.policy.load import (
     load_processing_class,
     loading,
     router_coef,
-    takes_images,
 )
 from grpo_trainer.policy.placement import WHOLE, Placement, loading_whole
 from grpo_trainer.policy.reference import Reference, make_reference
