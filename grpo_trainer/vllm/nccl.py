@@ -20,8 +20,8 @@ from grpo_trainer.engines import WeightSource
 from grpo_trainer.vllm.http import ONCE, JsonServer
 
 
-class NCCLTransfer:
-    """Joins the server's workers in one NCCL group.
+class NCCLTransfer(VLLMWeightSource):
+    """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
 
     Args:
         workers: processes that hold the server's model.
@@ -34,41 +34,18 @@ class NCCLTransfer:
         self._port = port
         self._timeout = timeout
         self._engine: Any = None
-        self._source = _Source()
+        self._weights: WeightSource = lambda: iter(())
+        self._named: frozenset[str] = frozenset()
+        self._meta: list[ParamMeta] | None = None  # what the policy consists of seldom changes
 
     def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
         """Send ``weights``; ``named`` are parameters that may not be the policy's."""
-        self._source.take(weights, named)
-        if self._engine is None:
-            self._engine = self._join(server)
-        self._engine.send_weights()
-
-    def _join(self, server: JsonServer) -> Any:
-        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
-        info = NCCLTrainerInitInfo(
-            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
-        )
-        return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=_Calls(server, self._timeout), source=self._source
-        )
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-
-
-class _Source(VLLMWeightSource):
-    """The policy, in vLLM's words. What it consists of seldom changes, so it is walked once."""
-
-    def __init__(self) -> None:
-        self._weights: WeightSource = lambda: iter(())
-        self._named: frozenset[str] = frozenset()
-        self._meta: list[ParamMeta] | None = None
-
-    def take(self, weights: WeightSource, named: frozenset[str]) -> None:
         if named != self._named:
             self._meta = None
         self._weights, self._named = weights, named
+        if self._engine is None:
+            self._engine = self._join(server)
+        self._engine.send_weights()
 
     def metadata(self) -> list[ParamMeta]:
         if self._meta is None:
@@ -80,6 +57,19 @@ class _Source(VLLMWeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _join(self, server: JsonServer) -> Any:
+        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
+        info = NCCLTrainerInitInfo(
+            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
+        )
+        return NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Calls(server, self._timeout), source=self
+        )
 
 
 class _Calls:
