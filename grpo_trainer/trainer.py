@@ -29,7 +29,7 @@ from grpo_trainer.data import (
     check_images,
     unopened,
 )
-from grpo_trainer.engines import EngineContext, RolloutEngine, make_rollouts
+from grpo_trainer.engines import EngineContext, RolloutEngine, make_sampler
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     Ahead,
@@ -174,9 +174,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             accelerator=self.accelerator,
             placement=self._placement,
         )
-        self.rollouts = make_rollouts(
-            engine_context, lambda: self.state.global_step, rollout_engine
-        )
+        self.rollouts = make_sampler(engine_context, lambda: self.state.global_step, rollout_engine)
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         source = self._interaction.source(self, context)
         made_of = (args, self.accelerator, self.processing_class, self.rollouts, rewards)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_kernels import LossConfig
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.engines import Rollouts
+from grpo_trainer.engines import Sampler
 from grpo_trainer.experience import AdaptiveEntropy, Collector
 from grpo_trainer.policy import Reference
 from grpo_trainer.rewards import RewardModel
@@ -46,7 +46,7 @@ class TrainerAttributes:
 
     args: GRPOConfig
     loss_config: LossConfig
-    rollouts: Rollouts
+    rollouts: Sampler
     _collector: Collector
     _entropy: AdaptiveEntropy | None
     _reference: Reference | None

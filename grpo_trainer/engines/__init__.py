@@ -12,11 +12,11 @@ from grpo_trainer.engines.base import (
     cut_after_eos,
 )
 from grpo_trainer.engines.sampler import (
-    Rollouts,
     Sampled,
+    Sampler,
     Source,
     Started,
-    make_rollouts,
+    make_sampler,
     register_rollout_engine,
 )
 from grpo_trainer.engines.sampling import MAX_LOGPROBS, Sampling, vllm_params

@@ -52,7 +52,7 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
 
 
 @dataclass(eq=False)
-class Rollouts:
+class Sampler:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
     An engine does one thing at a time: whoever asks for the next waits for what runs.
@@ -208,9 +208,9 @@ class Started:
             pending.cancel()
 
 
-def make_rollouts(
+def make_sampler(
     context: EngineContext, step: Callable[[], int], engine: RolloutEngine | None = None
-) -> Rollouts:
+) -> Sampler:
     """Return what samples by ``engine``, or by the one that the configuration names.
 
     ``step`` counts the optimizer's steps.
@@ -235,7 +235,7 @@ def make_rollouts(
             f"`start`), got {type(engine).__name__}"
         )
     sleeps, placement = args.vllm_enable_sleep_mode, context.placement
-    return Rollouts(engine, context.policy, sampling, step, sleeps, placement)
+    return Sampler(engine, context.policy, sampling, step, sleeps, placement)
 
 
 def _engine_name(args: GRPOConfig) -> str:
@@ -260,6 +260,6 @@ class Sampled:
 class Source(Protocol):
     """Where completions come from, if not from one call of the engine."""
 
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
         """Return one completion per row. In a distributed run every process calls it."""
         ...

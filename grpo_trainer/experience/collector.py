@@ -29,7 +29,7 @@ from grpo_trainer.data import (
     repeated,
     tokenizer_of,
 )
-from grpo_trainer.engines import Completions, Rollouts, Sampled, Source, pad_token_id
+from grpo_trainer.engines import Completions, Sampled, Sampler, Source, pad_token_id
 from grpo_trainer.experience.advantages import (
     Advantages,
     Scored,
@@ -153,7 +153,7 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         processing_class: ProcessingClass,
-        rollouts: Rollouts,
+        rollouts: Sampler,
         rewards: list[RewardFunction],
         context: int | None = None,
         source: Source | None = None,

@@ -9,7 +9,7 @@ from transformers import TrainerState
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, Rollouts, Started
+from grpo_trainer.engines import Completions, Sampler, Started
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
@@ -35,7 +35,7 @@ class Ahead:
         prompts: PromptStream,
         draw: Callable[[], list[Row]],
         encode: Callable[[list[Row]], list[Encoded]],
-        rollouts: Rollouts,
+        rollouts: Sampler,
     ) -> None:
         self._args = args
         self._prompts = prompts

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_trainer.agents import Agents, EnvironmentFactory, Environments, make_toolbox
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Rollout, Row, decode_completions, images_of, tokenizer_of
-from grpo_trainer.engines import Rollouts, Sampled, Source
+from grpo_trainer.engines import Sampled, Sampler, Source
 from grpo_trainer.monitor import phase
 from grpo_trainer.rewards import RewardFunction, RewardSource, Tokenizers, resolve_rewards
 
@@ -144,7 +144,7 @@ class FunctionSource:
         self._tokenizer = tokenizer
         self._context = context
 
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
         """Return what the function returns for the prompts of ``rows``.
 
         Raises:
