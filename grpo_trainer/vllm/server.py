@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,54 +34,44 @@ from grpo_trainer.vllm.requests import Request, requests_of, runs
 _WALK = "walk"  # the first process tells the others: gather the weights with me
 
 
-class FirstProcess:
-    """Runs work on the first process, while the others wait for its outcome.
+def on_first_process(
+    accelerator: Accelerator,
+    gathers: bool,
+    work: Callable[[WeightSource], Any],
+    weights: WeightSource = lambda: iter(()),
+) -> Any:
+    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
+    all of them, too.
 
-    Args:
-        accelerator: knows the processes.
-        gathers: whether weights are read by all processes together.
+    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
     """
+    if accelerator.num_processes == 1:
+        return work(weights)
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        walk: Iterator[tuple[str, Tensor]] = iter(())
 
-    def __init__(self, accelerator: Accelerator, gathers: bool) -> None:
-        self._accelerator = accelerator
-        self._gathers = gathers
-        self._walk: Iterator[tuple[str, Tensor]] = iter(())  # of the first process
+        def lead() -> Iterator[tuple[str, Tensor]]:
+            nonlocal walk
+            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            broadcast_object_list([_WALK, None])
+            walk = weights()
+            return walk
 
-    def run(
-        self, work: Callable[[WeightSource], Any], weights: WeightSource = lambda: iter(())
-    ) -> Any:
-        """Return what ``work`` returns on the first process, on all of them; raise what it raises
-        on all of them, too. It may read the ``weights`` as often as it likes."""
-        if self._accelerator.num_processes == 1:
-            return work(weights)
-        outcome: list[Any] = [None, None]
-        if self._accelerator.is_main_process:
-            try:
-                outcome[0] = work((lambda: self._lead(weights)) if self._gathers else weights)
-            except (ServerError, ValueError) as error:
-                outcome[1] = error
-            self._end_walk()
+        try:
+            outcome[0] = work(lead if gathers else weights)
+        except (ServerError, ValueError) as error:
+            outcome[1] = error
+        deque(walk, maxlen=0)
+        broadcast_object_list(outcome)
+    else:
+        broadcast_object_list(outcome)
+        while outcome[0] == _WALK:
+            deque(weights(), maxlen=0)
             broadcast_object_list(outcome)
-        else:
-            broadcast_object_list(outcome)
-            while outcome[0] == _WALK:
-                for _ in weights():
-                    pass
-                broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-    def _lead(self, weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
-        self._end_walk()
-        broadcast_object_list([_WALK, None])
-        self._walk = weights()
-        return self._walk
-
-    def _end_walk(self) -> None:
-        """Go to the end of a walk that was broken off: the others do."""
-        for _ in self._walk:
-            pass
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 class VLLMServer(BackgroundEngine):
@@ -94,8 +86,9 @@ class VLLMServer(BackgroundEngine):
         self.client: VLLMClient | None = None
         self._running: Future[list[Any]] | None = None  # on the first process
         self._count = 0  # prompts of this process in it
-        self._first = FirstProcess(context.accelerator, context.placement.sharded)
-        self._first.run(lambda _: self._connect(context))
+        sharded = context.placement.sharded
+        self._on_first = partial(on_first_process, context.accelerator, sharded)
+        self._on_first(lambda _: self._connect(context))
         atexit.register(self.close)
 
     def generate(
@@ -123,7 +116,7 @@ class VLLMServer(BackgroundEngine):
 
     def result(self) -> Completions:
         """Return this process's share of what the first one has."""
-        answers = self._first.run(lambda _: self._running.result())  # type: ignore[union-attr]
+        answers = self._on_first(lambda _: self._running.result())  # type: ignore[union-attr]
         self._running = None
         # they differ where some conversations have ended and others have not
         first = sum(gather_object([self._count])[: self._accelerator.process_index])
@@ -135,7 +128,7 @@ class VLLMServer(BackgroundEngine):
         return Completions(token_ids, logprobs, mask or None)
 
     def update_weights(self, weights: WeightSource) -> None:
-        self._first.run(lambda source: self.client.update_weights(source), weights)  # type: ignore[union-attr]
+        self._on_first(lambda source: self.client.update_weights(source), weights)  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.engines import WeightSource, policy_weights
 from grpo_trainer.policy import loading_whole, placement_of
-from grpo_trainer.vllm.server import FirstProcess
+from grpo_trainer.vllm.server import on_first_process
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
 from tests.trainer.processes.features import held, make_trainer, plain, weights
@@ -169,7 +170,7 @@ def streamed(placement: str, folder: str) -> Found:
         trainer = make_trainer(name, placement, f"{folder}/{name}")
         trainer.train()
         place = placement_of(trainer.accelerator)
-        first = FirstProcess(trainer.accelerator, place.sharded)
+        on_first = partial(on_first_process, trainer.accelerator, place.sharded)
 
         def source() -> Iterator[tuple[str, Tensor]]:
             return policy_weights(trainer.model, place)  # noqa: B023
@@ -182,9 +183,9 @@ def streamed(placement: str, folder: str) -> Found:
             for _ in source():
                 raise ValueError("half way")
 
-        sent = first.run(work, source)
+        sent = on_first(work, source)
         with pytest.raises(ValueError, match="half way"):
-            first.run(failing, source)
+            on_first(failing, source)
         with LiveBytes() as live:
             for item in policy_weights(trainer.model, place):
                 del item  # before the next one is gathered
