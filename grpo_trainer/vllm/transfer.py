@@ -184,6 +184,7 @@ class TakesWeights:
             self._transfer.close()
         self._transfer, self._source, self._version = None, None, ""
         self._named.clear()
+        self._named_is_new = False
 
     def _checked_transfer(self) -> FileTransfer | NCCLTransfer:
         if self._transfer is None:
@@ -198,10 +199,10 @@ class TakesWeights:
 
     def _send(self) -> None:
         transfer, self._named_is_new = self._checked_transfer(), False
+        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
         self.server.ask("POST", "/pause?mode=keep")
         transfer.send(self.server, self._newest, frozenset(self._named))
         self.server.wait(self.server.retrying()(self._reset))
-        self._version = uuid.uuid4().hex
         self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
         self.server.ask("POST", "/resume")
 

@@ -332,6 +332,11 @@ def test_a_server_that_has_lost_its_weights(make_client, stub):
     stub.version = "default"  # what a new process says
     with pytest.raises(ServerError, match=f"{stub.url}: .* restarted.*resume_from_checkpoint"):
         client.generate([[1]])
+    stub.script["/collective_rpc"] = [(400, {})]  # nor has it all of those
+    with pytest.raises(ServerError, match="got 400"):
+        client.update_weights(weights(2.0))
+    with pytest.raises(ServerError, match="expected the weights that were sent last"):
+        client.generate([[1]])
     assert COMPLETE not in stub.paths()
     client.update_weights(weights(2.0))
     assert client.generate([[1]])["completion_ids"] == [[7, 0]]
