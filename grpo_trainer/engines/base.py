@@ -38,6 +38,8 @@ class RolloutEngine(Protocol):
     An engine that inherits from it says only what it does itself: the rest does nothing.
     """
 
+    keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
+
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
@@ -54,14 +56,6 @@ class RolloutEngine(Protocol):
         Where the policy is sharded each tensor is gathered for its turn: all processes walk through
         ``weights`` together, to the end, also those that have no use for them.
         """
-        return
-
-    def sleep(self) -> None:
-        """Give memory back until ``wake``, if it can. Weights may be lost: an update follows."""
-        return
-
-    def wake(self) -> None:
-        """Take the memory again."""
         return
 
     def close(self) -> None:

@@ -62,7 +62,6 @@ class Sampler:
     policy: Callable[[], PreTrainedModel]  # unwrapped
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
-    sleeps: bool = False  # the engine, between calls
     placement: Placement = WHOLE  # of the policy's parameters
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _running: Started | None = field(default=None, init=False)
@@ -84,16 +83,11 @@ class Sampler:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
         self._wait()
-        if self.sleeps:
-            self.engine.wake()
         self._update()
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
         completions = self.engine.generate(prompt_ids, sampling, **self._with(images))
-        if self.sleeps:
-            self.engine.sleep()
-            self.outdated()
         return self._checked(completions, len(prompt_ids))
 
     def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
@@ -121,7 +115,7 @@ class Sampler:
         self.engine.close()
 
     def outdated(self) -> None:
-        """Send the weights before the next generation in any case: they were loaded, or lost."""
+        """Send the weights before the next generation in any case: they were loaded."""
         self._version = None
 
     def _wait(self) -> None:
@@ -134,7 +128,7 @@ class Sampler:
         policy = self.policy()
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, self.placement))
-        if self._version != version:
+        if self._version != version or not getattr(self.engine, "keeps_weights", True):
             with phase("sync"):
                 self.engine.update_weights(lambda: policy_weights(policy, self.placement))
             self._version = version
@@ -234,8 +228,7 @@ def make_sampler(
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    sleeps, placement = args.vllm_enable_sleep_mode, context.placement
-    return Sampler(engine, context.policy, sampling, step, sleeps, placement)
+    return Sampler(engine, context.policy, sampling, step, context.placement)
 
 
 def _engine_name(args: GRPOConfig) -> str:

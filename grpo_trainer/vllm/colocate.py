@@ -68,7 +68,8 @@ class ColocatedVLLM:
                 _describe(context, folder)
                 settings |= {"model": folder, "tokenizer": folder}
             self._llm = vllm.LLM(**settings)
-        self._cache_sleeps = False
+        self.keeps_weights = not args.vllm_enable_sleep_mode
+        self._sleeps = False
         atexit.register(self.close)
 
     def generate(
@@ -79,9 +80,9 @@ class ColocatedVLLM:
         Raises:
             ValueError: vLLM writes other tokens for an image than the processor did.
         """
-        if self._cache_sleeps:
+        if self._sleeps:  # the weights have their memory again
             self._llm.wake_up(tags=["kv_cache"])
-            self._cache_sleeps = False
+            self._sleeps = False
         gathered = self._gather(requests_of(prompt_ids, images))
         requests = runs([request for part in gathered for request in part])
         params = [self._params(sampling, count) for _, count in requests]
@@ -89,6 +90,9 @@ class ColocatedVLLM:
             outputs = self._llm.generate(
                 [_prompt(request) for request, _ in requests], params, use_tqdm=False
             )
+        if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
+            self._llm.sleep(level=2)
+            self._sleeps = True
         for (request, _), output in zip(requests, outputs, strict=True):
             request.check(output.prompt_token_ids)
         samples = [sample for output in outputs for sample in output.outputs]
@@ -109,20 +113,12 @@ class ColocatedVLLM:
 
     def update_weights(self, weights: WeightSource) -> None:
         """Replace the weights in place, tensor by tensor, and drop what was cached by the old."""
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
-
-    def sleep(self) -> None:
-        # level 2 keeps no copy of the weights: the policy has them
-        self._llm.sleep(level=2)
-        self._cache_sleeps = True
-
-    def wake(self) -> None:
-        """Make room for the weights; that of the cache is taken when they are loaded."""
-        if self._cache_sleeps:
-            self._llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -98,9 +98,11 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     engine, asked = make_engine(), []
     monkeypatch.setattr(engine._llm, "sleep", lambda level: asked.append(f"sleep {level}"))
     monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
-    rollouts = Sampler(engine, lambda: policy, sampling(tokenizer), step=lambda: 0, sleeps=True)
-    for _ in range(2):
-        change(policy)
+    rollouts = Sampler(engine, lambda: policy, sampling(tokenizer), step=lambda: 0)
+    engine.keeps_weights = False
+    for changes in (True, False):
+        if changes:
+            change(policy)
         found = rollouts.generate(PROMPTS)
         assert difference(policy, PROMPTS, found) < CLOSE
     assert asked == ["sleep 2", "weights", "kv_cache", "sleep 2"]
