@@ -182,7 +182,12 @@ class VLLMClient(TakesWeights):
         extra: dict[str, Any],
     ) -> list[Question]:
         in_chat, fields = are_messages(prompts[0]), sampling | extra
-        await self._check_known(extra, "ChatCompletionRequest" if in_chat else "CompletionRequest")
+        request = "ChatCompletionRequest" if in_chat else "CompletionRequest"
+        unknown = sorted(extra.keys() - await self._fields(request)) if extra else []
+        if unknown:  # which the server would ignore
+            raise ValueError(
+                f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
+            )
         pairs = list(zip(prompts, images_of, strict=True))
         if in_chat:
             return [ask_in_chat(*pair, fields) for pair in pairs]
@@ -200,14 +205,6 @@ class VLLMClient(TakesWeights):
             return prompt
         body = {"prompt": prompt, "add_special_tokens": True}
         return self.server.field(await self.server.answer("POST", "/tokenize", body), "tokens")
-
-    async def _check_known(self, extra: Mapping[str, Any], request: str) -> None:
-        """Raise ValueError for what the server would ignore."""
-        unknown = sorted(extra.keys() - await self._fields(request)) if extra else []
-        if unknown:
-            raise ValueError(
-                f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
-            )
 
     async def _fields(self, request: str) -> set[str]:
         if self._schemas is None:

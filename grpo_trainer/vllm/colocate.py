@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.config import options
 from grpo_trainer.engines import (
     MAX_LOGPROBS,
     Completions,
@@ -190,16 +190,16 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
         raise ValueError(
             "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
         )
-    parallel = args.vllm_tensor_parallel_size
+    computes_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     settings = {
         "model": base_policy(context.policy()).config._name_or_path,
         "load_format": "dummy",
-        "dtype": _dtype(args, context),
+        "dtype": computes_in or str(context.policy().dtype).removeprefix("torch."),
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
         "max_model_len": args.vllm_max_model_length,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "tensor_parallel_size": parallel,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         # of the distribution that tokens are drawn from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
@@ -209,13 +209,6 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
     if accelerator.num_processes > 1:
         settings["distributed_executor_backend"] = "external_launcher"
     return settings
-
-
-def _dtype(args: GRPOConfig, context: EngineContext) -> str:
-    """Return what the policy computes in."""
-    if args.bf16 or args.fp16:
-        return "bfloat16" if args.bf16 else "float16"
-    return str(context.policy().dtype).removeprefix("torch.")
 
 
 def _tensor_parallel_group(context: EngineContext) -> Any | None:
