@@ -37,7 +37,7 @@ from grpo_trainer.data import (
     tokenizer_of,
     unopened,
 )
-from grpo_trainer.engines import EngineContext, RolloutEngine, Sampling, Source, make_rollouts
+from grpo_trainer.engines import EngineContext, RolloutEngine, Sampling, Source, make_sampler
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     AdvantageFunction,
@@ -64,16 +64,14 @@ from grpo_trainer.monitor import (
     watch,
 )
 from grpo_trainer.policy import (
-    SyncReference,
     base_policy,
     check_images_run,
     check_placement,
     check_processor,
-    has_own_names,
     load_adapters,
+    load_older_names,
     load_policy,
     load_processing_class,
-    load_weights,
     make_reference,
     placement_of,
     policy_loss_of,
@@ -200,7 +198,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         if self._reference is not None:
             self._reference.prepare()
             if args.sync_ref_model:
-                self.add_callback(SyncReference(self._reference))
+                self.add_callback(self._reference)
         engine_context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
@@ -208,9 +206,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             accelerator=self.accelerator,
             placement=self._placement,
         )
-        self.rollouts = make_rollouts(
-            engine_context, lambda: self.state.global_step, rollout_engine
-        )
+        self.rollouts = make_sampler(engine_context, lambda: self.state.global_step, rollout_engine)
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self._collector = Collector(
             args,
@@ -497,17 +493,14 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         # Trainer does not load each adapter in every version
         if is_peft_model(self.model) and not self._placement.late:
             load_adapters(self.model, folder)
-        elif self._placement.late or has_own_names(self.model, folder):
+        elif self._placement.late or not load_older_names(self.model, folder):
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
-        else:
-            load_weights(self.model, folder)
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        if self._placement.late or has_own_names(self.model, folder):
+        if self._placement.late or not load_older_names(self.model, folder):
             super()._load_best_model()
         else:
-            load_weights(self.model, folder)
             self.placed()
 
     def settings(self) -> dict[str, Any]:

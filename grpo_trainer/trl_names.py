@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_kernels import LossConfig
 from grpo_trainer.agents import Environments, Toolbox
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.engines import Rollouts
+from grpo_trainer.engines import Sampler
 from grpo_trainer.experience import AdaptiveEntropy, Collector
 from grpo_trainer.policy import Reference
 from grpo_trainer.rewards import RewardFunction, RewardModel
@@ -113,7 +113,7 @@ class TrainerAttributes:
 
     args: GRPOConfig
     loss_config: LossConfig
-    rollouts: Rollouts
+    rollouts: Sampler
     _settings: Settings
     _collector: Collector
     _environments: Environments | None

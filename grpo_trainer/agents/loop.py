@@ -26,7 +26,7 @@ from grpo_trainer.data import (
     tokenizer_of,
     with_images,
 )
-from grpo_trainer.engines import Rollouts, Sampled
+from grpo_trainer.engines import Sampled, Sampler
 from grpo_trainer.monitor import phase
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class Agents:
                 self._template.check(schemas(toolbox), self._parser)
         self._runner = ToolRunner(args.tool_timeout)
 
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
 
         Raises:
@@ -232,7 +232,7 @@ class Agents:
             return None
         return most if self._context is None else min(most, self._context - longest)
 
-    def _turn(self, waiting: list[Conversation], step: int, rollouts: Rollouts) -> None:
+    def _turn(self, waiting: list[Conversation], step: int, rollouts: Sampler) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             images = [talk.rollout.images for talk in waiting]

@@ -3,7 +3,7 @@
 This room imports no other, and nothing heavy: a server imports it beside the guard.
 """
 
-from grpo_trainer.common.background import in_thread, start, unfailing
+from grpo_trainer.common.background import in_thread, start, together, unfailing
 from grpo_trainer.common.imports import load_function, load_module
 from grpo_trainer.common.text import (
     encodable,

@@ -44,7 +44,7 @@ def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
         nothing: Future[list[Any]] = Future()
         nothing.set_result([])
         return nothing
-    return asyncio.run_coroutine_threadsafe(_together(coroutines), _loop(os.getpid()))
+    return asyncio.run_coroutine_threadsafe(together(coroutines), _loop(os.getpid()))
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -61,7 +61,8 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return outcome
 
 
-async def _together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run them at the same time. The first failure cancels all."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -63,9 +63,7 @@ class RolloutFields:
     )
     vllm_server_host: str = setting("127.0.0.1", "Host of the server.")
     vllm_server_port: int = setting(8000, "Port of the server.")
-    vllm_server_timeout: float = setting(
-        240.0, "Seconds to wait for a server that is not up yet, or is gone."
-    )
+    vllm_server_timeout: float = setting(240.0, "Seconds to wait for a server that is not up yet.")
     vllm_request_timeout: float = setting(
         1800.0, "Seconds that the server may take for one generation batch."
     )

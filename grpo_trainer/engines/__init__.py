@@ -6,17 +6,19 @@ from grpo_trainer.engines.base import (
     EngineContext,
     Images,
     Pending,
-    Request,
     RolloutEngine,
     TokenIds,
-    WeightsLostError,
     WeightSource,
     cut_after_eos,
-    requests_of,
-    runs,
 )
-from grpo_trainer.engines.registry import make_rollouts, register_rollout_engine
-from grpo_trainer.engines.sampler import Rollouts, Sampled, Source, Started
+from grpo_trainer.engines.sampler import (
+    Sampled,
+    Sampler,
+    Source,
+    Started,
+    make_sampler,
+    register_rollout_engine,
+)
 from grpo_trainer.engines.sampling import MAX_LOGPROBS, Sampling, vllm_params
 from grpo_trainer.engines.transformers import TransformersEngine, pad_token_id
 from grpo_trainer.engines.weights import policy_weights

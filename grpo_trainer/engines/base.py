@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -15,7 +15,6 @@ from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
 from grpo_trainer.engines.sampling import Sampling
 from grpo_trainer.policy import WHOLE, Placement
 
-T = TypeVar("T")
 TokenIds = list[int]
 Images = Sequence[ImageInputs | None] | None  # of prompts, one each
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
@@ -39,6 +38,8 @@ class RolloutEngine(Protocol):
     An engine that inherits from it says only what it does itself: the rest does nothing.
     """
 
+    keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
+
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
@@ -57,22 +58,9 @@ class RolloutEngine(Protocol):
         """
         return
 
-    def sleep(self) -> None:
-        """Give memory back until ``wake``, if it can. Weights may be lost: an update follows."""
-        return
-
-    def wake(self) -> None:
-        """Take the memory again."""
-        return
-
     def close(self) -> None:
         """End what the engine started. It is not used afterwards."""
         return
-
-
-class WeightsLostError(RuntimeError):
-    """A generation in the background came to nothing: the engine has lost the weights for it, and
-    nobody else has them any more."""
 
 
 class Pending(Protocol):
@@ -82,7 +70,6 @@ class Pending(Protocol):
         """Wait for the completions of this process's prompts; called once.
 
         Raises:
-            WeightsLostError: the engine needs an update, and to be asked again.
             Exception: what went wrong, with the traceback of where it did.
         """
         ...
@@ -125,42 +112,3 @@ def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenI
         if token in eos_token_ids:
             return token_ids[: index + 1]
     return token_ids
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt for an engine that has a processor of its own."""
-
-    ids: TokenIds  # as the policy takes it
-    short_ids: TokenIds  # with one token per image
-    images: tuple[Any, ...] = field(compare=False)
-    digests: tuple[str, ...] = ()  # of the images
-
-    def check(self, ids: TokenIds | None) -> None:
-        """Raise ValueError unless the engine took the prompt for what the policy is trained on."""
-        if self.images and list(ids or ()) != self.ids:
-            raise ValueError(
-                f"processing_class: expected a processor that writes an image as vLLM does, which "
-                f"made {len(ids or ())} tokens of a prompt, got {len(self.ids)}"
-            )
-
-
-def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
-    """Return the requests for prompts with ``images``, without what a model takes of them."""
-    return [
-        Request(ids, ids, ())
-        if one is None
-        else Request(ids, one.shortened(ids), one.images, one.digests)
-        for ids, one in zip(prompt_ids, images or [None] * len(prompt_ids), strict=True)
-    ]
-
-
-def runs(prompts: Sequence[T]) -> list[tuple[T, int]]:
-    """Count prompts that follow themselves: a group is one prompt, sampled n times."""
-    found: list[tuple[T, int]] = []
-    for prompt in prompts:
-        if found and found[-1][0] == prompt:
-            found[-1] = (prompt, found[-1][1] + 1)
-        else:
-            found.append((prompt, 1))
-    return found

@@ -1,36 +1,58 @@
-"""Rollouts: completions of the policy as it is now, whichever engine samples them."""
+"""Completions of the policy as it is now, whichever engine samples them."""
 
 from __future__ import annotations
 
 import inspect
-import logging
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
 from grpo_kernels.losses import Metrics
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Rollout, Row, has_images
 from grpo_trainer.engines.base import (
     BackgroundEngine,
     Completions,
+    EngineContext,
     Images,
     Pending,
     RolloutEngine,
     TokenIds,
-    WeightsLostError,
 )
 from grpo_trainer.engines.sampling import Sampling
+from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
 from grpo_trainer.engines.weights import parameter_versions, policy_weights
 from grpo_trainer.monitor import phase
 from grpo_trainer.policy import WHOLE, Placement
 
-logger = logging.getLogger(__name__)
+EngineFactory = Callable[[EngineContext], RolloutEngine]
+
+# by name; those of the room above are imported when they are made
+ENGINES: dict[str, EngineFactory | str] = {
+    "transformers": TransformersEngine.from_context,
+    "transformers_continuous": ContinuousBatchingEngine,
+    "vllm_colocate": "grpo_trainer.vllm.colocate.ColocatedVLLM",
+    "vllm_server": "grpo_trainer.vllm.server.VLLMServer",
+}
+
+
+def register_rollout_engine(name: str, factory: EngineFactory) -> None:
+    """Make ``rollout_engine=name`` a choice of GRPOConfig.
+
+    Raises:
+        ValueError: there is an engine of that name.
+    """
+    if name in ENGINES:
+        raise ValueError(f"name: expected a new one, got {name!r}, which is registered")
+    ENGINES[name] = factory
 
 
 @dataclass(eq=False)
-class Rollouts:
+class Sampler:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
     An engine does one thing at a time: whoever asks for the next waits for what runs.
@@ -40,7 +62,6 @@ class Rollouts:
     policy: Callable[[], PreTrainedModel]  # unwrapped
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
-    sleeps: bool = False  # the engine, between calls
     placement: Placement = WHOLE  # of the policy's parameters
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _running: Started | None = field(default=None, init=False)
@@ -62,18 +83,12 @@ class Rollouts:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
         self._wait()
-        if self.sleeps:
-            self.engine.wake()
         self._update()
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
         completions = self.engine.generate(prompt_ids, sampling, **self._with(images))
-        if self.sleeps:
-            self.engine.sleep()
-            self._version = None
-        self.check(completions, len(prompt_ids))
-        return completions
+        return self._checked(completions, len(prompt_ids))
 
     def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
@@ -81,12 +96,13 @@ class Rollouts:
         self._wait()
         self._update()
         pending = self.engine.start(prompt_ids, self.sampling, **self._with(images))
-        self._running = Started(self, prompt_ids, self.step(), pending, images=images)
+        checked = partial(self._checked, count=len(prompt_ids))
+        self._running = Started(self.step(), pending, checked)
         return self._running
 
     def restored(self, completions: Completions, step: int) -> Started:
         """Return what was sampled after ``step`` optimizer steps, in an earlier process."""
-        return Started(self, [], step, completions=completions)
+        return Started(step, completions=completions)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
@@ -98,30 +114,24 @@ class Rollouts:
         self.cancel()
         self.engine.close()
 
+    def outdated(self) -> None:
+        """Send the weights before the next generation in any case: they were loaded."""
+        self._version = None
+
     def _wait(self) -> None:
         """Wait for what was started. Weights are never sent in the middle of it."""
-        running = self._running
-        if running is not None:
-            running.result()
+        if self._running is not None:
+            self._running.result()
             self._running = None
 
     def _update(self) -> None:
         policy = self.policy()
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, self.placement))
-        if self._version != version:
+        if self._version != version or not getattr(self.engine, "keeps_weights", True):
             with phase("sync"):
                 self.engine.update_weights(lambda: policy_weights(policy, self.placement))
             self._version = version
-
-    def outdated(self) -> None:
-        """Send the weights before the next generation in any case: they were loaded."""
-        self._version = None
-
-    def again(self, prompt_ids: list[TokenIds], images: Images = None) -> tuple[Completions, int]:
-        """Sample by the weights as they are now, and say how many steps these have seen."""
-        self._running = self._version = None
-        return self.generate(prompt_ids, images=images), self.step()
 
     def _with(self, images: Images) -> dict[str, Images]:
         """Return the engine's argument for ``images``, if there are any."""
@@ -134,8 +144,8 @@ class Rollouts:
             )
         return {"images": images}
 
-    def check(self, completions: Completions, count: int) -> None:
-        """Raise ValueError unless ``completions`` are those of ``count`` prompts."""
+    def _checked(self, completions: Completions, count: int) -> Completions:
+        """Return ``completions``; raise ValueError unless they are those of ``count`` prompts."""
         ids, logprobs, mask = completions
         if self.sampling.sampling_mask_size and mask is None:
             raise ValueError(
@@ -154,18 +164,17 @@ class Rollouts:
                     f"rollout engine: expected one {name} per token, got "
                     f"{sum(map(len, column))} for {sum(lengths)}"
                 )
+        return completions
 
 
 @dataclass(eq=False)
 class Started:
     """A generation that goes on while the policy trains, or has ended."""
 
-    rollouts: Rollouts
-    prompt_ids: list[TokenIds]
     step: int  # optimizer steps that the weights had seen
     pending: Pending | None = None  # the engine's handle; None: it is over
+    checked: Callable[[Completions], Completions] = lambda completions: completions
     completions: Completions | None = None
-    images: Images = None
 
     def result(self) -> Completions:
         """Wait for the completions. Every process calls it.
@@ -175,29 +184,60 @@ class Started:
             ValueError: what the engine returns are no completions of the prompts.
         """
         if self.pending is not None:
-            self.completions = self._finish(self.pending)
+            try:
+                completions = self.pending.result()
+            except Exception:
+                self.pending = None  # it is over; after an interrupt it is not
+                raise
             self.pending = None
-            self.rollouts.check(self.completions, len(self.prompt_ids))
+            self.completions = self.checked(completions)
         if self.completions is None:
             raise RuntimeError("rollout engine: the generation has failed, or was cancelled")
         return self.completions
-
-    def _finish(self, pending: Pending) -> Completions:
-        try:
-            return pending.result()
-        except WeightsLostError as error:
-            logger.warning("%s: its completions are sampled again, by the policy now", error)
-            completions, self.step = self.rollouts.again(self.prompt_ids, self.images)
-            return completions
-        except Exception:
-            self.pending = None  # it is over; after an interrupt it is not
-            raise
 
     def cancel(self) -> None:
         """End the generation if it runs."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.cancel()
+
+
+def make_sampler(
+    context: EngineContext, step: Callable[[], int], engine: RolloutEngine | None = None
+) -> Sampler:
+    """Return what samples by ``engine``, or by the one that the configuration names.
+
+    ``step`` counts the optimizer's steps.
+
+    Raises:
+        ValueError: there is no such engine, or it cannot run here.
+    """
+    args = context.args
+    name = _engine_name(args)
+    if engine is not None and name != "transformers":
+        raise ValueError(f"rollout_engine: expected it once, got one beside the {name} of args")
+    if name not in ENGINES:
+        raise ValueError(f"rollout_engine: expected one of {', '.join(ENGINES)}; got {name!r}")
+    sampling = Sampling.from_config(args, context.tokenizer, context.policy())
+    if engine is None:
+        factory = ENGINES[name]
+        engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
+    if args.overlap_generation and not isinstance(engine, BackgroundEngine):
+        raise ValueError(
+            "overlap_generation: expected an engine with weights of its own, which can generate "
+            "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
+            f"`start`), got {type(engine).__name__}"
+        )
+    return Sampler(engine, context.policy, sampling, step, context.placement)
+
+
+def _engine_name(args: GRPOConfig) -> str:
+    if args.rollout_engine is not None:
+        return args.rollout_engine
+    if args.use_vllm:
+        return f"vllm_{args.vllm_mode}"
+    continuous = args.use_transformers_continuous_batching
+    return "transformers_continuous" if continuous else "transformers"
 
 
 @dataclass(frozen=True)
@@ -213,6 +253,6 @@ class Sampled:
 class Source(Protocol):
     """Where completions come from, if not from one call of the engine."""
 
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
         """Return one completion per row. In a distributed run every process calls it."""
         ...

@@ -113,9 +113,6 @@ def _end_token_ids(
 
     The first replaces what tokenizer and model name, the second adds to it. Of tokenizer and model
     both count: a chat model ends its turn with another token than a document ends with.
-
-    Raises:
-        ValueError: ``extra`` has something else than ids of tokens.
     """
     size = len(tokenizer) if model is None else _text_config(model).vocab_size
     more = _checked("stop_token_ids", extra.pop("stop_token_ids", None), size)
@@ -151,9 +148,9 @@ def _listed(ids: Any) -> list[Any]:
 
 
 def _checked(name: str, ids: Any, size: int) -> list[int]:
-    found = _listed(ids)
-    if not all(type(token) is int and 0 <= token < size for token in found):
+    tokens = _listed(ids)
+    if not all(type(token) is int and 0 <= token < size for token in tokens):
         raise ValueError(
             f"generation_kwargs[{name!r}]: expected ids of tokens, below {size}, got {ids!r}"
         )
-    return found
+    return tokens

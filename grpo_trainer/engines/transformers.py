@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,7 @@ _LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_co
 
 
 class RecordingFilters(LogitsProcessor):
-    """Does what transformers does for temperature, top_k, top_p and min_p, in its order.
-
-    Raises:
-        ValueError: generation_kwargs ask for a filter that runs later.
-    """
+    """Does what transformers does for temperature, top_k, top_p and min_p, in its order."""
 
     def __init__(self, sampling: Sampling) -> None:
         later = [name for name in _LATER if sampling.engine_options.get(name) is not None]
@@ -68,9 +65,9 @@ class RecordingFilters(LogitsProcessor):
     def sampling_mask(self, lengths: list[int]) -> list[list[TokenIds]]:
         """Return the ids that were left for each row's first so many tokens."""
         rows: list[list[TokenIds]] = [[] for _ in lengths]
-        for step, found in enumerate(self._steps):
-            counts = torch.bincount(found[:, 0], minlength=len(lengths)).tolist()
-            for row, ids in enumerate(found[:, 1].split(counts)):
+        for step, pairs in enumerate(self._steps):
+            counts = torch.bincount(pairs[:, 0], minlength=len(lengths)).tolist()
+            for row, ids in enumerate(pairs[:, 1].split(counts)):
                 if step < lengths[row]:
                     rows[row].append(ids.tolist())
         return rows
@@ -95,14 +92,16 @@ class TransformersEngine(RolloutEngine):
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
-        """Return one completion per prompt, in one left-padded batch."""
+        """Return one completion per prompt."""
         model = self.policy()
-        if self.gathers or not self.placement.sharded:
-            with self.placement.whole(model):
-                return self._complete(model, prompt_ids, sampling, images)
-        # every process runs every forward with the others: one without prompts has one to discard
-        completions = self._complete(model, prompt_ids or [[0]], sampling, images, True)
-        return completions if prompt_ids else Completions([])
+        # where they do not gather, every process runs every forward with the others
+        in_step = self.placement.sharded and not self.gathers
+        with nullcontext() if in_step else self.placement.whole(model):
+            if prompt_ids:
+                return self._complete(model, prompt_ids, sampling, images, in_step)
+            if in_step:  # a prompt to discard
+                self._complete(model, [[0]], sampling, images, in_step)
+            return Completions([])
 
     def _complete(
         self,
@@ -110,10 +109,9 @@ class TransformersEngine(RolloutEngine):
         prompt_ids: list[TokenIds],
         sampling: Sampling,
         images: Images,
-        synced_gpus: bool = False,
+        in_step: bool,
     ) -> Completions:
-        if not prompt_ids:
-            return Completions([])
+        """Complete them in one left-padded batch."""
         config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
@@ -127,26 +125,28 @@ class TransformersEngine(RolloutEngine):
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=None if filters is None else LogitsProcessorList([filters]),
-                synced_gpus=synced_gpus,
+                synced_gpus=in_step,
                 **more,
             )
-        found = output[:, ids.shape[1] :].tolist()
-        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in found]
+        rows_ids = output[:, ids.shape[1] :].tolist()
+        completions = [cut_after_eos(row, sampling.eos_token_ids) for row in rows_ids]
         left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
         return Completions(completions, sampling_mask=left)
 
 
-class ContinuousBatchingEngine(RolloutEngine):
+class ContinuousBatchingEngine(TransformersEngine):
     """Samples by continuous batching: a finished completion makes room for the next.
 
     It has a paged cache, and reports log-probabilities.
 
     Raises:
         ValueError: the installed transformers has no such batching, its settings are wrong, or
-            the policy stays sharded while it generates.
+            the policy stays sharded while it generates. ``generate``: a prompt has images, or was
+            not completed, such as one that the cache has no room for.
     """
 
     def __init__(self, context: EngineContext) -> None:
+        super().__init__(context.policy, context.tokenizer, placement=context.placement)
         name = "transformers_continuous_batching_config"
         settings = options(name, getattr(context.args, name))
         try:
@@ -162,34 +162,23 @@ class ContinuousBatchingEngine(RolloutEngine):
                 "ds3_gather_for_generation: expected True with "
                 "use_transformers_continuous_batching and a sharded policy, got False"
             )
-        self._context = context
 
-    def generate(
-        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    def _complete(
+        self,
+        model: PreTrainedModel,
+        prompt_ids: list[TokenIds],
+        sampling: Sampling,
+        images: Images,
+        in_step: bool,
     ) -> Completions:
-        """Return one completion per prompt.
-
-        Raises:
-            ValueError: a prompt has images, or was not completed, such as one that the cache has no
-                room for.
-        """
         if has_images(images):
             raise ValueError(
                 "use_transformers_continuous_batching: expected prompts of text, got images"
             )
-        model = self._context.policy()
-        with self._context.placement.whole(model):
-            return self._complete(model, prompt_ids, sampling)
-
-    def _complete(
-        self, model: PreTrainedModel, prompt_ids: list[TokenIds], sampling: Sampling
-    ) -> Completions:
-        if not prompt_ids:
-            return Completions([])
         with evaluating(model):
             outputs = model.generate_batch(
                 prompt_ids,
-                generation_config=_generation_config(sampling, self._context.tokenizer),
+                generation_config=_generation_config(sampling, self.tokenizer),
                 continuous_batching_config=self._batching,
                 progress_bar=False,
             )

@@ -40,8 +40,9 @@ def policy_weights(
     Raises:
         ValueError: the policy's base is quantised, which cannot be merged exactly.
     """
+    base = base_policy(policy)
     if is_peft_model(policy):
-        if getattr(base_policy(policy), "is_quantized", False):
+        if getattr(base, "is_quantized", False):
             raise ValueError(
                 "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
                 "which cannot be merged into it exactly"
@@ -49,29 +50,15 @@ def policy_weights(
         weights = _merged(policy, placement)
     else:
         weights = placement.weights(policy)
-    return _converted(policy, weights, placement)
-
-
-def _converted(
-    policy: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], placement: Placement
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield checkpoints' layout, for models that are held in another one (experts as a stack).
-
-    Those are converted block by block, which copies one block at a time.
-    """
-    base = base_policy(policy)
-    if not _is_converted(base, placement):
+    shapes = placement.described(base)
+    saved = revert_weight_conversion(base, shapes)
+    if all(saved.get(name) is value for name, value in shapes.items()):
         return weights
+    # the model is held in another layout (experts as a stack): one block is copied at a time
     blocks = groupby(weights, key=lambda item: _BLOCK.match(item[0])[0])  # type: ignore[index]
     return chain.from_iterable(
         revert_weight_conversion(base, dict(block)).items() for _, block in blocks
     )
-
-
-def _is_converted(model: PreTrainedModel, placement: Placement) -> bool:
-    shapes = placement.described(model)
-    saved = revert_weight_conversion(model, shapes)
-    return any(saved.get(name) is not value for name, value in shapes.items())
 
 
 def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
@@ -84,17 +71,17 @@ def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str
         if hasattr(module, "modules_to_save"):
             weights = placement.weights(module.modules_to_save[adapter])
         else:
-            weights = iter(_merged_layer(placement.whole_copy(module), adapter).items())
+            layer = placement.whole_copy(module)
+            layer.merge(adapter_names=[adapter])
+            weights = iter(layer.get_base_layer().state_dict().items())
+            del layer  # or it would live as long as the next one is copied
         for key, value in weights:
             yield f"{name}.{key}", value
 
 
 def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
-    """Return what PEFT put into the model, by the name of the module it replaced.
-
-    Raises:
-        ValueError: it cannot be merged, or an engine that ties the head could not hold it.
-    """
+    """Return what PEFT put into the model, by the name of the module it replaced, if it can be
+    merged and an engine that ties the head could hold it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
@@ -114,9 +101,3 @@ def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
                 f"engine has one weight for both), got one on {', '.join(tied)}"
             )
     return adapted
-
-
-def _merged_layer(layer: Any, adapter: str) -> dict[str, Tensor]:
-    """Return the layer's weights with the adapter in them; that changes the layer."""
-    layer.merge(adapter_names=[adapter])
-    return layer.get_base_layer().state_dict()

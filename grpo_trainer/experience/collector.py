@@ -27,7 +27,7 @@ from grpo_trainer.data import (
     repeated,
     tokenizer_of,
 )
-from grpo_trainer.engines import Completions, Rollouts, Sampled, Source, pad_token_id
+from grpo_trainer.engines import Completions, Sampled, Sampler, Source, pad_token_id
 from grpo_trainer.experience.advantages import (
     AdvantageFunction,
     Advantages,
@@ -82,7 +82,7 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         processing_class: ProcessingClass,
-        rollouts: Rollouts,
+        rollouts: Sampler,
         rewards: int,
         context: int | None = None,
         source: Source | None = None,

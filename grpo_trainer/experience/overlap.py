@@ -8,7 +8,7 @@ from transformers import TrainerState
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, Rollouts, Started
+from grpo_trainer.engines import Completions, Sampler, Started
 from grpo_trainer.experience.collector import Begun, Collector
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
@@ -29,7 +29,7 @@ class NextBatch:
     """
 
     def __init__(
-        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, rollouts: Rollouts
+        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, rollouts: Sampler
     ) -> None:
         self._args = args
         self._prompts = prompts

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Rollout, Row, decode_completions, images_of
-from grpo_trainer.engines import Rollouts, Sampled
+from grpo_trainer.engines import Sampled, Sampler
 from grpo_trainer.monitor import phase
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
@@ -71,7 +71,7 @@ class FunctionSource:
         self._tokenizer = tokenizer
         self._context = context
 
-    def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
+    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
         """Return what the function returns for the prompts of ``rows``.
 
         Raises:

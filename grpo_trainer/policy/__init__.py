@@ -4,15 +4,13 @@ from grpo_trainer.policy.adapters import base_policy, load_adapters
 from grpo_trainer.policy.forward import evaluating, policy_loss_of, target_logprobs
 from grpo_trainer.policy.load import (
     check_images_run,
-    check_placement,
     check_processor,
-    has_own_names,
+    load_older_names,
     load_policy,
     load_processing_class,
-    load_weights,
+    loading,
     router_coef,
-    takes_images,
 )
 from grpo_trainer.policy.placement import WHOLE, Placement, loading_whole
-from grpo_trainer.policy.reference import Reference, SyncReference, make_reference
-from grpo_trainer.policy.select import placement_of
+from grpo_trainer.policy.reference import Reference, make_reference
+from grpo_trainer.policy.sharded import check_placement, placement_of

@@ -1,4 +1,4 @@
-"""PEFT adapters on the policy: put on, checked, and run without or with another one.
+"""PEFT adapters on the policy: put on, checked and loaded.
 
 transformers' ``generate`` runs with the adapter in place. Merged weights would generate faster, but
 16-bit ones are rounded, so that the completions would come from another policy than the one that is
@@ -7,9 +7,6 @@ trained, and subtracting an update again does not give the old bits back.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,6 @@ from transformers.utils import is_peft_available
 
 from grpo_kernels.tools import install_command
 from grpo_trainer.config import GRPOConfig
-
-REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
 
 def base_policy(model: nn.Module) -> PreTrainedModel:
@@ -61,9 +56,6 @@ def with_saved_adapter(model: PreTrainedModel, name: str, where: dict[str, Any])
     """Return ``model`` under the adapter saved as ``name``, which is then trained on.
 
     ``where`` has arguments of ``from_pretrained`` that say where it is.
-
-    Raises:
-        ValueError: peft is not installed.
     """
     if not is_peft_available():
         raise ValueError(
@@ -101,7 +93,11 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         raise ValueError(
             f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
         )
-    _match_quantised_base(model)
+    if getattr(base_policy(model), "is_quantized", False):
+        for name, parameter in model.named_parameters():
+            # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
     if args.gradient_checkpointing:
         # the first checkpointed block has no trainable input otherwise, and would pass no gradient
         model.enable_input_require_grads()
@@ -123,73 +119,6 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
             )
         state = load_peft_weights(str(folder), device="cpu")
         set_peft_model_state_dict(model, state, adapter_name=name)
-
-
-def _match_quantised_base(model: PreTrainedModel) -> None:
-    """Train the adapters of a quantised base in bf16.
-
-    DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves.
-    """
-    if not getattr(base_policy(model), "is_quantized", False):
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "magnitude" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def starts_as_base(peft_config: Any) -> bool:
-    """Return whether a new adapter of this config changes neither base model nor outputs."""
-    init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
-    return init is True or init == "gaussian"
-
-
-def keep_reference_adapter(model: PreTrainedModel) -> None:
-    """Add a frozen copy of the active adapter, named ``ref``.
-
-    Raises:
-        ValueError: there is an adapter of that name.
-    """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    if REFERENCE in model.peft_config:
-        raise ValueError(
-            f"model: expected no adapter named {REFERENCE!r}, which is where the reference of "
-            "beta != 0 is kept; delete or rename it"
-        )
-    [active] = model.active_adapters
-    config = copy.deepcopy(model.peft_config[active])
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others would alter the base model a second time
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    with torch.random.fork_rng():
-        model.add_adapter(REFERENCE, config)
-    state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
-    set_peft_model_state_dict(model, state, adapter_name=REFERENCE)
-    model.set_adapter(active)
-    _set_trained(model, trained)
-
-
-@contextmanager
-def running_adapter(model: PreTrainedModel, name: str | None) -> Iterator[None]:
-    """Run with adapter ``name``, or with none; afterwards everything is as before."""
-    trained = {key for key, value in model.named_parameters() if value.requires_grad}
-    if name is None:
-        with model.disable_adapter():
-            yield
-    else:
-        [active] = model.active_adapters
-        model.set_adapter(name)
-        try:
-            yield
-        finally:
-            model.set_adapter(active)
-    # switching makes a whole adapter trainable, whatever was frozen in it
-    _set_trained(model, trained)
-
-
-def _set_trained(model: nn.Module, names: set[str]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in names)
 
 
 def _check_method(config: Any) -> None:

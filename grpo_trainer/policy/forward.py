@@ -36,12 +36,12 @@ def policy_loss_of(
     metrics: list[Metrics] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
-        loss, found = linear_policy_loss(hidden, head, tokens, config, **options)
-        metrics.append(found)
+        loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
+        metrics.append(of_loss)
         return loss
 
-    wanted = {"output_router_logits": True} if with_router_loss else {}
-    output = _run(model, batch, head_fn, **wanted)
+    more = {"output_router_logits": True} if with_router_loss else {}
+    output = _run(model, batch, head_fn, **more)
     return output.head, metrics[-1], output.aux_loss
 
 
@@ -53,7 +53,7 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
-        found = linear_logprobs(
+        outputs = linear_logprobs(
             hidden,
             head,
             batch.target,
@@ -61,7 +61,7 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
             outputs=(output,),
             sampling_mask=batch.sampling_mask,
         )
-        logprobs = getattr(found, output)
+        logprobs = getattr(outputs, output)
         assert logprobs is not None  # it was asked for
         return logprobs
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import parse_flag_from_env
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -55,27 +55,20 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     Raises:
         ValueError: there is none beside it, or one without a vocabulary.
     """
-    settings = options("model_init_kwargs", args.model_init_kwargs)
+    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision", "main")
     name = model.config._name_or_path
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
-    try:
-        with hub_or_cache(name):
-            found = kind.from_pretrained(
-                name,
-                trust_remote_code=args.trust_remote_code,
-                revision=settings.get("revision", "main"),
-            )
-    except (ImportError, OSError, ValueError) as error:  # Qwen's processors import torchvision
-        raise ValueError(
-            f"processing_class: expected a tokenizer or a processor, since that of model {name!r} "
-            f"cannot be loaded: {error}"
-        ) from error
-    tokenizer = tokenizer_of(found)
+    what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
+    with loading(name, what):
+        processing_class = kind.from_pretrained(
+            name, trust_remote_code=args.trust_remote_code, revision=revision
+        )
+    tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(
             f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
         )
-    return found
+    return processing_class
 
 
 def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -> None:
@@ -86,12 +79,12 @@ def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -
     if not isinstance(getattr(processing_class, "tokenizer", None), PreTrainedTokenizerBase):
         raise ValueError(f"processing_class: expected a processor with a tokenizer, got a {kind}")
     policy = base_policy(model)
-    wanted = getattr(policy.config, "image_token_id", None)
+    token = getattr(policy.config, "image_token_id", None)
     own = getattr(processing_class, "image_token_ids", [])
-    if not takes_images(model) or (wanted is not None and own and wanted not in own):
+    if not takes_images(model) or (token is not None and own and token not in own):
         raise ValueError(
             f"processing_class: expected the processor of {type(policy).__name__}, in which token "
-            f"{wanted} stands for images, got a {kind} with {own}"
+            f"{token} stands for images, got a {kind} with {own}"
         )
 
 
@@ -106,10 +99,10 @@ def check_images_run(
         return
     image = Image.new("RGB", (_SIDE, _SIDE))
     text = processing_class.image_token
-    made = processing_class(text=[text], images=[[image]], return_tensors="pt").to(device)
+    inputs = processing_class(text=[text], images=[[image]], return_tensors="pt").to(device)
     try:
         with evaluating(runs):
-            runs(**made, use_cache=False)
+            runs(**inputs, use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except _MISMATCH as error:
@@ -127,8 +120,34 @@ def takes_images(model: PreTrainedModel) -> bool:
 # arguments of from_pretrained that say where a model is, and those that are an adapter's own
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _OF_ADAPTER = ("revision", "subfolder")
-# not there, no connection, broken, more than weights
-_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError)
+# not there, no connection, broken, more than weights, a package that it takes is missing
+_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportError)
+
+
+@contextmanager
+def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Load something pretrained inside, from the hub or else its cache.
+
+    Args:
+        name: its folder or hub id.
+        what: it, in an error.
+        settings: arguments of ``from_pretrained``, some of them the user's.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    settings = settings or {}
+    try:
+        with hub_or_cache(name):
+            yield
+    except _UNREADABLE as error:
+        quantised = isinstance(error, ImportError) and "quantization_config" in settings
+        what = f"quantization_config: {what}" if quantised else what
+        raise ValueError(f"{what} cannot be loaded: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in settings):
+            raise
+        raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
 
 
 def load_policy(
@@ -147,11 +166,11 @@ def load_policy(
     if isinstance(model, str):
         model = _load(model, args, quantization_config)
     else:
-        given = {
+        settings = {
             "model_init_kwargs": args.model_init_kwargs,
             "quantization_config": quantization_config,
         }
-        for name, value in given.items():
+        for name, value in settings.items():
             if value is not None:
                 shown = masked_text(repr(value))
                 warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
@@ -180,8 +199,7 @@ def _forget_trainer(model: PreTrainedModel) -> None:
 
 def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-    own = options("model_init_kwargs", args.model_init_kwargs)
-    settings |= own
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
         if "quantization_config" in settings:
             raise ValueError(
@@ -191,44 +209,34 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
-    try:
-        with hub_or_cache(name):
-            adapter = find_adapter_config_file(name, **where)
-            if adapter is None:
-                return _auto_class(name, settings).from_pretrained(name, **settings)
-            config = json.loads(Path(adapter).read_text())
-            base, revision = config["base_model_name_or_path"], config.get("revision")
-            settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
-            settings |= {} if revision is None else {"revision": revision}
-            with hub_or_cache(base):
-                model = _auto_class(base, settings).from_pretrained(base, **settings)
-            return with_saved_adapter(model, name, where)
-    except _UNREADABLE as error:
-        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
-    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
-        if not any(repr(key) in str(error) for key in own):
-            raise
-        raise ValueError(f"model_init_kwargs: expected known names: {error}") from error
-    except ImportError as error:  # bitsandbytes, or what else a quantisation needs
-        if "quantization_config" not in settings:
-            raise
-        raise ValueError(f"quantization_config: {error}") from error
+    with loading(name, f"model {name!r}", settings):
+        adapter = find_adapter_config_file(name, **where)
+        if adapter is None:
+            return _auto_class(name, settings).from_pretrained(name, **settings)
+        config = json.loads(Path(adapter).read_text())
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+        settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
+        settings |= {} if revision is None else {"revision": revision}
+        with hub_or_cache(base):
+            model = _auto_class(base, settings).from_pretrained(base, **settings)
+        return with_saved_adapter(model, name, where)
 
 
 def _auto_class(name: str, settings: dict[str, Any]) -> Any:
     """Return what loads a model of the class that its config names."""
-    known = {key: settings[key] for key in _WHERE if key in settings}
+    where = {key: settings[key] for key in _WHERE if key in settings}
     trusted = settings["trust_remote_code"]
     config = settings.get("config") or AutoConfig.from_pretrained(
-        name, trust_remote_code=trusted, **known
+        name, trust_remote_code=trusted, **where
     )
     architectures = config.architectures or [None]
     takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
-def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
-    """Return whether ``folder`` has the weights under the names that ``model`` gives them.
+def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
+    """Load into ``model`` the weights that ``save_pretrained`` left in ``folder``, if it has them
+    under other names; return whether it has.
 
     Some families, most of those that take images, are saved under older names.
     """
@@ -238,48 +246,11 @@ def has_own_names(model: PreTrainedModel, folder: Path) -> bool:
         with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
             saved = file.keys()
     else:  # an adapter alone, or what Trainer has a message for
-        return True
-    return set(saved) <= set(model.state_dict())
-
-
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Load what ``save_pretrained`` left in ``folder``, under whatever names, into ``model``."""
-    saved = type(model).from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(saved.state_dict())
-
-
-def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
-            "set CUDA_VISIBLE_DEVICES"
-        )
-    if accelerator.parallelism_config is not None:
-        sizes = {
-            name: getattr(accelerator.parallelism_config, f"{name}_size", 1)
-            for name in ("tp", "cp", "sp")
-        }
-        wrong = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
-        if wrong:
-            raise ValueError(
-                f"parallelism_config: expected data parallelism alone (each process has whole "
-                f"sequences and whole layers), got {wrong}"
-            )
-    for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
-        # by a field, or by the launcher's file
-        asked = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
-        if asked and getattr(accelerator.state, f"{name}_plugin", None) is None:
-            raise ValueError(
-                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
-                f"got {accelerator.distributed_type.value}, where it would have no effect"
-            )
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
-        raise ValueError(
-            "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
-            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
-        )
+        return False
+    older = not set(saved) <= set(model.state_dict())
+    if older:
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+    return older
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
@@ -288,13 +259,13 @@ def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
     Raises:
         ValueError: a weight is asked for and the model has no such loss.
     """
-    wanted = args.router_aux_loss_coef
+    coef = args.router_aux_loss_coef
     if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        return own if wanted is None else wanted
-    if wanted:
+        return own if coef is None else coef
+    if coef:
         raise ValueError(
             "router_aux_loss_coef: expected None or 0 with a model without a load-balancing loss "
-            f"of its routers, got {wanted} for {type(model).__name__}"
+            f"of its routers, got {coef} for {type(model).__name__}"
         )
     return 0.0

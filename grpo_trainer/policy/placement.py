@@ -1,4 +1,4 @@
-"""Models that are loaded whole while the policy is loaded in shards."""
+"""Where the parameters of a policy are, and how they are read there."""
 
 from __future__ import annotations
 

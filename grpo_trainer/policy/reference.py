@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,16 +14,12 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.policy.adapters import (
-    REFERENCE,
-    keep_reference_adapter,
-    running_adapter,
-    starts_as_base,
-)
 from grpo_trainer.policy.placement import WHOLE, Placement
 
+_REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
-class Reference:
+
+class Reference(TrainerCallback):
     """Gives a model to run in place of the policy. ``model`` is None if that is no second model."""
 
     model: PreTrainedModel | None = None
@@ -32,10 +29,6 @@ class Reference:
 
     @contextmanager
     def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
-        raise NotImplementedError
-
-    def follow(self, policy: nn.Module, share: float) -> None:
-        """Take over so much of ``policy``."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
@@ -50,8 +43,10 @@ class Reference:
 
 
 class FrozenModel(Reference):
-    """A copy of the policy with a fused head of its own. With ``follows`` it is mixed with the
-    policy by the trainer.
+    """A copy of the policy with a fused head of its own.
+
+    With ``follows`` it is a callback as well, by which every so many optimizer steps
+    ``reference = (1 - alpha) * reference + alpha * policy``, after TR-DPO, arXiv:2404.09656.
 
     Raises:
         ValueError: the policy's forward is patched. What is attached to a forward stays bound to
@@ -80,13 +75,17 @@ class FrozenModel(Reference):
         yield self._runs
 
     @torch.no_grad()
-    def follow(self, policy: nn.Module, share: float) -> None:
-        for model in (self.model, policy):
-            self._placement.at_rest(model)
-        pairs = zip(self.model.parameters(), policy.parameters(), strict=True)
+    def on_step_end(
+        self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        if state.global_step % args.ref_model_sync_steps:
+            return
+        alpha, local = args.ref_model_mixup_alpha, self._placement.local
+        for each in (self.model, model):
+            self._placement.at_rest(each)
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for mine, policys in pairs:  # both are sharded alike
-            part = self._placement.local(mine)
-            part.mul_(1.0 - share).add_(self._placement.local(policys), alpha=share)
+            local(mine).mul_(1.0 - alpha).add_(local(policys), alpha=alpha)
 
     def state(self) -> dict[str, Tensor]:
         if not self._follows:
@@ -113,25 +112,12 @@ class Adapter(Reference):
     @contextmanager
     def running(self, policy: PreTrainedModel) -> Iterator[nn.Module]:
         self._placement.at_rest(policy)  # what is frozen meanwhile is said of the trained ones
-        with running_adapter(policy, self._name):
+        plain = policy.disable_adapter() if self._name is None else nullcontext()
+        with _adapters_restored(policy), plain:
+            if self._name is not None:
+                policy.set_adapter(self._name)
             yield self._placement.runs(policy)
             self._placement.at_rest(policy)
-
-
-class SyncReference(TrainerCallback):
-    """Every so many optimizer steps ``reference = (1 - alpha) * reference + alpha * policy``.
-
-    After TR-DPO, arXiv:2404.09656.
-    """
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-
-    def on_step_end(
-        self, args: GRPOConfig, state: Any, control: Any, model: nn.Module, **kwargs: Any
-    ) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
-            self._reference.follow(model, args.ref_model_mixup_alpha)
 
 
 def make_reference(
@@ -157,7 +143,49 @@ def make_reference(
             "sync_ref_model: expected False with an adapter (the reference is the model without "
             "it, or a frozen copy of it), got True"
         )
-    if peft_config is not None and starts_as_base(peft_config):
+    if peft_config is not None and _starts_as_base(peft_config):
         return Adapter(None, placement)
-    keep_reference_adapter(policy)
-    return Adapter(REFERENCE, placement)
+    _keep_reference_adapter(policy)
+    return Adapter(_REFERENCE, placement)
+
+
+def _starts_as_base(peft_config: Any) -> bool:
+    """Return whether a new adapter of this config changes neither base model nor outputs."""
+    init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
+    return init is True or init == "gaussian"
+
+
+def _keep_reference_adapter(model: PreTrainedModel) -> None:
+    """Add a frozen copy of the active adapter, named ``ref``."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    if _REFERENCE in model.peft_config:
+        raise ValueError(
+            f"model: expected no adapter named {_REFERENCE!r}, which is where the reference of "
+            "beta != 0 is kept; delete or rename it"
+        )
+    [active] = model.active_adapters
+    config = copy.deepcopy(model.peft_config[active])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would alter the base model a second time
+    with _adapters_restored(model), torch.random.fork_rng():
+        model.add_adapter(_REFERENCE, config)
+        state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+        set_peft_model_state_dict(model, state, adapter_name=_REFERENCE)
+
+
+@contextmanager
+def _adapters_restored(model: Any) -> Iterator[None]:
+    """Leave the adapter that is active, and what is trained, as they were.
+
+    Switching makes a whole adapter trainable, whatever was frozen in it.
+    """
+    active = model.active_adapters
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    try:
+        yield
+    finally:
+        if model.active_adapters != active:
+            model.set_adapter(*active)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)

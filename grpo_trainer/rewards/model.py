@@ -14,9 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.policy import loading_whole
+from grpo_trainer.policy import loading, loading_whole
 
 
 class RewardModel:
@@ -107,22 +106,13 @@ def load_reward_model(name: str, args: GRPOConfig) -> nn.Module:
     Raises:
         ValueError: it cannot be loaded, or has another number of labels.
     """
-    own = options("model_init_kwargs", args.model_init_kwargs)
-    settings = {"dtype": "auto", "trust_remote_code": args.trust_remote_code} | own
+    settings = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
     wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    try:
-        with loading_whole(), hub_or_cache(name):
-            model, found = AutoModelForSequenceClassification.from_pretrained(
-                name, **settings, **wanted
-            )
-    except (OSError, ValueError) as error:  # not there, no connection, no such architecture
-        raise ValueError(f"reward_funcs: model {name!r} cannot be loaded: {error}") from error
-    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
-        if not any(repr(key) in str(error) for key in own):
-            raise
-        raise ValueError(
-            f"model_init_kwargs: expected names that reward model {name!r} knows too: {error}"
-        ) from error
+    with loading_whole(), loading(name, f"reward_funcs: model {name!r}", settings):
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            name, **settings, **wanted
+        )
     for _, shape, _ in found["mismatched_keys"]:
         raise _wrong_labels(_model_name(model), shape[0])
     if found["missing_keys"]:
@@ -149,15 +139,10 @@ def load_reward_tokenizer(
             "reward_processing_classes: expected a tokenizer for the reward model "
             f"{_model_name(model)!r}, which was not loaded by name; got None"
         )
-    try:
-        with hub_or_cache(source):
-            return AutoTokenizer.from_pretrained(
-                source, trust_remote_code=args.trust_remote_code, revision=revision or "main"
-            )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"reward_processing_classes: the tokenizer of {source!r} cannot be loaded: {error}"
-        ) from error
+    with loading(source, f"reward_processing_classes: the tokenizer of {source!r}"):
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=args.trust_remote_code, revision=revision or "main"
+        )
 
 
 def _wrong_labels(name: str, labels: int) -> ValueError:

@@ -17,21 +17,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.config import options
 from grpo_trainer.engines import (
     MAX_LOGPROBS,
     Completions,
     EngineContext,
     Images,
-    Request,
     Sampling,
     TokenIds,
     WeightSource,
-    requests_of,
-    runs,
     vllm_params,
 )
 from grpo_trainer.policy import base_policy, loading_whole
+from grpo_trainer.vllm.requests import Request, requests_of, runs
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -70,7 +68,8 @@ class ColocatedVLLM:
                 _describe(context, folder)
                 settings |= {"model": folder, "tokenizer": folder}
             self._llm = vllm.LLM(**settings)
-        self._cache_sleeps = False
+        self.keeps_weights = not args.vllm_enable_sleep_mode
+        self._sleeps = False
         atexit.register(self.close)
 
     def generate(
@@ -81,9 +80,9 @@ class ColocatedVLLM:
         Raises:
             ValueError: vLLM writes other tokens for an image than the processor did.
         """
-        if self._cache_sleeps:
+        if self._sleeps:  # the weights have their memory again
             self._llm.wake_up(tags=["kv_cache"])
-            self._cache_sleeps = False
+            self._sleeps = False
         gathered = self._gather(requests_of(prompt_ids, images))
         requests = runs([request for part in gathered for request in part])
         params = [self._params(sampling, count) for _, count in requests]
@@ -91,6 +90,9 @@ class ColocatedVLLM:
             outputs = self._llm.generate(
                 [_prompt(request) for request, _ in requests], params, use_tqdm=False
             )
+        if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
+            self._llm.sleep(level=2)
+            self._sleeps = True
         for (request, _), output in zip(requests, outputs, strict=True):
             request.check(output.prompt_token_ids)
         samples = [sample for output in outputs for sample in output.outputs]
@@ -104,27 +106,19 @@ class ColocatedVLLM:
         if not sampling.sampling_mask_size:
             return Completions(token_ids, logprobs)
         mask = [
-            [[i for i, found in at.items() if found.logprob > -math.inf] for at in sample.logprobs]
+            [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
             for sample in mine
         ]
         return Completions(token_ids, logprobs, mask)
 
     def update_weights(self, weights: WeightSource) -> None:
         """Replace the weights in place, tensor by tensor, and drop what was cached by the old."""
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
-
-    def sleep(self) -> None:
-        # level 2 keeps no copy of the weights: the policy has them
-        self._llm.sleep(level=2)
-        self._cache_sleeps = True
-
-    def wake(self) -> None:
-        """Make room for the weights; that of the cache is taken when they are loaded."""
-        if self._cache_sleeps:
-            self._llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -196,16 +190,16 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
         raise ValueError(
             "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
         )
-    parallel = args.vllm_tensor_parallel_size
+    computes_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     settings = {
         "model": base_policy(context.policy()).config._name_or_path,
         "load_format": "dummy",
-        "dtype": _dtype(args, context),
+        "dtype": computes_in or str(context.policy().dtype).removeprefix("torch."),
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
         "max_model_len": args.vllm_max_model_length,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "tensor_parallel_size": parallel,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         # of the distribution that tokens are drawn from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
@@ -215,13 +209,6 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
     if accelerator.num_processes > 1:
         settings["distributed_executor_backend"] = "external_launcher"
     return settings
-
-
-def _dtype(args: GRPOConfig, context: EngineContext) -> str:
-    """Return what the policy computes in."""
-    if args.bf16 or args.fp16:
-        return "bfloat16" if args.bf16 else "float16"
-    return str(context.policy().dtype).removeprefix("torch.")
 
 
 def _tensor_parallel_group(context: EngineContext) -> Any | None:

@@ -1,23 +1,20 @@
-"""JSON over HTTP with timeouts, retries with backoff, and errors that say what the server said."""
+"""JSON over HTTP with timeouts, a few retries, and errors that say what the server said."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import httpx
 from tenacity import (
+    AsyncRetrying,
     RetryCallState,
-    Retrying,
     retry_if_exception_type,
-    sleep_using_event,
+    stop_after_attempt,
     wait_exponential,
 )
+from tenacity.stop import stop_base
 
 from grpo_trainer.common import masked_urls, start
 
@@ -25,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # tries of what may work the next time
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice the one before
-_FAULTS = 4  # answers 5xx, and silence, that are retried; they seldom go away
 _CONNECT_TIMEOUT = 10.0
+_CONNECTIONS = 64  # requests that run at the same time; others wait for them
 _SHOWN = 500  # characters of an answer in a message
 # without that path; TRL's server had a slash behind it before it was vLLM's own
 _ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
@@ -37,34 +35,27 @@ class ServerError(RuntimeError):
     """A server did not do what it was asked; the message names it and its last answer."""
 
 
-class NoServerError(ServerError, ConnectionError):
-    """No server answers; the message says where, and how to start one."""
-
-
 class RetryableError(ServerError):
     """It may work the next time."""
 
 
-class _LostError(RetryableError):
-    """The server is starting, restarting or gone."""
+class NoServerError(RetryableError, ConnectionError):
+    """No server answers; the message says where, and how to start one."""
 
 
 class JsonServer:
-    """One server that speaks JSON. Several threads may ask it at once.
+    """One server that speaks JSON. Requests run on the thread of all coroutines, where they can be
+    cut off.
 
     Args:
         url: of its root. User and password in it are sent as basic authentication.
-        patience: seconds to keep trying to connect.
         api_key: sent as a bearer token; None: none is sent.
         advice: what to do if no server answers, or one that does not have a path.
     """
 
-    def __init__(
-        self, url: str, patience: float, api_key: str | None = None, advice: str = ""
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None = None, advice: str = "") -> None:
         root = url.rstrip("/")
         self.url = masked_urls(root)  # for messages
-        self.patience = patience
         self._advice = advice
         if api_key and self.url != root:
             raise ValueError(
@@ -81,160 +72,111 @@ class JsonServer:
         self._client = httpx.AsyncClient(
             auth=(parts.username, parts.password) if parts.userinfo else None,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=_CONNECTIONS),
             trust_env=False,  # neither proxies nor passwords of the user's shell
         )
-        self._waiting: set[Future[Any]] = set()  # requests, of all threads
-        self._interrupted = threading.Event()
 
-    def get(self, path: str, timeout: float = 60.0) -> Any:
-        """Return the answer, of one try."""
-        return self._once("GET", path, None, timeout)
+    def ask(self, method: str, path: str, body: Any = None, **limits: Any) -> Any:
+        """Return the answer; see :meth:`answer`."""
+        return self.wait(self.answer(method, path, body, **limits))
 
-    def field(self, answer: Any, name: str) -> Any:
-        """Return what an answer says about ``name``.
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 60.0,
+        stop: stop_base = A_FEW,
+    ) -> Any:
+        """Return the answer of the first try that has one.
+
+        Args:
+            body: None: an empty object is posted, since the server asks for a content type that no
+                page in a browser may send elsewhere.
+            timeout: seconds that a try may take.
+            stop: when to give up what may work the next time.
 
         Raises:
-            ServerError: nothing.
+            NoServerError: there is no connection.
+            ServerError: the server refuses, or what is its own fault does not go away.
         """
+        body = {} if body is None and method == "POST" else body
+        return await self.retrying(stop)(self._once, method, path, body, timeout)
+
+    def retrying(self, stop: stop_base = A_FEW) -> AsyncRetrying:
+        """Return what repeats work that raises RetryableError, from its start."""
+        return AsyncRetrying(
+            retry=retry_if_exception_type(RetryableError),
+            wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
+            stop=stop,
+            before_sleep=_warn,
+            retry_error_callback=self._give_up,
+        )
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` does. An interrupt cuts it off."""
+        running = start([work])
+        try:
+            return running.result()[0]
+        finally:
+            running.cancel()
+
+    def field(self, answer: Any, name: str) -> Any:
+        """Return what an answer says about ``name``; raise ServerError if it says nothing."""
         if not isinstance(answer, dict) or name not in answer:
             shown = str(answer)[:_SHOWN]
             raise ServerError(f"{self.url}: expected an answer with {name!r}, got {shown!r}")
         return answer[name]
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
-        """Return the answer, of one try. Without ``body`` an empty object is sent: the server asks
-        for a content type that no page in a browser may send elsewhere."""
-        return self._once("POST", path, body or {}, timeout)
-
-    def retrying(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does; it is repeated from its start when the server fails meanwhile.
-
-        Raises:
-            NoServerError: there is no connection for ``patience`` seconds.
-            ServerError: it still fails after a few answers that say it is the server's fault.
-        """
-        end = _End(self.patience, self._advice)
-        retry = Retrying(
-            retry=retry_if_exception_type(RetryableError),
-            wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
-            stop=end,
-            sleep=sleep_using_event(self._interrupted),
-            before_sleep=end.warn,
-            retry_error_callback=end.give_up,
-        )
-        return retry(work)
-
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Make every request fail with ServerError, those that other threads wait for too."""
-        self._interrupted.set()
-        for request in list(self._waiting):
-            request.cancel()
-        try:
-            yield
-        finally:
-            self._interrupted.clear()
-
     def close(self) -> None:
-        start([self._client.aclose()]).result()
+        self.wait(self._client.aclose())
 
-    def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        asked = f"{method} {self.url}{path}"
+    async def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
+        request = f"{method} {self.url}{path}"
+        limits = httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None)
         try:
-            response = self._response(method, path, body, timeout)
-        except CancelledError:
-            raise ServerError(f"{asked}: interrupted") from None
+            response = await self._client.request(
+                method, self._root + path, json=body, timeout=limits
+            )
+        except httpx.ReadTimeout as error:
+            raise RetryableError(f"{request}: no answer within {timeout:g} seconds") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NoServerError(f"{request}: no connection ({_first_cause(error)})") from error
+        except httpx.TransportError as error:
+            raise NoServerError(
+                f"{request}: the connection broke ({_first_cause(error)})"
+            ) from error
         except httpx.HTTPError as error:
-            raise _fault(asked, timeout, error) from error
+            raise ServerError(f"{request}: {error}") from error
         if response.status_code != httpx.codes.OK:
-            kind = _kind(response.status_code)
+            kind = RetryableError if response.is_server_error else ServerError
             advice = self._advice if response.status_code in _ANOTHER_SERVER else ""
             shown = response.text[:_SHOWN]
-            raise kind(f"{asked}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
+            raise kind(f"{request}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content:
             return None
         try:
             return response.json()
         except ValueError as error:
             raise ServerError(
-                f"{asked}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
+                f"{request}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
             ) from error
 
-    def _response(self, method: str, path: str, body: Any, timeout: float) -> httpx.Response:
-        limits = httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)
-        request = start(
-            [self._client.request(method, self._root + path, json=body, timeout=limits)]
-        )
-        self._waiting.add(request)
-        try:
-            if self._interrupted.is_set():  # it may have been set before the request was known
-                request.cancel()
-            [response] = request.result()
-            return response
-        finally:
-            self._waiting.discard(request)
-            request.cancel()  # where the wait itself was interrupted
+    def _give_up(self, state: RetryCallState) -> NoReturn:
+        error: Any = state.outcome and state.outcome.exception()
+        advice = self._advice if isinstance(error, NoServerError) else ""
+        count, seconds = state.attempt_number, state.seconds_since_start
+        tries = f", {count} times in {seconds:.1f} seconds" if count > 1 else ""
+        raise type(error)(f"{error}{tries}. {advice}".rstrip(". ")) from error
 
 
-class _End:
-    """Says when to give up: after ``patience`` seconds without a connection, or a few faults."""
-
-    def __init__(self, patience: float, advice: str) -> None:
-        self._patience = patience
-        self._advice = advice
-        self._faults = 0
-        self._waits = False  # has been said
-        self._lost_at: float | None = None
-
-    def __call__(self, state: RetryCallState) -> bool:
-        if not isinstance(_error(state), _LostError):
-            self._faults, self._lost_at = self._faults + 1, None
-            return self._faults >= _FAULTS
-        now = time.monotonic()
-        self._lost_at = now if self._lost_at is None else self._lost_at
-        return now - self._lost_at >= self._patience
-
-    def warn(self, state: RetryCallState) -> None:
-        """Say that it is tried again; of a server that is waited for once."""
-        if self._lost_at is None:
-            logger.warning("%s; next try in %.1f s", _error(state), state.upcoming_sleep)
-        elif not self._waits:
-            logger.warning("%s; waiting up to %g s for it", _error(state), self._patience)
-        self._waits = self._lost_at is not None
-
-    def give_up(self, state: RetryCallState) -> NoReturn:
-        error = _error(state)
-        if self._lost_at is None:
-            raise ServerError(f"{error}, {self._faults} times") from error
-        told = f"{error}, for {self._patience:g} seconds. {self._advice}"
-        raise NoServerError(told.rstrip(". ")) from error
+def _warn(state: RetryCallState) -> None:
+    """Say once that it is tried again, and why."""
+    if state.attempt_number == 1 and state.outcome is not None:
+        logger.warning("%s; it is tried again", state.outcome.exception())
 
 
-def _error(state: RetryCallState) -> BaseException | None:
-    return None if state.outcome is None else state.outcome.exception()
-
-
-def _fault(asked: str, timeout: float, error: httpx.HTTPError) -> ServerError:
-    """Return what it is to have no whole answer."""
-    if isinstance(error, httpx.ReadTimeout):
-        return RetryableError(f"{asked}: no answer within {timeout:g} seconds")
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return _LostError(f"{asked}: no connection ({_first_cause(error)})")
-    if isinstance(error, httpx.TransportError):
-        return _LostError(f"{asked}: the connection broke ({_first_cause(error)})")
-    return ServerError(f"{asked}: {error}")
-
-
-def _kind(status: int) -> type[ServerError]:
-    if status in (502, 503, 504):  # says a gateway, or a server whose engine has ended
-        return _LostError
-    return RetryableError if status >= 500 else ServerError
-
-
-def _first_cause(error: Exception) -> str:
+def _first_cause(error: BaseException) -> str:
     """Say what happened, without the layers that passed it on."""
     cause = error.__cause__ or error.__context__
-    if isinstance(cause, Exception):
-        return _first_cause(cause)
-    return str(error) or type(error).__name__
+    return str(error) or type(error).__name__ if cause is None else _first_cause(cause)

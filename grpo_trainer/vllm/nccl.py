@@ -17,11 +17,11 @@ from vllm.utils.network_utils import get_ip
 
 from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import WeightSource
-from grpo_trainer.vllm.http import JsonServer, ServerError
+from grpo_trainer.vllm.http import ONCE, JsonServer
 
 
-class NCCLTransfer:
-    """Joins the server's workers in one NCCL group, anew after each failure of theirs.
+class NCCLTransfer(VLLMWeightSource):
+    """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
 
     Args:
         workers: processes that hold the server's model.
@@ -29,48 +29,23 @@ class NCCLTransfer:
         timeout: seconds that one update may take.
     """
 
-    keeps_a_copy = False
-
     def __init__(self, workers: int, port: int, timeout: float) -> None:
         self._workers = workers
         self._port = port
         self._timeout = timeout
         self._engine: Any = None
-        self._source = _Source()
+        self._weights: WeightSource = lambda: iter(())
+        self._named: frozenset[str] = frozenset()
+        self._meta: list[ParamMeta] | None = None  # what the policy consists of seldom changes
 
-    def send(self, server: JsonServer, weights: WeightSource, version: str) -> None:
-        self._source.weights = weights
-        try:
-            if self._engine is None:
-                self._engine = self._join(server)
-            self._engine.send_weights()
-        except ServerError:
-            self._engine = None  # a restarted server is in no group
-            raise
-
-    def expect_others(self) -> None:
-        self._source.forget()
-
-    def _join(self, server: JsonServer) -> Any:
-        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
-        info = NCCLTrainerInitInfo(
-            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
-        )
-        return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=_Calls(server, self._timeout), source=self._source
-        )
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-
-
-class _Source(VLLMWeightSource):
-    """The policy, in vLLM's words. What it consists of seldom changes, so it is walked once."""
-
-    def __init__(self) -> None:
-        self.weights: WeightSource | None = None
-        self._meta: list[ParamMeta] | None = None
+    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
+        """Send ``weights``; ``named`` are parameters that may not be the policy's."""
+        if named != self._named:
+            self._meta = None
+        self._weights, self._named = weights, named
+        if self._engine is None:
+            self._engine = self._join(server)
+        self._engine.send_weights()
 
     def metadata(self) -> list[ParamMeta]:
         if self._meta is None:
@@ -80,12 +55,21 @@ class _Source(VLLMWeightSource):
             ]
         return self._meta
 
-    def forget(self) -> None:
-        self._meta = None
-
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.weights is not None  # set before each use
-        return self.weights()
+        return self._weights()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _join(self, server: JsonServer) -> Any:
+        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
+        info = NCCLTrainerInitInfo(
+            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
+        )
+        return NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=_Calls(server, self._timeout), source=self
+        )
 
 
 class _Calls:
@@ -108,4 +92,6 @@ class _Calls:
         self._post("/finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        self._server.post(path, body, self._timeout)
+        self._server.ask(
+            "POST", path, body, timeout=self._timeout, stop=ONCE
+        )  # the broadcast beside it is made once

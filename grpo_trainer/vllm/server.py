@@ -1,11 +1,11 @@
-"""Rollouts by a vLLM server: the first process talks to it, for all."""
+"""A vLLM server as an engine: the first process talks to it, for all."""
 
 from __future__ import annotations
 
 import atexit
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -15,92 +15,63 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from grpo_trainer.common import in_thread
+from grpo_trainer.common import start
 from grpo_trainer.engines import (
     BackgroundEngine,
     Completions,
     EngineContext,
     Images,
     Pending,
-    Request,
     Sampling,
     TokenIds,
-    WeightsLostError,
     WeightSource,
-    requests_of,
-    runs,
     vllm_params,
 )
 from grpo_trainer.vllm.client import VLLMClient
 from grpo_trainer.vllm.http import ServerError
+from grpo_trainer.vllm.requests import Request, requests_of, runs
 
 _WALK = "walk"  # the first process tells the others: gather the weights with me
 
 
-class Together:
-    """Runs work on the first process, while the others wait for its outcome.
+def on_first_process(
+    accelerator: Accelerator,
+    gathers: bool,
+    work: Callable[[WeightSource], Any],
+    weights: WeightSource = lambda: iter(()),
+) -> Any:
+    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
+    all of them, too.
 
-    Args:
-        accelerator: knows the processes.
-        gathers: whether weights are read by all processes together.
+    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
     """
+    if accelerator.num_processes == 1:
+        return work(weights)
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        walk: Iterator[tuple[str, Tensor]] = iter(())
 
-    def __init__(self, accelerator: Accelerator, gathers: bool) -> None:
-        self._accelerator = accelerator
-        self._gathers = gathers and accelerator.num_processes > 1
-        self._weights: WeightSource | None = None
-        self._walk: Iterator[tuple[str, Tensor]] = iter(())  # of the first process
-        self._thread = 0  # in which the others wait
+        def lead() -> Iterator[tuple[str, Tensor]]:
+            nonlocal walk
+            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            broadcast_object_list([_WALK, None])
+            walk = weights()
+            return walk
 
-    def shared(self, weights: WeightSource) -> WeightSource:
-        """Return ``weights`` for the first process alone, as often as it likes, within
-        :meth:`on_main`."""
-        self._weights = weights
-        return self._lead if self._gathers else weights
-
-    def on_main(self, work: Callable[[], Any], told: tuple[type[Exception], ...]) -> Any:
-        """Return what ``work`` returns on the first process, on all of them; raise what it raises
-        on all of them, too, if it is one of ``told``."""
-        if self._accelerator.num_processes == 1:
-            return work()
-        outcome: list[Any] = [None, None]
-        if self._accelerator.is_main_process:
-            self._thread = threading.get_ident()
-            try:
-                outcome[0] = work()
-            except told as error:
-                outcome[1] = error
-            self._end_walk()
+        try:
+            outcome[0] = work(lead if gathers else weights)
+        except (ServerError, ValueError) as error:
+            outcome[1] = error
+        deque(walk, maxlen=0)
+        broadcast_object_list(outcome)
+    else:
+        broadcast_object_list(outcome)
+        while outcome[0] == _WALK:
+            deque(weights(), maxlen=0)
             broadcast_object_list(outcome)
-        else:
-            outcome = self._follow()
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-    def _lead(self) -> Iterator[tuple[str, Tensor]]:
-        if threading.get_ident() != self._thread:
-            raise WeightsLostError("a sharded policy cannot be sent while it trains")
-        self._end_walk()
-        broadcast_object_list([_WALK, None])
-        assert self._weights is not None  # this was made from them
-        self._walk = self._weights()
-        return self._walk
-
-    def _end_walk(self) -> None:
-        """Go to the end of a walk that was broken off: the others do."""
-        for _ in self._walk:
-            pass
-
-    def _follow(self) -> list[Any]:
-        while True:
-            outcome = [None, None]
-            broadcast_object_list(outcome)
-            if outcome[0] != _WALK:
-                return outcome
-            assert self._weights is not None  # every process was given them
-            for _ in self._weights():
-                pass
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 class VLLMServer(BackgroundEngine):
@@ -113,38 +84,51 @@ class VLLMServer(BackgroundEngine):
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
         self.client: VLLMClient | None = None
-        self._task: Future[Completions] | None = None  # of the first process, by `start`
+        self._running: Future[list[Any]] | None = None  # on the first process
         self._count = 0  # prompts of this process in it
-        self._together = Together(context.accelerator, context.placement.sharded)
-        self._on_main(lambda: self._connect(context))
+        sharded = context.placement.sharded
+        self._on_first = partial(on_first_process, context.accelerator, sharded)
+        self._on_first(lambda _: self._connect(context))
         atexit.register(self.close)
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
         """Complete this process's prompts; those of all processes are sent together."""
-        prompts = gather_object(requests_of(prompt_ids, images))
-        return self._mine(lambda: self._generate(prompts, sampling), len(prompt_ids))
+        try:
+            return self.start(prompt_ids, sampling, images).result()
+        finally:
+            self.cancel()  # where it was interrupted
 
     def start(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Pending:
-        """Generate on a thread of the first process; only ``result`` talks to the others."""
+        """Have the first process ask; only ``result`` talks to the others."""
         prompts = gather_object(requests_of(prompt_ids, images))
         if self._accelerator.is_main_process:
-            work = partial(self._generate, prompts, sampling, in_background=True)
-            self._task = in_thread(work, "rollouts")
+            # almost always one part: every prompt has as many completions
+            parts = groupby(runs(prompts), key=lambda run: run[1])
+            self._running = start(
+                [self._complete([one for one, _ in part], n, sampling) for n, part in parts]
+            )
         self._count = len(prompt_ids)
         return self  # nothing else is asked of it meanwhile
 
     def result(self) -> Completions:
-        completions = self._mine(lambda: self._task.result(), self._count)  # type: ignore[union-attr]
-        self._task = None
-        return completions
+        """Return this process's share of what the first one has."""
+        answers = self._on_first(lambda _: self._running.result())  # type: ignore[union-attr]
+        self._running = None
+        # they differ where some conversations have ended and others have not
+        first = sum(gather_object([self._count])[: self._accelerator.process_index])
+        mine = slice(first, first + self._count)
+        token_ids, logprobs, mask = (
+            [row for answer in answers for row in answer.get(name, ())][mine]
+            for name in ("completion_ids", "logprobs", "sampling_mask")
+        )
+        return Completions(token_ids, logprobs, mask or None)
 
     def update_weights(self, weights: WeightSource) -> None:
-        source = self._together.shared(weights)
-        self._on_main(lambda: self.client.update_weights(source))  # type: ignore[union-attr]
+        self._on_first(lambda source: self.client.update_weights(source), weights)  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -153,17 +137,9 @@ class VLLMServer(BackgroundEngine):
             self.client.close()
 
     def cancel(self) -> None:
-        if self._task is not None and self.client is not None:
-            with self.client.server.interrupted():
-                wait([self._task])
-        self._task = None
-
-    def _mine(self, work: Callable[[], Completions], count: int) -> Completions:
-        """Return this process's share of what ``work`` returns on the first one."""
-        everyone = self._on_main(work)
-        # they differ where some conversations have ended and others have not
-        first = sum(gather_object([count])[: self._accelerator.process_index])
-        return Completions(*(c and c[first : first + count] for c in everyone))
+        if self._running is not None:
+            self._running.cancel()
+        self._running = None
 
     def _connect(self, context: EngineContext) -> None:
         args = context.args
@@ -180,35 +156,20 @@ class VLLMServer(BackgroundEngine):
         device = context.accelerator.device
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
 
-    def _generate(
-        self, prompts: list[Request], sampling: Sampling, in_background: bool = False
-    ) -> Completions:
+    async def _complete(
+        self, prompts: list[Request], n: int, sampling: Sampling
+    ) -> dict[str, list[Any]]:
+        """Return ``n`` completions of each prompt, as the client does."""
         assert self.client is not None  # this is the first process
-        params = vllm_params(sampling)
-        # what the client has no arguments for
+        params = vllm_params(sampling) | {"n": n}
+        # what not every server knows
         names = ("stop_token_ids", "ignore_eos", *sampling.engine_options)
         others = {name: params.pop(name) for name in names}
-        token_ids, logprobs, mask = [], [], []
-        # almost always one request: every prompt has as many completions
-        for n, part in groupby(runs(prompts), key=lambda run: run[1]):
-            requests = [request for request, _ in part]
-            images = [list(request.images) for request in requests]
-            answer = self.client.generate(
-                [request.short_ids if request.images else request.ids for request in requests],
-                images if any(images) else None,
-                n=n,
-                structured_outputs_regex=sampling.structured_outputs_regex,
-                generation_kwargs=others,
-                in_background=in_background,
-                **params,
-            )
-            for request, ids in zip(requests, answer["prompt_ids"], strict=True):
-                request.check(ids)
-            token_ids += answer["completion_ids"]
-            logprobs += answer["logprobs"]
-            mask += answer.get("sampling_mask", ())
-        return Completions(token_ids, logprobs, mask if sampling.sampling_mask_size else None)
-
-    def _on_main(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work`` returns or raises on the first process, on all of them."""
-        return self._together.on_main(work, (ServerError, WeightsLostError, ValueError))
+        if sampling.structured_outputs_regex is not None:
+            params["structured_outputs"] = {"regex": sampling.structured_outputs_regex}
+        ids = [prompt.short_ids if prompt.images else prompt.ids for prompt in prompts]
+        images = [list(prompt.images) for prompt in prompts]
+        answer = await self.client.complete(ids, images, params, others)
+        for prompt, as_read in zip(prompts, answer["prompt_ids"], strict=True):
+            prompt.check(as_read)
+        return answer

@@ -21,8 +21,8 @@ from grpo_trainer.data import Rollout
 from grpo_trainer.engines import (
     Completions,
     RolloutEngine,
-    Rollouts,
     Sampled,
+    Sampler,
     Sampling,
     cut_after_eos,
 )
@@ -182,7 +182,7 @@ class Play:
         args = GRPOConfig(use_cpu=True, **({"max_completion_length": 500} | changes))
         sampling = Sampling.from_config(args, self.tokenizer)
         policy = torch.nn.Linear(1, 1)
-        self.rollouts = Rollouts(self.engine, lambda: policy, sampling, lambda: 0)
+        self.rollouts = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
         box = make_toolbox(tools)
         self.environments = None if environments is None else Environments(environments, box)
         self.agents = Agents(

@@ -152,12 +152,6 @@ class BackgroundEngine(RolloutEngine):
         if self._model is not None:
             self._model.load_state_dict({name: value.clone() for name, value in weights()})
 
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def wake(self) -> None:
-        self.calls.append("wake")
-
     def close(self) -> None:
         self.calls.append("close")
 

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, Any]  # status, and JSON or bytes
-KNOWN = ("seed", "stop_token_ids", "ignore_eos")  # fields that it names in its schema
+KNOWN = ("seed", "stop_token_ids", "ignore_eos")  # fields that it names in its schemas
+IN_CHAT = ("tools", "chat_template", "chat_template_kwargs")  # and in that of a conversation alone
 
 
 class StubServer:
@@ -73,9 +74,11 @@ class StubServer:
             self.version = body["new_version"]
         if path == "/collective_rpc":
             self.loaded.append(body["kwargs"]["weights_path"])
-        fields = {"properties": dict.fromkeys(KNOWN)}
-        schema = {"CompletionRequest": fields, "ChatCompletionRequest": fields}
-        schema["GenerateRequest"] = {"properties": {"content_parts": None}}
+        schema = {
+            "CompletionRequest": {"properties": dict.fromkeys(KNOWN)},
+            "ChatCompletionRequest": {"properties": dict.fromkeys(KNOWN + IN_CHAT)},
+            "GenerateRequest": {"properties": {"content_parts": None}},
+        }
         answers = {
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},

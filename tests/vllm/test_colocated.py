@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.engines import EngineContext, Rollouts, Sampling, policy_weights
+from grpo_trainer.engines import EngineContext, Sampler, Sampling, policy_weights
 from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 
@@ -98,9 +98,11 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     engine, asked = make_engine(), []
     monkeypatch.setattr(engine._llm, "sleep", lambda level: asked.append(f"sleep {level}"))
     monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
-    rollouts = Rollouts(engine, lambda: policy, sampling(tokenizer), step=lambda: 0, sleeps=True)
-    for _ in range(2):
-        change(policy)
+    rollouts = Sampler(engine, lambda: policy, sampling(tokenizer), step=lambda: 0)
+    engine.keeps_weights = False
+    for changes in (True, False):
+        if changes:
+            change(policy)
         found = rollouts.generate(PROMPTS)
         assert difference(policy, PROMPTS, found) < CLOSE
     assert asked == ["sleep 2", "weights", "kv_cache", "sleep 2"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ class _Server:
         self.asked: list[tuple[str, dict]] = []
         self.fails = False
 
-    def post(self, path, body, timeout):
+    def ask(self, method, path, body, timeout, stop):
         self.asked.append((path, body))
         if self.fails:
             raise ServerError(path)
@@ -36,13 +38,13 @@ def sent(monkeypatch):
 
 
 def test_updates(sent):
-    """One group for all updates; a new one where others have joined, or an update has failed."""
+    """One group for all updates, also where other parameters are sent."""
     from grpo_trainer.vllm.nccl import NCCLTransfer
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    update = lambda: transfer.send(server, lambda: iter(tensors.items()), "v1")  # noqa: E731
-    update()
+    update = partial(transfer.send, server, lambda: iter(tensors.items()))
+    update(frozenset())
     joined, told = server.asked[0][1]["init_info"], server.asked[2][1]["update_info"]
     assert (joined["world_size"], joined["rank_offset"]) == (3, 1)
     assert (joined["master_address"], joined["master_port"]) == ("127.0.0.1", 51216)
@@ -50,14 +52,12 @@ def test_updates(sent):
     assert told["dtype_names"] == ["float32", "bfloat16"]
     join = ["/init_weight_transfer_engine"]
     steps = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    update()
+    update(frozenset())
     assert [path for path, _ in server.asked] == [*join, *steps, *steps]
     assert sent == [["a", "b"]] * 2
-    transfer.expect_others()
+    tensors["c"] = torch.ones(1)
+    update(frozenset("c"))
+    assert server.asked[-2][1]["update_info"]["names"] == sent[-1] == ["a", "b", "c"]
     server.fails = True
     with pytest.raises(ServerError):
-        update()
-    server.fails = False
-    server.asked.clear()
-    update()
-    assert [path for path, _ in server.asked] == [*join, *steps]
+        update(frozenset("c"))

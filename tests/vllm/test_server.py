@@ -1,9 +1,9 @@
-"""A vLLM server: its log-probabilities are the policy's, also after it died and came back."""
+"""A vLLM server: its log-probabilities are the policy's, before and after updates."""
 
 from __future__ import annotations
 
+import copy
 import json
-import threading
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completions, policy_weights
-from grpo_trainer.vllm import ServerError, VLLMClient
+from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
 from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,
@@ -128,25 +128,37 @@ def test_sampling_mask(client, policy):
         assert apart(client, policy, **filters) < CLOSE
 
 
-def test_training_over_a_restart(server, make_args, policy, tokenizer, dataset, tmp_path):
-    """The server dies after the second generation and returns with the weights on its disk."""
-    steps = 0
+def test_a_run_whose_server_was_restarted_resumes(
+    server, make_args, policy, tokenizer, dataset, tmp_path
+):
+    """It dies after the second generation, and returns with the weights on its disk."""
+    rewarded = 0
 
     def reward(**columns) -> list[float]:
-        nonlocal steps
-        steps += 1
-        if steps == 2:
+        nonlocal rewarded
+        rewarded += 1
+        if rewarded == 2:
             server.kill()
-            threading.Timer(1.0, server.start).start()
         return digits_reversal_reward(**columns)
 
-    args = make_args(vllm_server_port=server.port, temperature=0.7, max_steps=4)
-    trainer = GRPOTrainer(policy, reward, args, dataset, processing_class=tokenizer)
-    trainer.train()
+    changes = {"temperature": 0.7, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    args = make_args(vllm_server_port=server.port, **changes)
+
+    def make() -> GRPOTrainer:
+        start = copy.deepcopy(policy)
+        return GRPOTrainer(start, reward, args, dataset, processing_class=tokenizer)
+
+    trainer = make()
+    with pytest.raises(NoServerError, match=f"{server.port}.*`grpo-train serve --model"):
+        trainer.train()
+    trainer.rollouts.close()
+    server.start()
+    trainer = make()
+    trainer.train(resume_from_checkpoint=True)
     assert worst_mismatch(trainer, steps=4) < CLOSE
     prompts = [tokenizer("123=")["input_ids"]] * 4
     found = trainer.rollouts.generate(prompts)
-    assert difference(policy.eval(), prompts, found, 0.7) < CLOSE
+    assert difference(trainer.model.eval(), prompts, found, 0.7) < CLOSE
     # what the server was sent last are the trainer's weights
     [file] = (tmp_path / "out" / "vllm_weights").rglob("*.safetensors")
     sent, own = load_file(file), trainer.model.state_dict()

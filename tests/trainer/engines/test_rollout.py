@@ -9,7 +9,7 @@ import torch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.engines import Completions, RolloutEngine, Sampling, register_rollout_engine
-from grpo_trainer.engines.registry import ENGINES
+from grpo_trainer.engines.sampler import ENGINES
 from grpo_trainer.engines.sampling import vllm_params
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import BackgroundEngine
@@ -127,7 +127,7 @@ def test_answers_are_checked(make_trainer, answer, message):
 
 
 def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):
-    monkeypatch.setattr("grpo_trainer.engines.registry.ENGINES", dict(ENGINES))
+    monkeypatch.setattr("grpo_trainer.engines.sampler.ENGINES", dict(ENGINES))
     made = []
 
     def factory(context):

@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from grpo_trainer.vllm import ServerError, VLLMClient
+from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
 from tests.support.vllm_stub import StubServer, choices, slowly
 
 COMPLETE = "/v1/completions"
 CHAT = "/v1/chat/completions"
 UPDATE = [
-    "/pause?mode=keep", "/update_weight_version", "/collective_rpc", "/reset_encoder_cache",
-    "/reset_prefix_cache", "/weight_info", "/update_weight_version", "/resume",
+    "/pause?mode=keep", "/collective_rpc", "/reset_encoder_cache", "/reset_prefix_cache",
+    "/update_weight_version", "/resume",
 ]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ BUSY, GONE, OUT = (500, {"error": "busy"}), (502, b"gateway"), (400, {"error": "
     ("faults", "tries"),
     [
         ([BUSY, (503, b"")], 3),
-        ([GONE] * 5, 6),  # a gateway without its server is waited for
+        ([GONE] * 3, 4),  # a gateway without its server
         ([slowly(1.0)], 2),
     ],
 )
@@ -203,7 +203,7 @@ def test_faults_are_retried(make_client, stub, faults, tries):
     [
         (COMPLETE, BUSY, 4, "{url}{path}: got 500: .*busy"),
         (COMPLETE, OUT, 1, "{url}{path}: got 400: .*out of memory"),
-        (COMPLETE, (503, b"no server"), None, "got 503: 'no server', for 0.2 seconds"),
+        (COMPLETE, (503, b"no server"), 4, "got 503: 'no server', 4 times in"),
         (COMPLETE, slowly(0.5), 4, "no answer within 0.3 seconds, 4 times"),
         ("/health", (307, b""), 1, r"/health: got 307: ''. `grpo-train serve --model"),  # TRL's
         ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
@@ -222,7 +222,7 @@ def test_faults_that_last_are_named(make_client, stub, path, fault, tries, messa
     call = calls.get(path, lambda client: client.update_weights(weights(1.0)))
     with pytest.raises(ServerError, match=message.format(url=stub.url, path=path)):
         call(make_client(connection_timeout=0.2, request_timeout=0.3))
-    assert tries is None or stub.paths().count(path) == tries
+    assert stub.paths().count(path) == tries
 
 
 RIGHT = choices([[1]], 1)[0]
@@ -325,50 +325,49 @@ def test_a_communicator_that_is_not_there(stub):
             update()
 
 
-def test_a_server_that_restarts_gets_the_weights_first(make_client, stub):
-    """Before it is asked, while it answers, and while it loads."""
-
-    def die(*answer):
-        stub.version = "default"  # what a new process says
-        return answer
-
+def test_a_server_that_has_lost_its_weights(make_client, stub):
+    """Its own ones would answer, or those of somebody else."""
     client = make_client()
-    for died, paths in (
-        ({}, ["/weight_info", *UPDATE, COMPLETE]),
-        ({COMPLETE: BUSY}, ["/weight_info", COMPLETE, "/weight_info", *UPDATE, COMPLETE]),
-    ):
-        client.update_weights(weights(1.0))
-        stub.script |= {path: [lambda answer=answer: die(*answer)] for path, answer in died.items()}
-        stub.version = stub.version if died else "default"
-        before = len(stub.asked)
-        assert client.generate([[1]])["completion_ids"] == [[7, 0]]
-        assert stub.paths()[before:] == paths
-        assert stub.loaded[-1] == stub.loaded[-2]
-    stub.script["/collective_rpc"] = [lambda: die(200, {})]
-    before = len(stub.loaded)
     client.update_weights(weights(1.0))
-    assert len(stub.loaded) == before + 1 and not stub.version.endswith("-loading")
-    stub.close()  # gone for a while
-    started = []
-    timer = threading.Timer(0.3, lambda: started.append(StubServer(stub.port)))
-    timer.start()
-    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
-    timer.join()
-    assert started[0].loaded == stub.loaded[-1:]
-    started[0].close()
-
-
-def test_a_server_that_stays_away(make_client, stub, caplog):
-    client = make_client(connection_timeout=0.2)
-    stub.close()
-    with pytest.raises(ServerError, match=rf"{stub.url}.*no connection.*for 0.2 seconds"):
+    stub.version = "default"  # what a new process says
+    with pytest.raises(ServerError, match=f"{stub.url}: .* restarted.*resume_from_checkpoint"):
         client.generate([[1]])
-    [waits] = caplog.messages  # of many tries
-    assert waits.endswith("waiting up to 0.2 s for it")
+    stub.script["/collective_rpc"] = [(400, {})]  # nor has it all of those
+    with pytest.raises(ServerError, match="got 400"):
+        client.update_weights(weights(2.0))
+    with pytest.raises(ServerError, match="expected the weights that were sent last"):
+        client.generate([[1]])
+    assert COMPLETE not in stub.paths()
+    client.update_weights(weights(2.0))
+    assert client.generate([[1]])["completion_ids"] == [[7, 0]]
+
+
+def test_a_server_that_is_gone(make_client, stub, caplog):
+    client = make_client()
+    stub.close()
+    gone = rf"{stub.url}.*no connection.*, 4 times in .*`grpo-train serve --model"
+    for ask in (lambda: client.generate([[1]]), lambda: client.update_weights(weights(1.0))):
+        with pytest.raises(NoServerError, match=gone):
+            ask()
+        [warning] = caplog.messages  # of many tries
+        assert warning.endswith("it is tried again")
+        caplog.clear()
     assert not client.health()
     with pytest.raises(ConnectionError, match="no connection.*`grpo-train serve --model") as error:
         make_client(connection_timeout=0.0)
     assert isinstance(error.value, ServerError) and stub.url in str(error.value)
+
+
+def test_a_server_that_is_not_up_yet(make_client, stub):
+    stub.close()
+    with pytest.raises(NoServerError, match="no connection.* times in 0.[2-9] seconds"):
+        make_client(connection_timeout=0.2)
+    started = []
+    timer = threading.Timer(0.3, lambda: started.append(StubServer(stub.port)))
+    timer.start()
+    assert make_client(connection_timeout=30.0).health()
+    timer.join()
+    started[0].close()
 
 
 def test_a_password_in_the_url(stub, caplog):

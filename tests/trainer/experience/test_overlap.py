@@ -11,7 +11,6 @@ from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.engines import WeightsLostError
 from tests.support.trainer import BackgroundEngine
 from tests.support.vllm_stub import StubServer, choices
 
@@ -128,22 +127,6 @@ def test_an_interrupted_run_ends_the_generation(make, engine, error, said):
     assert engine.calls[-1] == "cancel"
     trainer.train()  # starts again
     assert trainer.state.global_step == 4
-
-
-def test_lost_weights(make, engine):
-    """They cannot be had again: the policy is asked as it is by then."""
-    fails = iter([False, True])
-
-    def lost(prompt_ids):
-        if next(fails, False):
-            raise WeightsLostError("restarted")
-
-    engine.work = lost
-    trainer = make(engine)
-    trainer.train()
-    assert of_steps(trainer, STALENESS) == [0, 0, 1, 1]
-    assert of_steps(trainer, DIFFERENCE)[1] < 1e-4
-    assert engine.calls[4:7] == ["end", "update", "generate"]
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, T
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
-from grpo_trainer.engines import policy_weights
+from grpo_trainer.engines import WeightSource, policy_weights
 from grpo_trainer.policy import loading_whole, placement_of
-from grpo_trainer.vllm.server import Together
+from grpo_trainer.vllm.server import on_first_process
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
 from tests.trainer.processes.features import held, make_trainer, plain, weights
@@ -169,20 +170,22 @@ def streamed(placement: str, folder: str) -> Found:
         trainer = make_trainer(name, placement, f"{folder}/{name}")
         trainer.train()
         place = placement_of(trainer.accelerator)
-        together = Together(trainer.accelerator, place.sharded)
-        source = together.shared(lambda: policy_weights(trainer.model, place))  # noqa: B023
+        on_first = partial(on_first_process, trainer.accelerator, place.sharded)
 
-        def work() -> dict[str, Tensor]:
-            next(iter(source()))  # noqa: B023
-            return {key: value.clone() for key, value in source()}  # noqa: B023
+        def source() -> Iterator[tuple[str, Tensor]]:
+            return policy_weights(trainer.model, place)  # noqa: B023
 
-        def failing() -> None:
-            for _ in source():  # noqa: B023
+        def work(source: WeightSource) -> dict[str, Tensor]:
+            next(iter(source()))
+            return {key: value.clone() for key, value in source()}
+
+        def failing(source: WeightSource) -> None:
+            for _ in source():
                 raise ValueError("half way")
 
-        sent = together.on_main(work, (ValueError,))
+        sent = on_first(work, source)
         with pytest.raises(ValueError, match="half way"):
-            together.on_main(failing, (ValueError,))
+            on_first(failing, source)
         with LiveBytes() as live:
             for item in policy_weights(trainer.model, place):
                 del item  # before the next one is gathered

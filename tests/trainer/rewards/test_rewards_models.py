@@ -78,7 +78,10 @@ def test_loaded_as_the_policy_is(folder, make_args):
     assert loaded().dtype == torch.float32
     model = loaded(dtype="bfloat16", attn_implementation="eager")
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="model_init_kwargs: expected names .*'nothing'"):
+    with pytest.raises(
+        ValueError,
+        match="model_init_kwargs: expected known names: .*'nothing'.* .reward_funcs: model",
+    ):
         loaded(nothing=1)
 
 
