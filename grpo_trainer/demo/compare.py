@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +44,11 @@ class Measured(NamedTuple):
     error: float  # of the gradients, against fp64, over the largest entry
 
 
-def _ours(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-    return linear_policy_loss(hidden, weight, batch, CONFIG).loss
-
-
-def _exact(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-    return linear_policy_loss(hidden, weight, batch, CONFIG, backend=EXACT).loss
+def fused(config: LossConfig, backend: str = "auto") -> Loss:
+    """Return ours."""
+    return lambda hidden, weight, batch: (
+        linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
+    )
 
 
 def _eager(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
@@ -82,7 +82,7 @@ def _liger(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
 
 _OTHERS = ("trl", "liger-kernel")  # by their distributions
 HEADS: dict[str, Loss] = {
-    "grpo-kernels": _ours,
+    "grpo-kernels": fused(CONFIG),
     "full logits": _eager,
     "trl": _trl,
     "liger-kernel": _liger,
@@ -102,7 +102,7 @@ def compare() -> list[Measured]:
     """
     names = installed_heads()
     hidden, weight, batch = large_head()
-    exact = loss_and_gradients(_exact, hidden.double(), weight.double(), batch)
+    exact = loss_and_gradients(fused(CONFIG, EXACT), hidden.double(), weight.double(), batch)
     errors = {}
     for name in names:  # which also warms up
         found = loss_and_gradients(HEADS[name], hidden, weight, batch)
@@ -125,18 +125,13 @@ def compare() -> list[Measured]:
 
 def peak_bytes(names: list[str]) -> dict[str, int]:
     """Return the peak memory of loss and gradients, of each in a process of its own."""
-    command = [sys.executable, "-m", "grpo_trainer.demo.compare"]
-    started = {
-        name: subprocess.Popen(
-            [*command, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for name in names
-    }
-    said = {name: process.communicate() for name, process in started.items()}
-    for name, process in started.items():
-        if process.returncode:
-            raise RuntimeError(f"{name}: its memory could not be measured: {said[name][1]}")
-    return {name: int(out.split()[-1]) for name, (out, _) in said.items()}
+
+    def measured(name: str) -> int:
+        command = [sys.executable, "-m", "grpo_trainer.demo.compare", name]
+        return int(subprocess.check_output(command, text=True).split()[-1])
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(measured, names), strict=True))
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
