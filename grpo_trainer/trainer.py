@@ -42,12 +42,12 @@ from grpo_trainer.experience import (
 )
 from grpo_trainer.monitor import (
     LogsRun,
-    WritesCard,
+    Recipe,
     close_progress,
     phase,
+    show_progress,
     step_metric,
     value_metric,
-    watch,
 )
 from grpo_trainer.policy import (
     SyncReference,
@@ -71,7 +71,7 @@ from grpo_trainer.rewards import RewardSource, Tokenizers
 from grpo_trainer.trl_names import TrainerAttributes, check_overrides
 
 
-class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
+class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -189,7 +189,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         engine = None if rollout_engine is None else type(rollout_engine).__name__
         if args.write_report:
             self.add_callback(ReportWriter(self))
-        self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
+        show_progress(self)
+        self.recipe = Recipe.of(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
 
     @property

@@ -16,9 +16,9 @@ from pyarrow import parquet
 from transformers import TrainerCallback
 
 from grpo_trainer import cli
+from grpo_trainer.monitor import RunRecord, load_run
 from grpo_trainer.report import page
 from grpo_trainer.report.page import render
-from grpo_trainer.report.record import RunRecord, load_run
 from tests.support.browser import Page, open_page
 
 pytest.importorskip("plotly")
@@ -221,7 +221,7 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     (folder / "report.html").unlink()
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    page._plotly.cache_clear()
+    page.packed_plotly.cache_clear()
     said: list[str] = []
     trainer.add_callback(TrainerCallback())
     trainer.callback_handler.callbacks[-1].on_step_begin = lambda *_, **__: said.append(caplog.text)
