@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.losses import policy_loss
+from grpo_kernels.testing import relative_error
 from grpo_kernels.tools import installed_version
 
 # T tokens, width D, V vocabulary entries
@@ -106,7 +107,7 @@ def compare() -> list[Measured]:
     errors = {}
     for name in names:  # which also warms up
         found = loss_and_gradients(HEADS[name], hidden, weight, batch)
-        differences = [relative(ours, wanted) for ours, wanted in zip(found, exact, strict=True)]
+        differences = list(map(relative_error, found, exact))
         if max(differences) > _TOLERANCE:
             raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
         errors[name] = max(differences[1:])
@@ -132,11 +133,6 @@ def peak_bytes(names: list[str]) -> dict[str, int]:
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(measured, names), strict=True))
-
-
-def relative(value: Tensor, exact: Tensor) -> float:
-    """Return the largest difference over the largest entry."""
-    return float((value.double() - exact).abs().amax() / exact.abs().amax())
 
 
 def loss_and_gradients(

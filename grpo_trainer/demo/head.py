@@ -9,7 +9,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels import LossConfig, TokenBatch
-from grpo_trainer.demo.compare import EXACT, fused, loss_and_gradients, relative
+from grpo_kernels.testing import relative_error
+from grpo_trainer.demo.compare import EXACT, fused, loss_and_gradients
 from grpo_trainer.demo.task import digits_reversal_reward
 
 
@@ -48,5 +49,5 @@ def rollout_difference(
     weight = model.lm_head.weight
     ours = loss_and_gradients(fused(config), hidden, weight, batch)
     exact = loss_and_gradients(fused(config, EXACT), hidden.double(), weight.double(), batch)
-    gradient = max(map(relative, ours[1:], exact[1:]))
+    gradient = max(map(relative_error, ours[1:], exact[1:]))
     return float((ours[0].double() - exact[0]).abs()), gradient

@@ -26,7 +26,7 @@ def sections(curves: Curves, apart: bool = False) -> dict[str, Sequence[Chart]]:
     What nobody knows comes last. With ``apart`` each reward function has a chart of its own.
     """
     reward, *learning = CHARTS["Learning"]
-    charts = CHARTS | {"Learning": (reward, *_by_function(curves, apart), *learning)}
+    charts = CHARTS | {"Learning": [reward, *_by_function(curves, apart), *learning]}
     shown = {title: [one for one in each if one.first(curves)] for title, each in charts.items()}
     drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}.union(
         _NOT_DRAWN

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.demo import compare
-from grpo_trainer.demo.__main__ import main
+from grpo_trainer.demo.__main__ import CONFIG, main
 from grpo_trainer.demo.policy import CHARACTERS
 from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
 
@@ -29,7 +29,9 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "TOKENS", 16)
     monkeypatch.setattr(compare, "VOCABULARY", 500)
     monkeypatch.setattr(compare, "peak_bytes", lambda names: dict.fromkeys(names, 2 << 20))
-    monkeypatch.setattr("grpo_trainer.demo.__main__.PROMPTS_PER_STEP", 4)
+    small = tmp_path / "small.yaml"
+    small.write_text(CONFIG.read_text().replace("512  # 32 prompts", "64"))
+    monkeypatch.setattr("grpo_trainer.demo.__main__.CONFIG", small)
     main(["--out", str(tmp_path), "--steps", "2"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary) == [
