@@ -46,7 +46,6 @@ from grpo_trainer.monitor import (
     close_progress,
     phase,
     show_progress,
-    step_metric,
     value_metric,
 )
 from grpo_trainer.policy import (
@@ -207,7 +206,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._slices.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(step_metric("loss", loss, stepping))
+        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
         if stepping:
             metrics.phases.step()
             if self._entropy is not None:
@@ -261,7 +260,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
         # Trainer's own mean takes the dataset's length for the number of completions
-        self._metrics[False].add(step_metric("loss", loss, last=True))
+        self._metrics[False].add(value_metric("loss", loss, loss.device))
         return loss, None, None
 
     def _calculate_rewards(

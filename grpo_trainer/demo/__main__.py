@@ -108,7 +108,7 @@ def _summary(record: RunRecord, out: Path, eval_file: Path) -> dict[str, Any]:
         # fused fp32 against eager fp64
         "loss_max_abs_diff": loss_difference,
         "grad_max_rel_diff": gradient_difference,
-        "heads": [row._asdict() for row in compare.compare()],  # ours first
+        "heads": compare.compare(),
     }
 
 

@@ -90,10 +90,8 @@ class LogsRun(Trainer):
     ) -> None:
         """Write the card before an upload; ``push_to_hub`` hands these on.
 
-        Args:
-            model_name: the card's title. Default: the name of ``output_dir``.
-            dataset_name: hub ids of what was trained on. Default: the dataset as it was named.
-            tags: more tags.
+        They are its title, by default the name of ``output_dir``; hub ids of what was trained on,
+        by default the dataset as it was named; and more tags.
         """
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)

@@ -151,13 +151,10 @@ class MetricLog:
 
         The lengths of completions that ended are 0 where none did, as in TRL.
         """
-        pending = Metrics.merge([*self._pending, self.phases.drain()])
-        merged = pending
+        merged = Metrics.merge([*self._pending, self.phases.drain()])
         if self._accelerator.num_processes > 1:
-            merged = pending.gathered(self._accelerator.gather)
+            merged = merged.gathered(self._accelerator.gather)
         self._pending = []
-        if not merged:
-            return {}
         values = torch.stack([merged[name].double() for name in merged]).tolist()
         read = dict(zip(merged, values, strict=True))
         return {
@@ -167,17 +164,12 @@ class MetricLog:
         }
 
 
-def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:
-    """Return one sample of a number, averaged over the window."""
+def value_metric(
+    name: str, value: float | Tensor, device: torch.device, whole: bool = True
+) -> Metrics:
+    """Return one sample of a number, averaged over the window; or a part of the next one."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-    return Metrics({name: Stat("mean", total, torch.ones_like(total))})
-
-
-def step_metric(name: str, part: Tensor, last: bool) -> Metrics:
-    """Return a micro-batch's part of an optimizer step's sum, averaged over the window's steps."""
-    total = part.detach().double()
-    count = torch.ones_like(total) if last else torch.zeros_like(total)
-    return Metrics({name: Stat("mean", total, count)})
+    return Metrics({name: Stat("mean", total, torch.full_like(total, whole))})
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -122,7 +123,8 @@ class RunView(TrainerCallback):
         head.add_row(Text(f"step {step}/{steps}", style="bold"), bar, Text(self._left))
         parts: list[RenderableType] = [head]
         if self._numbers:
-            parts += [Text(), _grid(self._numbers)]
+            texts = [Text.assemble((f"{n} ", "dim"), (x, "bold")) for n, x in self._numbers.items()]
+            parts += [Text(), Columns(texts, padding=(0, 3))]
         if len(self._rewards) > 1:
             parts += [Text(), Text.assemble("reward  ", (sparkline(self._rewards), "green"))]
         if self._shares:
@@ -190,8 +192,7 @@ def _numbers(logs: dict[str, float]) -> dict[str, str]:
 
 def _shares(logs: dict[str, float]) -> dict[str, float]:
     total = logs.get("step_time", 0.0)
-    seconds = {name: logs.get(f"profiling/{name}", 0.0) for name in PHASES}
-    shares = {name: value / total for name, value in seconds.items() if total}
+    shares = {name: logs.get(f"profiling/{name}", 0.0) / total for name in PHASES if total}
     return {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
 
 
@@ -200,14 +201,6 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return psutil.Process().memory_info().rss
-
-
-def _grid(numbers: dict[str, str]) -> Table:
-    table = Table.grid(padding=(0, 3))
-    items = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in numbers.items()]
-    for start in range(0, len(items), 4):
-        table.add_row(*items[start : start + 4])
-    return table
 
 
 def _phases(shares: dict[str, float]) -> Text:

@@ -71,8 +71,10 @@ def figure_of(chart: Chart, runs: Mapping[str, Curves]) -> Figure:
     return {"data": traces, "log": chart.log}
 
 
-def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure:
+def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure | None:
     """Draw how the rewards of each step are distributed: a column each, darker where more are."""
+    if not rewards:
+        return None
     edges = numpy.histogram_bin_edges(numpy.concatenate([*rewards.values()]), _BINS)
     columns = [numpy.histogram(values, edges)[0] / len(values) for values in rewards.values()]
     heat = {

@@ -19,7 +19,7 @@ from grpo_trainer.report.curves import Curves, curves_of, findings, finite
 from grpo_trainer.report.texts import prompt_samples, rewards_by_step
 
 Rewards = dict[int, list[float]]  # of the completions, by optimizer step
-Card = tuple[str, str, Figure | None]  # title, note; None: the run has not kept what it would show
+Card = tuple[str, str, Figure]  # with its title and a note
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -53,7 +53,8 @@ def render(runs: Sequence[RunRecord]) -> str:
             (run.name, _tiles(run, curves[run.name]), findings(curves[run.name], best[run.name]))
             for run in runs
         ],
-        sections=_cards(runs, curves, rewards),
+        sections=_cards(runs, curves),
+        histogram=histogram_figure(rewards[names[0]]),
         samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
         tables=_comparison(runs) if len(runs) > 1 else _facts(runs[0]),
         plotly=plotly,
@@ -76,7 +77,7 @@ def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
 
 
 def _cards(
-    runs: Sequence[RunRecord], curves: Mapping[str, Curves], rewards: Mapping[str, Rewards]
+    runs: Sequence[RunRecord], curves: Mapping[str, Curves]
 ) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
     """Return the charts of each section, and by their titles the values of those that are flat."""
     union = curves_of([row for run in runs for row in run.history])
@@ -84,34 +85,27 @@ def _cards(
     cards = {}
     for section, charts in sections(union, apart=several).items():
         flat = {chart.title: constants(chart, curves.values()) for chart in charts}
-        moving: list[Card] = [
+        moving = [
             # notes are of bands and evaluations, which one run has
             (chart.title, "" if several else chart.note, figure_of(chart, curves))
             for chart in charts
             if flat[chart.title] is None
         ]
-        if section == "Completions" and not several:
-            moving.append(_histogram(rewards[runs[0].name]))
         cards[section] = (moving, {title: values for title, values in flat.items() if values})
     return cards
-
-
-def _histogram(rewards: Rewards) -> Card:
-    title = "Rewards of the completions"
-    if not rewards:
-        return title, "", None
-    note = "How they are distributed at each step; darker where more of them are."
-    return title, note, histogram_figure(rewards)
 
 
 def _comparison(runs: Sequence[RunRecord]) -> dict[str, list[list[str]]]:
     """Return tables of what differs, by their titles: rows of a name and the value of each run."""
     tables = {
-        "Settings that differ": _rows([run.settings for run in runs]),
-        "Recipes that differ": _rows([run.recipe for run in runs]),
-        "Environments that differ": _rows([run.environment for run in runs]),
+        "Settings that differ": [run.settings for run in runs],
+        "Recipes that differ": [run.recipe for run in runs],
+        "Environments that differ": [run.environment for run in runs],
     }
-    return {title: [row for row in rows if len(set(row[1:])) > 1] for title, rows in tables.items()}
+    return {
+        title: [row for row in _rows(facts) if len(set(row[1:])) > 1]
+        for title, facts in tables.items()
+    }
 
 
 def _facts(run: RunRecord) -> dict[str, list[list[str]]]:
@@ -126,11 +120,11 @@ def _facts(run: RunRecord) -> dict[str, list[list[str]]]:
 
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(name for each in facts for name in each)
-    return [[name, *(_text(each.get(name, "-")) for each in facts)] for name in names]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    values = {name: [each.get(name, "-") for each in facts] for name in names}
+    return [
+        [name, *(one if isinstance(one, str) else json.dumps(one) for one in each)]
+        for name, each in values.items()
+    ]
 
 
 @functools.cache
