@@ -104,28 +104,38 @@ class RunRecord:
 
 
 def load_run(folder: Path) -> RunRecord:
-    """Return the run in ``folder``: by its ``run.json``, else by the trainer's state alone.
+    """Return the run in ``folder``, by its ``run.json``.
+
+    Where that is not there, or knows of no step yet, the log is that of the trainer's state.
 
     Raises:
         ValueError: there is neither, or it cannot be read.
     """
-    # the state is left at the end of a run, and in each checkpoint
-    steps = {int(path.name[11:]): path for path in folder.glob("checkpoint-[0-9]*")}
-    folders = [folder, *(steps[step] for step in sorted(steps, reverse=True))]
-    places = [folder / RUN_FILE, *(each / TRAINER_STATE_NAME for each in folders)]
-    path = next((each for each in places if each.is_file()), None)
+    record, state = folder / RUN_FILE, _newest_state(folder)
+    path = record if record.is_file() else state
     if path is None:
         raise ValueError(
             f"report: expected the folder of a run, with {RUN_FILE} or {TRAINER_STATE_NAME}, "
             f"got {str(folder)!r}"
         )
+    run: dict[str, Any] = {"name": folder.resolve().name, "history": []}
     try:
-        content = json.loads(path.read_text())
-        if path.name == RUN_FILE:
-            return RunRecord(**(content | {"folder": folder}))
-        return RunRecord(name=folder.resolve().name, history=content["log_history"], folder=folder)
+        if path == record:
+            run = run | json.loads(path.read_text())
+        if state is not None and not run["history"]:
+            path = state
+            run["history"] = json.loads(path.read_text())["log_history"]
+        return RunRecord(**(run | {"folder": folder}))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"report: {path} is not the record of a run: {error}") from error
+
+
+def _newest_state(folder: Path) -> Path | None:
+    """Return the trainer's state at the end of a run, else that of its last checkpoint."""
+    checkpoints = folder.glob("checkpoint-[0-9]*")
+    by_step = sorted(checkpoints, key=lambda path: (len(path.name), path.name), reverse=True)
+    states = [each / TRAINER_STATE_NAME for each in (folder, *by_step)]
+    return next((path for path in states if path.is_file()), None)
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -13,7 +13,7 @@ from grpo_trainer.report.curves import Curve, Curves, evaluations
 
 _BINS = 24  # of the histograms
 # drawn elsewhere under another name, or said by another curve
-_NOT_DRAWN = ("num_tokens", "step_time")
+_NOT_DRAWN = {"num_tokens", "step_time"}
 _FAMILIES = ("eval_", REWARD_PREFIX, "clip_ratio/", "completions/")
 
 Trace = dict[str, Any]
@@ -28,12 +28,10 @@ def sections(curves: Curves, apart: bool = False) -> dict[str, Sequence[Chart]]:
     reward, *learning = CHARTS["Learning"]
     charts = CHARTS | {"Learning": [reward, *_by_function(curves, apart), *learning]}
     shown = {title: [one for one in each if one.first(curves)] for title, each in charts.items()}
-    drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}.union(
-        _NOT_DRAWN
-    )
-    others = [name for name in sorted(curves) if not name.startswith(_FAMILIES)]
+    drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}
+    others = sorted(curves.keys() - drawn - _NOT_DRAWN)
     shown["Other metrics"] = [
-        Chart(title=name, lines={name: name}) for name in others if name not in drawn
+        Chart(title=name, lines={name: name}) for name in others if not name.startswith(_FAMILIES)
     ]
     return {title: charts for title, charts in shown.items() if charts}
 

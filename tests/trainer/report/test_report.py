@@ -195,13 +195,25 @@ def test_a_policy_that_has_learned_all_is_well(tmp_path):
     assert "Worth a look" not in render([run(tmp_path, **LEARNED)])
 
 
+def test_a_run_that_was_killed_early_is_read_from_its_checkpoint(tmp_path):
+    RunRecord(name="r", history=[], folder=tmp_path).save()  # at its start
+    for step in (5, 10):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        log = [{"step": step, "reward": 0.5}]
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    record = load_run(tmp_path)
+    assert record.name == "r" and record.history == [{"step": 10, "reward": 0.5}]
+
+
 def test_wrong_input(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["report", str(tmp_path)])
     assert "expected the folder of a run, with run.json" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is not the record of a run"):
-        load_run(tmp_path)
+    for content in ("{", "[]", '{"unknown": 1}'):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=r"run\.json is not the record of a run"):
+            load_run(tmp_path)
     with pytest.raises(ValueError, match="has logged something, got 'r'"):
         render([RunRecord(name="r", history=[])])
 
