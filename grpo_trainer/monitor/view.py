@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.charts import EVERY_CHART
@@ -52,9 +52,7 @@ class RunView(TrainerCallback):
         soft_wrap = not self._console.is_terminal
         self._console.print(text, highlight=False, markup=False, soft_wrap=soft_wrap)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._start = (time.perf_counter(), state.global_step)
         self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero and self._console.is_terminal:
@@ -63,14 +61,9 @@ class RunView(TrainerCallback):
                 self._live.start()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
-        if not state.is_world_process_zero or not logs:
+        if not state.is_world_process_zero:
             return
         step = state.global_step
         with unfailing(_WHAT):
@@ -95,7 +88,7 @@ class RunView(TrainerCallback):
             self._live.stop()
         self._live = None
 
-    def note(self, args: TrainingArguments, state: TrainerState, logs: dict[str, float]) -> None:
+    def note(self, args: Any, state: TrainerState, logs: dict[str, float]) -> None:
         """Keep what a log call of training says, to show it."""
         began, first = self._start
         seconds_per_step = (time.perf_counter() - began) / max(state.global_step - first, 1)

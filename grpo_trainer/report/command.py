@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from grpo_kernels.tools import OneLineParser
 from grpo_trainer.common import unfailing, whole
@@ -31,18 +31,14 @@ class ReportWriter(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             with self._unfailing():
                 RunRecord.of(self._trainer).save()
             with self._unfailing():
                 packed_plotly()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and state.log_history:
             with self._unfailing():
                 record = RunRecord.of(self._trainer)

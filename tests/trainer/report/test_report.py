@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -230,16 +231,21 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     assert any("reward" in row for row in record.history)
     assert "Settings that are not" in (folder / "report.html").read_text()
 
-    (folder / "report.html").unlink()
+    for name in ("report.html", "run.json"):
+        (folder / name).unlink()
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     page.packed_plotly.cache_clear()
     said: list[str] = []
+    names: set[str] = set()
     trainer.add_callback(TrainerCallback())
-    trainer.callback_handler.callbacks[-1].on_step_begin = lambda *_, **__: said.append(caplog.text)
+    first_step = trainer.callback_handler.callbacks[-1]
+    first_step.on_step_begin = lambda *_, **__: said.append(caplog.text)
+    first_step.on_step_end = lambda *_, **__: names.update(os.listdir(folder))
     trainer.train()
     needed = "pip install 'plotly>=6', then"
     assert needed in said[0]  # before anything is generated
+    assert "run.json" in names
     assert caplog.text.count(needed) == 1
     assert not (folder / "report.html").exists()
 
