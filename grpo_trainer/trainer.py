@@ -44,6 +44,7 @@ from grpo_trainer.monitor import (
     LogsRun,
     Recipe,
     close_progress,
+    engine_name,
     phase,
     show_progress,
     value_metric,
@@ -184,12 +185,13 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         self._collector = Collector(*made_of, context, source, self._calculate_rewards)
         self.interaction_settings = self._interaction.settings
         weights = args.reward_weights or [1.0] * len(rewards)
-        names = [reward.name for reward in rewards]
-        engine = None if rollout_engine is None else type(rollout_engine).__name__
+        self.recipe = Recipe(
+            rewards={one.name: weight for one, weight in zip(rewards, weights, strict=True)},
+            engine=engine_name(args, rollout_engine),
+        )
         if args.write_report:
             self.add_callback(ReportWriter(self))
         show_progress(self)
-        self.recipe = Recipe.of(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
 
     @property

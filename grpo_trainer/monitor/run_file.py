@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
+from grpo_trainer.config import GRPOConfig
 
 RUN_FILE = "run.json"  # in the run's folder
 
@@ -27,35 +28,11 @@ History = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parts of a run that have names."""
+    """What a run is made of that cannot be read off its trainer."""
 
-    model: str  # folder or hub id it started from
     rewards: dict[str, float]  # name -> weight
-    dataset: str | None  # as it was named, if it was
-    prompts: int | None  # of the dataset; None: it is a stream
-    adapter: str | None  # its kind, if only an adapter is trained
-    loss_type: str
-    loss_source: str  # the paper
     engine: str  # what completes the prompts
-    processes: int
-
-    @classmethod
-    def of(cls, trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
-        """Describe ``trainer``; ``engine`` names one that its arguments do not say."""
-        args, model, data = trainer.args, trainer.model, trainer.train_dataset
-        vllm = f"vLLM ({args.vllm_mode})" if args.use_vllm else None
-        adapters = model.peft_config.values() if is_peft_model(model) else ()
-        return cls(
-            model=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
-            rewards=rewards,
-            dataset=None,
-            prompts=len(data) if hasattr(data, "__len__") else None,
-            adapter=next((str(config.peft_type.value) for config in adapters), None),
-            loss_type=trainer.loss_config.loss_type,
-            loss_source=trainer.loss_config.loss.source,
-            engine=engine or args.rollout_engine or vllm or "transformers",
-            processes=trainer.accelerator.num_processes,
-        )
+    dataset: str | None = None  # as it was named, if it was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +60,26 @@ class RunRecord:
     @classmethod
     def of(cls, trainer: Trainer) -> RunRecord:
         """Return the run of ``trainer`` as it is now."""
-        args, folder = trainer.args, Path(trainer.args.output_dir)
+        args, model, data = trainer.args, trainer.model, trainer.train_dataset
+        adapters = model.peft_config.values() if is_peft_model(model) else ()
+        recipe = {
+            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "rewards": trainer.recipe.rewards,
+            "dataset": trainer.recipe.dataset,
+            "prompts": len(data) if hasattr(data, "__len__") else None,  # None: it is a stream
+            "adapter": next((str(config.peft_type.value) for config in adapters), None),
+            "loss_type": trainer.loss_config.loss_type,
+            "loss_source": trainer.loss_config.loss.source,  # the paper
+            "engine": trainer.recipe.engine,
+            "processes": trainer.accelerator.num_processes,
+        }
+        folder = Path(args.output_dir)
         return cls(
             name=args.run_name or folder.resolve().name,
             history=trainer.state.log_history,
             settings=args.to_dict(),  # without tokens and passwords
             changed=[one.name for one in fields(args) if _differs(getattr(args, one.name), one)],
-            recipe=asdict(trainer.recipe),
+            recipe=recipe,
             environment=environment(args.device),
             folder=folder,
         )
@@ -136,6 +126,12 @@ def _newest_state(folder: Path) -> Path | None:
     by_step = sorted(checkpoints, key=lambda path: (len(path.name), path.name), reverse=True)
     states = [each / TRAINER_STATE_NAME for each in (folder, *by_step)]
     return next((path for path in states if path.is_file()), None)
+
+
+def engine_name(args: GRPOConfig, engine: object | None) -> str:
+    """Return what the engine of a run is called; ``engine`` is one that ``args`` do not name."""
+    named = args.rollout_engine if engine is None else type(engine).__name__
+    return named or (f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers")
 
 
 def environment(device: torch.device) -> dict[str, str]:
