@@ -90,8 +90,8 @@ def _summary(record: RunRecord, out: Path, eval_file: Path) -> dict[str, Any]:
     prompts = load_prompts(str(eval_file)).select(range(32))
     config = LossConfig(**settings)
     loss_difference, gradient_difference = head.rollout_difference(out / "model", prompts, config)
-    training = report.training_rows(record.history)
-    evaluations = report.evaluation_rows(record.history)
+    training = report.rows_with("reward", record.history)
+    evaluations = report.rows_with("eval_reward", record.history)
     prompt, samples = next(iter(prompt_samples(record.folder).items()))
     first, last = samples[min(samples)], samples[max(samples)]  # best first
     return {

@@ -9,19 +9,14 @@ from typing import Any
 History = list[dict[str, Any]]
 
 
-def training_rows(history: History) -> History:
-    """Return the entries that training steps logged."""
-    return [row for row in history if "reward" in row]
-
-
-def evaluation_rows(history: History) -> History:
-    """Return the entries that evaluations logged."""
-    return [row for row in history if "eval_reward" in row]
+def rows_with(metric: str, history: History) -> History:
+    """Return the entries that log ``metric``."""
+    return [row for row in history if metric in row]
 
 
 def write_csv(folder: Path, history: History) -> None:
     """Write one row per logged training step."""
-    rows = training_rows(history)
+    rows = rows_with("reward", history)
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     with (folder / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -33,7 +28,7 @@ def plot_curves(folder: Path, history: History) -> None:
     """Plot reward, entropy and completion length over the steps."""
     from matplotlib.figure import Figure
 
-    rows, evaluations = training_rows(history), evaluation_rows(history)
+    rows, evaluations = rows_with("reward", history), rows_with("eval_reward", history)
     panels = {
         "mean reward": "reward",
         "entropy (nats)": "entropy",
