@@ -71,13 +71,13 @@ class RunView(TrainerCallback):
                 self.note(args, state, logs)
                 if self._live is None:
                     self.say("  ".join(self._line(state)))
-            for prefix in _evaluations(logs):
-                self.say(evaluation_line(prefix, step, logs))
             if "train_runtime" in logs:
                 self.say(
                     f"trained {step - self._start[1]} steps in {duration(logs['train_runtime'])}  "
                     f"mean loss {logs['train_loss']:.3g}"
                 )
+            elif runtime := next((name for name in logs if name.endswith(_RUNTIME)), None):
+                self.say(evaluation_line(runtime.removesuffix(_RUNTIME), step, logs))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.close()
@@ -160,12 +160,6 @@ def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARK[round((value - low) * scale)] for value in values)
-
-
-def _evaluations(logs: dict[str, float]) -> list[str]:
-    """Return the prefixes of the evaluations, one in each row of an evaluation."""
-    prefixes = [name.removesuffix(_RUNTIME) for name in logs if name.endswith(_RUNTIME)]
-    return [prefix for prefix in prefixes if prefix != "train"]
 
 
 def _numbers(logs: dict[str, float]) -> dict[str, str]:
