@@ -13,7 +13,7 @@ from grpo_trainer.report.curves import Curve, Curves, evaluations
 
 _BINS = 24  # of the histograms
 # drawn elsewhere under another name, or said by another curve
-_NOT_DRAWN = {"num_tokens", "step_time"}
+_NOT_DRAWN = {"num_tokens", "reward_std", "step_time"}
 _FAMILIES = ("eval_", REWARD_PREFIX, "clip_ratio/", "completions/")
 
 Trace = dict[str, Any]
@@ -131,11 +131,11 @@ def _evaluations(chart: Chart, curves: Curves) -> list[Trace]:
     """Return dots for the first line's metric on held-out prompts."""
     metric = next(iter(chart.lines))
     prefixes = evaluations(curves) if chart.held_out else []
-    marker = {"size": 8, "symbol": "diamond"}
+    present = [prefix for prefix in prefixes if f"{prefix}_{metric}" in curves]
+    dots = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}}
     return [
-        _trace(curves[name], prefix, mode="markers", marker=marker, meta={"color": 1 + index})
-        for index, prefix in enumerate(prefixes)
-        if (name := f"{prefix}_{metric}") in curves
+        _trace(curves[f"{prefix}_{metric}"], prefix, meta={"color": color}, **dots)
+        for color, prefix in enumerate(present, 1)
     ]
 
 
