@@ -129,7 +129,10 @@ def peak_bytes(names: list[str]) -> dict[str, int]:
 
     def measured(name: str) -> int:
         command = [sys.executable, "-m", "grpo_trainer.demo.compare", name]
-        return int(subprocess.check_output(command, text=True).split()[-1])
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name}: its memory could not be measured: {done.stderr}")
+        return int(done.stdout.split()[-1])
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(measured, names), strict=True))
