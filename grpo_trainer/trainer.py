@@ -56,12 +56,12 @@ from grpo_trainer.experience import (
 from grpo_trainer.monitor import (
     REWARD_PREFIX,
     LogsRun,
-    WritesCard,
+    Recipe,
     close_progress,
+    engine_name,
     phase,
-    step_metric,
+    show_progress,
     value_metric,
-    watch,
 )
 from grpo_trainer.policy import (
     base_policy,
@@ -86,7 +86,7 @@ from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
+class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -225,11 +225,13 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             "advantages": advantages,
         }
         weights = args.reward_weights or [1.0] * len(self._rewards)
-        names = self.reward_func_names
-        engine = None if rollout_engine is None else type(rollout_engine).__name__
+        self.recipe = Recipe(
+            rewards=dict(zip(self.reward_func_names, weights, strict=True)),
+            engine=engine_name(args, rollout_engine),
+        )
         if args.write_report:
             self.add_callback(ReportWriter(self))
-        self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
+        show_progress(self)
         self.start()
 
     def _loss(self, args: GRPOConfig) -> LossConfig:
@@ -275,7 +277,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._slices.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(step_metric("loss", loss, stepping))
+        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
         if stepping:
             metrics.phases.step()
             if self._entropy is not None:
@@ -329,7 +331,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
         # Trainer's own mean takes the dataset's length for the number of completions
-        self._metrics[False].add(step_metric("loss", loss, last=True))
+        self._metrics[False].add(value_metric("loss", loss, loss.device))
         return loss, None, None
 
     # The experience: draw, generate, score, compare, slice.

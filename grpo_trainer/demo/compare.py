@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.losses import policy_loss
+from grpo_kernels.testing import relative_error
 from grpo_kernels.tools import installed_version
 
 # T tokens, width D, V vocabulary entries
@@ -34,21 +36,11 @@ _TOLERANCE = 1e-3  # of loss and gradients, relative
 Loss = Callable[[Tensor, Tensor, TokenBatch], Tensor]
 
 
-class Measured(NamedTuple):
-    """What one loss and its gradients take."""
-
-    name: str
-    seconds: float  # median
-    peak_bytes: int  # above the inputs
-    error: float  # of the gradients, against fp64, over the largest entry
-
-
-def _ours(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-    return linear_policy_loss(hidden, weight, batch, CONFIG).loss
-
-
-def _exact(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
-    return linear_policy_loss(hidden, weight, batch, CONFIG, backend=EXACT).loss
+def fused(config: LossConfig, backend: str = "auto") -> Loss:
+    """Return ours."""
+    return lambda hidden, weight, batch: (
+        linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
+    )
 
 
 def _eager(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
@@ -82,7 +74,7 @@ def _liger(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
 
 _OTHERS = ("trl", "liger-kernel")  # by their distributions
 HEADS: dict[str, Loss] = {
-    "grpo-kernels": _ours,
+    "grpo-kernels": fused(CONFIG),
     "full logits": _eager,
     "trl": _trl,
     "liger-kernel": _liger,
@@ -94,19 +86,23 @@ def installed_heads() -> list[str]:
     return [name for name in HEADS if name not in _OTHERS or installed_version(name)]
 
 
-def compare() -> list[Measured]:
-    """Measure each in turn, in interleaved rounds.
+def compare() -> list[dict[str, Any]]:
+    """Measure each in turn, in interleaved rounds; ours is the first.
+
+    Returns:
+        Median seconds, peak bytes above the inputs, and the error of the gradients against fp64,
+        over the largest entry.
 
     Raises:
         RuntimeError: a loss or its gradients are wrong.
     """
     names = installed_heads()
     hidden, weight, batch = large_head()
-    exact = loss_and_gradients(_exact, hidden.double(), weight.double(), batch)
+    exact = loss_and_gradients(fused(CONFIG, EXACT), hidden.double(), weight.double(), batch)
     errors = {}
     for name in names:  # which also warms up
         found = loss_and_gradients(HEADS[name], hidden, weight, batch)
-        differences = [relative(ours, wanted) for ours, wanted in zip(found, exact, strict=True)]
+        differences = list(map(relative_error, found, exact))
         if max(differences) > _TOLERANCE:
             raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
         errors[name] = max(differences[1:])
@@ -118,30 +114,28 @@ def compare() -> list[Measured]:
             seconds[name].append(time.perf_counter() - start)
     peaks = peak_bytes(names)
     return [
-        Measured(name, statistics.median(seconds[name]), peaks[name], errors[name])
+        {
+            "name": name,
+            "seconds": statistics.median(seconds[name]),
+            "peak_bytes": peaks[name],
+            "error": errors[name],
+        }
         for name in names
     ]
 
 
 def peak_bytes(names: list[str]) -> dict[str, int]:
     """Return the peak memory of loss and gradients, of each in a process of its own."""
-    command = [sys.executable, "-m", "grpo_trainer.demo.compare"]
-    started = {
-        name: subprocess.Popen(
-            [*command, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for name in names
-    }
-    said = {name: process.communicate() for name, process in started.items()}
-    for name, process in started.items():
-        if process.returncode:
-            raise RuntimeError(f"{name}: its memory could not be measured: {said[name][1]}")
-    return {name: int(out.split()[-1]) for name, (out, _) in said.items()}
 
+    def measured(name: str) -> int:
+        command = [sys.executable, "-m", "grpo_trainer.demo.compare", name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name}: its memory could not be measured: {done.stderr}")
+        return int(done.stdout.split()[-1])
 
-def relative(value: Tensor, exact: Tensor) -> float:
-    """Return the largest difference over the largest entry."""
-    return float((value.double() - exact).abs().amax() / exact.abs().amax())
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(measured, names), strict=True))
 
 
 def loss_and_gradients(

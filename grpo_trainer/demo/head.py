@@ -3,77 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_kernels import Head, LossConfig, TokenBatch, linear_policy_loss
-from grpo_kernels.hf import add_fused_head
-from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import MicroBatch, Rollout, collate, decode_completions, encode_prompts
-from grpo_trainer.demo.compare import EXACT, Loss, loss_and_gradients, relative
+from grpo_kernels import LossConfig, TokenBatch
+from grpo_kernels.testing import relative_error
+from grpo_trainer.demo.compare import EXACT, fused, loss_and_gradients
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.engines import Sampling, TransformersEngine
-from grpo_trainer.experience import compute_advantages
 
 
-class Difference(NamedTuple):
-    """Fused fp32 against eager fp64."""
+def rollout_difference(
+    folder: Path, dataset: Dataset, config: LossConfig, group: int = 16
+) -> tuple[float, float]:
+    """Compare on a rollout of the policy in ``folder``, with the rewards that it got.
 
-    loss: float  # largest absolute difference
-    gradient: float  # largest difference over the largest gradient, of hidden states and weight
-
-
-def rollout_difference(model_folder: Path, dataset: Dataset, config: LossConfig) -> Difference:
-    """Compare on a rollout of the policy in ``model_folder``, with the rewards that it got."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
-    batch = _rollout(model, model_folder, dataset, config)
-    add_fused_head(model)
-    with torch.no_grad():
-        hidden, weight = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, head_fn=_keep
-        ).head
-    return _difference(hidden, weight, batch.token_batch(1), config)
-
-
-def _keep(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    return hidden, head.weight
-
-
-def _rollout(
-    model: PreTrainedModel, folder: Path, dataset: Dataset, config: LossConfig, group: int = 16
-) -> MicroBatch:
+    Returns:
+        The difference of the losses, and the largest one over the largest gradient, of hidden
+        states and weight.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    args = GRPOConfig(
-        output_dir=str(folder), max_completion_length=config.max_completion_length or 1
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     rows = [row for row in dataset for _ in range(group)]
-    prompts = [row["prompt"] for row in rows]
-    prompt_ids = [prompt.ids for prompt in encode_prompts(prompts, tokenizer)]
-    engine, sampling = (
-        TransformersEngine(lambda: model, tokenizer),
-        Sampling.from_config(args, tokenizer),
-    )
-    completion_ids = engine.generate(prompt_ids, sampling).token_ids
-    completions = decode_completions(completion_ids, prompts, tokenizer)
-    rewards = digits_reversal_reward(completions, [row["answer"] for row in rows])
-    advantages = compute_advantages(torch.tensor(rewards)[:, None], torch.ones(1), group).advantages
-    tokens = torch.tensor(float(sum(map(len, completion_ids))))
-    made = zip(prompts, prompt_ids, completions, completion_ids, strict=True)
-    rollouts = [Rollout(*fields) for fields in made]
-    return collate(rollouts, advantages, tokens, tokens, tokenizer.pad_token_id or 0)
-
-
-def _difference(
-    hidden: Tensor, weight: Tensor, batch: TokenBatch, config: LossConfig
-) -> Difference:
-    def loss_by(backend: str) -> Loss:
-        return lambda x, w, batch: linear_policy_loss(x, w, batch, config, backend=backend).loss
-
-    ours = loss_and_gradients(loss_by("auto"), hidden, weight, batch)
-    exact = loss_and_gradients(loss_by(EXACT), hidden.double(), weight.double(), batch)
-    gradient = max(map(relative, ours[1:], exact[1:]))
-    return Difference(float((ours[0].double() - exact[0]).abs()), gradient)
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt").input_ids
+    start = prompts.shape[1]  # they have one length
+    with torch.no_grad():
+        sampled = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=config.max_completion_length,
+            do_sample=True,
+            top_k=0,
+        )
+        hidden = model.model(sampled).last_hidden_state[:, start - 1 : -1]
+    completions = sampled[:, start:]
+    ends = (completions == tokenizer.eos_token_id).long()
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = torch.tensor(digits_reversal_reward(texts, [row["answer"] for row in rows]))
+    grouped = rewards.view(-1, group)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    advantages = centred / (grouped.std(1, keepdim=True) + 1e-4)
+    until_end = ends.cumsum(1) == ends  # before the first end, and that
+    batch = TokenBatch.from_padded(completions, advantages.flatten(), until_end)
+    weight = model.lm_head.weight
+    ours = loss_and_gradients(fused(config), hidden, weight, batch)
+    exact = loss_and_gradients(fused(config, EXACT), hidden.double(), weight.double(), batch)
+    gradient = max(map(relative_error, ours[1:], exact[1:]))
+    return float((ours[0].double() - exact[0]).abs()), gradient

@@ -1,45 +1,22 @@
-"""What the demo leaves behind: summary.json, metrics.csv, curves.png and tables."""
+"""What the demo leaves behind beside its summary: metrics.csv, curves.png and tables."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 History = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The keys of summary.json."""
-
-    reward_first: float  # mean reward of the first and last logged training steps
-    reward_last: float
-    eval_reward_first: float  # of sampled completions on held-out prompts
-    eval_reward_last: float
-    prompt: str  # of those that came back most often
-    completion_first: str  # that of the middle reward, when it was first asked
-    completion_last: str
-    loss_max_abs_diff: float  # fused fp32 against eager fp64
-    grad_max_rel_diff: float
-    heads: list[dict[str, Any]]  # the fields of Measured, ours first
-    seconds: float
-
-
-def training_rows(history: History) -> History:
-    """Return the entries that training steps logged."""
-    return [row for row in history if "reward" in row]
-
-
-def evaluation_rows(history: History) -> History:
-    """Return the entries that evaluations logged."""
-    return [row for row in history if "eval_reward" in row]
+def rows_with(metric: str, history: History) -> History:
+    """Return the entries that log ``metric``."""
+    return [row for row in history if metric in row]
 
 
 def write_csv(folder: Path, history: History) -> None:
     """Write one row per logged training step."""
-    rows = training_rows(history)
+    rows = rows_with("reward", history)
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     with (folder / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -49,46 +26,42 @@ def write_csv(folder: Path, history: History) -> None:
 
 def plot_curves(folder: Path, history: History) -> None:
     """Plot reward, entropy and completion length over the steps."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows, evaluations = training_rows(history), evaluation_rows(history)
-    steps = [row["step"] for row in rows]
+    rows, evaluations = rows_with("reward", history), rows_with("eval_reward", history)
     panels = {
         "mean reward": "reward",
         "entropy (nats)": "entropy",
         "completion length (tokens)": "completions/mean_length",
     }
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 3.2), layout="constrained")
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels))
     for axis, (title, name) in zip(axes, panels.items(), strict=True):
-        axis.plot(steps, [row[name] for row in rows], label="training")
+        axis.plot([row["step"] for row in rows], [row[name] for row in rows], label="training")
         held_out = [row[f"eval_{name}"] for row in evaluations]
         axis.plot([row["step"] for row in evaluations], held_out, "o", label="held-out prompts")
         axis.set(title=title, xlabel="optimizer step")
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(folder / "curves.png", dpi=120)
-    pyplot.close(figure)
 
 
-def table(summary: Summary) -> str:
+def table(summary: dict[str, Any]) -> str:
     """Return the table of what the policy has learned."""
     rows = [
         ("", "before", "after"),
         ("mean reward, held-out prompts", *_three_digits(summary, "eval_reward")),
         ("mean reward, training", *_three_digits(summary, "reward")),
         (
-            f"a completion of {summary.prompt}",
-            repr(summary.completion_first),
-            repr(summary.completion_last),
+            f"a completion of {summary['prompt']}",
+            repr(summary["completion_first"]),
+            repr(summary["completion_last"]),
         ),
     ]
     lines = [f"{name:<32}{left:>10}{right:>10}".rstrip() for name, left, right in rows]
     exact = (
-        f"On a rollout the fused loss is within {summary.loss_max_abs_diff:.1e} of full logits in "
-        f"fp64, its gradients within {summary.grad_max_rel_diff:.1e} of theirs."
+        f"On a rollout the fused loss is within {summary['loss_max_abs_diff']:.1e} of full logits "
+        f"in fp64, its gradients within {summary['grad_max_rel_diff']:.1e} of theirs."
     )
     return "\n".join([*lines, "", exact])
 
@@ -106,5 +79,5 @@ def head_table(heads: list[dict[str, Any]], shape: str) -> str:
     return "\n".join(lines)
 
 
-def _three_digits(summary: Summary, name: str) -> list[str]:
-    return [f"{getattr(summary, f'{name}_{when}'):.3f}" for when in ("first", "last")]
+def _three_digits(summary: dict[str, Any], name: str) -> list[str]:
+    return [f"{summary[f'{name}_{when}']:.3f}" for when in ("first", "last")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,64 +25,6 @@ from grpo_trainer.data import Rollout, data_url
 
 Rows = Sequence[Mapping[str, Any]]
 
-
-def log_table(trackers: Sequence[str], name: str, rows: Rows, images: str, step: int) -> None:
-    """Log ``rows`` as a table to each of ``trackers`` that has begun a run.
-
-    ``images`` is the column of data URLs.
-    """
-    for tracker in trackers:
-        if tracker in _TRACKERS:
-            with unfailing(f"the table of completions for {tracker}"):
-                _TRACKERS[tracker](name, rows, images, step)
-
-
-def _to_wandb(name: str, rows: Rows, images: str, step: int) -> None:
-    import wandb
-
-    if wandb.run is None:
-        return
-    shown = [_row(row, images, wandb.Image) for row in rows]
-    names = dict.fromkeys(name for row in shown for name in row)
-    columns = [_of_one_type([row.get(name) for row in shown]) for name in names]
-    table = wandb.Table(columns=list(names), data=list(zip(*columns, strict=True)))
-    wandb.log({name: table}, commit=False)  # the metrics of this step follow, and end it
-
-
-def _to_trackio(name: str, rows: Rows, images: str, step: int) -> None:
-    import trackio
-
-    if trackio.context_vars.current_run.get() is None:
-        return
-    shown = [_row(row, images, trackio.Image) for row in rows]
-    trackio.log({name: trackio.Table(data=shown), "train/global_step": step})
-
-
-_TRACKERS: dict[str, Callable[[str, Rows, str, int], None]] = {
-    "wandb": _to_wandb,
-    "trackio": _to_trackio,
-}
-
-
-def _row(row: Mapping[str, Any], images: str, image: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a row of plain values, each image in a column of its own."""
-    shown = {f"image {i}": image(load_image(url)) for i, url in enumerate(row.get(images, ()), 1)}
-    plain = {name: _plain(value) for name, value in row.items() if name != images}
-    return {"prompt": plain.pop("prompt"), **shown, **plain}
-
-
-def _of_one_type(values: list[Any]) -> list[Any]:
-    """Return them as text if they have no type in common, which a table of W&B refuses."""
-    kinds = {float if type(value) is int else type(value) for value in values if value is not None}
-    if len(kinds) < 2:
-        return values
-    return [None if value is None else str(value) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
 # reward functions may add others; those of the rewards are called rewards/NAME
 IMAGES = "images"  # of the prompt, as data URLs
 OWN_COLUMNS = (
@@ -92,7 +33,6 @@ OWN_COLUMNS = (
 REWARD_PREFIX = "rewards/"
 EVAL_PREFIX = "eval_"  # of the files of evaluations
 
-
 _SHOWN_CHARACTERS = 300
 _SIDE = 64  # pixels of an image at most
 _MINUTES = 2  # from one upload to the next
@@ -100,21 +40,23 @@ _MINUTES = 2  # from one upload to the next
 _HUB_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
 
 
-@dataclass(kw_only=True)
 class CompletionLog:
-    """Collects rows of (prompt, completion, rewards, advantage) between two log calls."""
+    """Collects rows of (prompt, completion, rewards, advantage) between two log calls.
 
-    folder: Path  # where the files go
-    to_print: int | None  # how many rows; None: all
-    unique_prompts: bool  # keep one completion of each prompt only
-    images: bool = True  # keep small copies of those of prompts
-    prefix: str = ""  # of the files' names
-    trackers: Sequence[str] = ()  # that show tables
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    Args:
+        args: say what is kept, and who shows it.
+        prefix: of the files' names.
+    """
+
+    def __init__(self, args: GRPOConfig, prefix: str = "") -> None:
+        self._args = args
+        self._prefix = prefix
+        self._folder = completions_folder(args)
+        self._rows: list[dict[str, Any]] = []
 
     def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
         """Add a row per completion; ``columns`` are its rewards and its advantage."""
-        with unfailing(f"completions in {self.folder}"):
+        with unfailing(f"completions in {self._folder}"):
             for index, rollout in enumerate(rollouts):
                 row = {
                     "prompt": encodable(as_text(rollout.prompt)),
@@ -122,51 +64,41 @@ class CompletionLog:
                     "tokens": len(rollout.completion_ids),
                     "truncated": bool(rollout.truncated),
                 }
-                if self.images and rollout.images is not None and rollout.images.images:
-                    row[IMAGES] = [_small(image) for image in rollout.images.images]
+                media = rollout.images if self._args.log_multimodal else None
+                if media is not None and media.images:
+                    row[IMAGES] = [_small(image) for image in media.images]
                 row |= {name: values[index] for name, values in columns.items()}
-                self.rows.append(row | rollout.extra)
+                self._rows.append(row | rollout.extra)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rows that are not written yet."""
-        return list(self.rows)
+        return list(self._rows)
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        self.rows = list(state)
+        self._rows = list(state)
 
     def flush(self, step: int, is_main_process: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
-        rows = gather_object(self.rows)
-        self.rows = []
+        rows = gather_object(self._rows)
+        self._rows = []
         if not is_main_process or not rows:
             return
-        if self.unique_prompts:  # the first completion of each
+        if self._args.log_unique_prompts:  # the first completion of each
             firsts = {(row["prompt"], *row.get(IMAGES, ())): row for row in reversed(rows)}
             rows = list(firsts.values())[::-1]
-        if self.to_print != 0:
-            with unfailing(f"printing the completions of {self.folder}"):
-                title = f"{self.prefix.replace('_', ' ')}completions at step {step}"
-                Console().print(completion_table(rows[: self.to_print], title))
-        log_table(self.trackers, f"{self.prefix}completions", rows, IMAGES, step)
-        with unfailing(f"completions in {self.folder}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{self.prefix}completions_{step:05d}.parquet"
-            parquet.write_table(_parquet_table(rows, step), path)
-
-
-def completion_logs(args: GRPOConfig) -> dict[bool, CompletionLog]:
-    """Return those of training (True) and of evaluation (False); none unless they are asked for."""
-    if not args.log_completions:
-        return {}
-    folder = completions_folder(args)
-    training = CompletionLog(
-        folder=folder,
-        to_print=args.num_completions_to_print,
-        unique_prompts=args.log_unique_prompts,
-        images=args.log_multimodal,
-        trackers=args.report_to,
-    )
-    return {True: training, False: replace(training, prefix=EVAL_PREFIX, rows=[])}
+        name, to_print = f"{self._prefix}completions", self._args.num_completions_to_print
+        if to_print != 0:
+            with unfailing(f"printing the completions of {self._folder}"):
+                title = f"{name.replace('_', ' ')} at step {step}"
+                Console().print(completion_table(rows[:to_print], title))
+        with unfailing(f"completions in {self._folder}"):
+            columns = {each: _column([row.get(each) for row in rows]) for each in _names(rows)}
+            table = pyarrow.table(columns | {"step": [step] * len(rows)})
+            for tracker in _TRACKERS.keys() & self._args.report_to:
+                with unfailing(f"the table of completions for {tracker}"):
+                    _TRACKERS[tracker](name, table, step)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(table, self._folder / f"{name}_{step:05d}.parquet")
 
 
 def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
@@ -192,12 +124,47 @@ def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
         raise ValueError(f"log_completions_hub_repo: cannot use {repository!r}: {error}") from error
 
 
+def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        rows = _shown(table, wandb.Image)
+        data = [[row.get(column) for column in _names(rows)] for row in rows]
+        shown = wandb.Table(columns=_names(rows), data=data)
+        wandb.log({name: shown}, commit=False)  # the metrics of this step follow, and end it
+
+
+def _to_trackio(name: str, table: pyarrow.Table, step: int) -> None:
+    import trackio
+
+    if trackio.context_vars.current_run.get() is not None:
+        shown = trackio.Table(data=_shown(table, trackio.Image))
+        trackio.log({name: shown, "train/global_step": step})
+
+
+_TRACKERS = {"wandb": _to_wandb, "trackio": _to_trackio}  # those that show tables
+
+
+def _shown(table: pyarrow.Table, image: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return rows of plain values, each image in a column of its own."""
+    shown = []
+    for row in table.to_pylist():
+        urls = enumerate(row.pop(IMAGES, None) or (), 1)
+        images = {f"image {i}": image(load_image(url)) for i, url in urls}
+        shown.append({"prompt": row.pop("prompt")} | images | {n: _plain(row[n]) for n in row})
+    return shown
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
 def completions_folder(args: GRPOConfig) -> Path:
     """Return where the files are written."""
     return Path(args.output_dir) / "completions"
 
 
-def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+def completion_table(rows: Rows, title: str) -> Table:
     """Return a row per completion: texts, rewards, and what reward functions logged beside them."""
     table = Table(title=title, title_justify="left", show_lines=True)
     left_out = ("tokens", "truncated", "step", IMAGES)
@@ -213,11 +180,6 @@ def completion_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in names))
     return table
-
-
-def _parquet_table(rows: Sequence[Mapping[str, Any]], step: int) -> pyarrow.Table:
-    columns = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
-    return pyarrow.table(columns | {"step": [step] * len(rows)})
 
 
 def _column(values: list[Any]) -> pyarrow.Array:
@@ -254,7 +216,7 @@ def _small(image: Image) -> str:
     return data_url(copy)
 
 
-def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))  # processes may differ
 
 

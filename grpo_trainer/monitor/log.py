@@ -1,8 +1,9 @@
-"""What a run logs: metrics and completions, those of training and those of evaluations."""
+"""What a run leaves to look at: metrics and completions, and the card of each saved model."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitScheduler
@@ -12,26 +13,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.monitor.card import Recipe
-from grpo_trainer.monitor.completions import CompletionLog, completion_logs, completion_uploads
-from grpo_trainer.monitor.live import show_progress
+from grpo_trainer.monitor.card import may_write, write_card
+from grpo_trainer.monitor.completions import EVAL_PREFIX, CompletionLog, completion_uploads
 from grpo_trainer.monitor.metrics import MetricLog
 
 
-def watch(trainer: Trainer, rewards: dict[str, float], engine: str | None) -> Recipe:
-    """Add the view, and say what the run is made of.
-
-    Args:
-        trainer: of the run.
-        rewards: weights by name.
-        engine: kind of a rollout engine that no argument names.
-    """
-    show_progress(trainer)
-    return Recipe.of(trainer, rewards, engine)
-
-
 class LogsRun(Trainer):
-    """Adds to each row of the log what was collected since the one before."""
+    """Adds to each row of the log what was collected since the one before, and writes cards."""
 
     args: GRPOConfig
     # of training (True) and of evaluations (False)
@@ -48,7 +36,10 @@ class LogsRun(Trainer):
         if self._uploads is None and self.is_world_process_zero():
             self._uploads = completion_uploads(self.args)
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
-        self._completions = completion_logs(self.args)
+        self._completions = {}
+        if self.args.log_completions:
+            evaluations = CompletionLog(self.args, EVAL_PREFIX)
+            self._completions = {True: CompletionLog(self.args), False: evaluations}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # a training step's row, or the summary, which has what came after the last of these
@@ -82,3 +73,26 @@ class LogsRun(Trainer):
         if self._uploads is not None:
             with unfailing(f"completions in {self.args.log_completions_hub_repo}"):
                 self._uploads.trigger().result()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        ours = may_write(folder)  # asked first: peft leaves a card of its own
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            with unfailing(f"card of {self.args.output_dir}"):
+                write_card(self, folder, ours)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write the card before an upload; ``push_to_hub`` hands these on.
+
+        They are its title, by default the name of ``output_dir``; hub ids of what was trained on,
+        by default the dataset as it was named; and more tags.
+        """
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            write_card(self, folder, may_write(folder), model_name, dataset_name, tags)

@@ -1,11 +1,12 @@
-"""Metrics of a step: phases and their time, values and their means, under which names."""
+"""Metrics of a step: phases and their time, values and their means."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from grpo_kernels.losses import Metrics, Stat
 # old policy and of the reference, forward and backward of the loss
 PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
-_FOLD_AFTER = 256  # intervals that may wait on a device, so that long windows hold few events
+_FOLD_AFTER = 256  # marks that may wait on a device, so that long windows hold few events
 
 _running: ContextVar[Phases | None] = ContextVar("running", default=None)
 
@@ -44,13 +45,10 @@ class Phases:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._mark: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
         self._device = device
         self._open: list[str] = []  # phases, the innermost last
-        self._since: Any = None  # when the innermost one went on
-        self._intervals: list[tuple[str, Any, Any]] = []
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._entered: set[str] = set()
+        self._marks: list[tuple[str | None, Any]] = []  # which one went on, and when
+        self._seconds: dict[str, float] = {}  # of those that were entered
         self._steps = 0
 
     @contextmanager
@@ -65,14 +63,13 @@ class Phases:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        self._entered.add(name)
-        self._switch()
         self._open.append(name)
+        self._mark()
         try:
             yield
         finally:
-            self._switch()
             self._open.pop()
+            self._mark()
 
     def step(self) -> None:
         """End an optimizer step."""
@@ -81,31 +78,29 @@ class Phases:
     def drain(self) -> Metrics:
         """Return ``profiling/...``, and ``step_time``, their sum."""
         self._fold()
-        stats = {
-            f"profiling/{name}": self._stat(seconds, name in self._entered)
-            for name, seconds in self._seconds.items()
-        }
-        stats["step_time"] = self._stat(sum(self._seconds.values()), True)
-        self._seconds, self._steps = dict.fromkeys(PHASES, 0.0), 0
-        self._entered.clear()
+        seconds = {f"profiling/{name}": self._seconds.get(name) for name in PHASES}
+        seconds["step_time"] = sum(self._seconds.values())
+        stats = {name: self._stat(value) for name, value in seconds.items()}
+        self._seconds, self._steps = {}, 0
         return Metrics(stats)
 
-    def _stat(self, seconds: float, happened: bool) -> Stat:
-        numbers = torch.tensor([seconds, self._steps * happened], dtype=torch.float64)
+    def _stat(self, seconds: float | None) -> Stat:
+        steps = 0 if seconds is None else self._steps
+        numbers = torch.tensor([seconds or 0.0, steps], dtype=torch.float64)
         return Stat("mean", *numbers.to(self._device))
 
-    def _switch(self) -> None:
-        now = self._mark()
-        if self._open:
-            self._intervals.append((self._open[-1], self._since, now))
-        self._since = now
-        if self._device.type != "cuda" or len(self._intervals) >= _FOLD_AFTER:
+    def _mark(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        now = _event() if on_gpu else time.perf_counter()
+        self._marks.append((self._open[-1] if self._open else None, now))
+        if not on_gpu or len(self._marks) > _FOLD_AFTER:
             self._fold()
 
     def _fold(self) -> None:
-        for name, start, end in self._intervals:
-            self._seconds[name] += _seconds(start, end)
-        self._intervals.clear()
+        for (name, start), (_, end) in pairwise(self._marks):
+            if name is not None:
+                self._seconds[name] = self._seconds.get(name, 0.0) + _seconds(start, end)
+        self._marks = self._marks[-1:]
 
 
 def _event() -> torch.cuda.Event:
@@ -121,54 +116,9 @@ def _seconds(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1000
 
 
-# what the trainer logs itself, transformers' part included
-_OWN = {
-    "aux_loss",
-    "cispo_clip_ratio",
-    "entropy",
-    "entropy_coef",
-    "entropy_top",
-    "epoch",
-    "frac_reward_zero_std",
-    "frac_rows_skipped",
-    "grad_norm",
-    "kl",
-    "learning_rate",
-    "loss",
-    "num_input_tokens_seen",
-    "num_tokens",
-    "perplexity",
-    "policy_loss",
-    "reward",
-    "reward_std",
-    "step",
-    "step_time",
-    "total_flos",
-}
-_OWN_PREFIXES = (
-    "backward_",
-    "clip_ratio/",
-    "completions/",
-    "dynamic_sampling/",
-    "entropy/",
-    "eval_",
-    "profiling/",
-    "ratio/",
-    "rewards/",
-    "sampling/",
-    "tools/",
-    "train_",
-    "vespo/",
-)
-
 _ZERO_OF_NONE = "_terminated_length"
 
 _MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
-
-
-def is_own_metric(name: str) -> bool:
-    """Return whether the trainer gives this name, or one that begins so, to a metric of its own."""
-    return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 class MetricLog:
@@ -201,13 +151,10 @@ class MetricLog:
 
         The lengths of completions that ended are 0 where none did, as in TRL.
         """
-        pending = Metrics.merge([*self._pending, self.phases.drain()])
-        merged = pending
+        merged = Metrics.merge([*self._pending, self.phases.drain()])
         if self._accelerator.num_processes > 1:
-            merged = pending.gathered(self._accelerator.gather)
+            merged = merged.gathered(self._accelerator.gather)
         self._pending = []
-        if not merged:
-            return {}
         values = torch.stack([merged[name].double() for name in merged]).tolist()
         read = dict(zip(merged, values, strict=True))
         return {
@@ -217,17 +164,12 @@ class MetricLog:
         }
 
 
-def value_metric(name: str, value: float | Tensor, device: torch.device) -> Metrics:
-    """Return one sample of a number, averaged over the window."""
+def value_metric(
+    name: str, value: float | Tensor, device: torch.device, whole: bool = True
+) -> Metrics:
+    """Return one sample of a number, averaged over the window; or a part of the next one."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-    return Metrics({name: Stat("mean", total, torch.ones_like(total))})
-
-
-def step_metric(name: str, part: Tensor, last: bool) -> Metrics:
-    """Return a micro-batch's part of an optimizer step's sum, averaged over the window's steps."""
-    total = part.detach().double()
-    count = torch.ones_like(total) if last else torch.zeros_like(total)
-    return Metrics({name: Stat("mean", total, count)})
+    return Metrics({name: Stat("mean", total, torch.full_like(total, whole))})
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -9,18 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from grpo_kernels.tools import OneLineParser
 from grpo_trainer.common import unfailing, whole
-from grpo_trainer.report.page import render, require_plotly
-from grpo_trainer.report.record import REPORT_NAME, RunRecord, load_run
+from grpo_trainer.monitor import RunRecord, load_run
+from grpo_trainer.report.page import packed_plotly, render
 
+REPORT_NAME = "report.html"
 _COMPARISON_NAME = "comparison.html"
 
 
 class ReportWriter(TrainerCallback):
-    """Writes ``run.json`` and ``report.html`` with every checkpoint and at the end.
+    """Writes ``run.json`` at the start, and it and ``report.html`` with every checkpoint and at
+    the end.
 
     Without plotly it writes the former alone, and says at the start how to get the latter. Nothing
     that goes wrong ends the run.
@@ -29,28 +31,24 @@ class ReportWriter(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            with _unfailing(args):
-                require_plotly()
+            with self._unfailing():
+                RunRecord.of(self._trainer).save()
+            with self._unfailing():
+                packed_plotly()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
-        if not state.is_world_process_zero or not state.log_history:
-            return
-        with _unfailing(args):
-            record = RunRecord.of(self._trainer)
-            record.save()
-            write_report([record.folder], record.folder / REPORT_NAME)
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.log_history:
+            with self._unfailing():
+                record = RunRecord.of(self._trainer)
+                record.save()
+                write_report([record.folder], record.folder / REPORT_NAME)
 
     on_train_end = on_save
 
-
-def _unfailing(args: TrainingArguments) -> AbstractContextManager[None]:
-    return unfailing(f"report of {args.output_dir}")
+    def _unfailing(self) -> AbstractContextManager[None]:
+        return unfailing(f"report of {self._trainer.args.output_dir}")
 
 
 def main(argv: Sequence[str]) -> None:

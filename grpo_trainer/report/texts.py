@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Sample(NamedTuple):
     """A completion with its reward."""
 
     text: str
-    reward: float
+    reward: float  # NaN: it has none
 
 
 class Asked(NamedTuple):
@@ -40,13 +41,11 @@ Steps = dict[int, list[Sample]]  # what one prompt got, by optimizer step
 
 def rewards_by_step(folder: Path) -> dict[int, list[float]]:
     """Return the rewards of each step's completions; empty without files."""
-    found = {}
-    for file in _evenly(_files(folder, ""), _FILES):
-        rows = _read(file, ["step", "reward"])
-        rewards = [row["reward"] for row in rows if _is_number(row["reward"])]
-        if rewards:
-            found[int(rows[0]["step"])] = rewards
-    return dict(sorted(found.items()))
+    rewards: dict[int, list[float]] = {}
+    for row in _rows(folder, "", ["step", "reward"]):
+        if not math.isnan(row["reward"]):
+            rewards.setdefault(int(row["step"]), []).append(row["reward"])
+    return dict(sorted(rewards.items()))
 
 
 def prompt_samples(folder: Path) -> dict[Asked, Steps]:
@@ -56,21 +55,13 @@ def prompt_samples(folder: Path) -> dict[Asked, Steps]:
     """
     sources = []
     for prefix in (EVAL_PREFIX, ""):
-        prompts = _by_prompt(_evenly(_files(folder, prefix), _FILES))
+        prompts: dict[Asked, Steps] = {}
+        for row in _rows(folder, prefix, ["step", "prompt", IMAGES, "completion", "reward"]):
+            steps = prompts.setdefault(Asked(row["prompt"], tuple(row.get(IMAGES) or ())), {})
+            steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], row["reward"]))
         often = sorted(prompts, key=lambda prompt: -len(prompts[prompt]))[:_PROMPTS]
         sources.append({prompt: _samples(prompts[prompt]) for prompt in often})
     return max(sources, key=lambda chosen: max(map(len, chosen.values()), default=0))
-
-
-def _by_prompt(files: list[Path]) -> dict[Asked, Steps]:
-    prompts: dict[Asked, Steps] = {}
-    for file in files:
-        for row in _read(file, ["step", "prompt", IMAGES, "completion", "reward"]):
-            reward = row["reward"] if _is_number(row["reward"]) else math.nan
-            asked = Asked(row["prompt"], tuple(row.get(IMAGES) or ()))
-            steps = prompts.setdefault(asked, {})
-            steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], reward))
-    return prompts
 
 
 def _samples(steps: Steps) -> Steps:
@@ -85,16 +76,24 @@ def _rank(sample: Sample) -> tuple[float, str]:
     return (math.inf if math.isnan(sample.reward) else -sample.reward, sample.text)
 
 
-def _read(file: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """Read the rows, images where there are any; none of a damaged file: a run may have been
-    killed while it wrote it."""
-    try:
-        left_out = {IMAGES}.difference(parquet.read_schema(file).names)
-        known = [name for name in columns if name not in left_out]
-        return parquet.read_table(file, columns=known).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        _warn(f"{file} cannot be read, so the report is without it: {error}")
-        return []
+def _rows(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Read rows of the files of training, or of evaluation, images where there are any.
+
+    None are of a damaged file: a run may have been killed while it wrote it.
+    """
+    files = sorted((folder / "completions").glob(f"{prefix}completions_*.parquet"))
+    for file in _evenly(files, _FILES):
+        try:
+            left_out = {IMAGES}.difference(parquet.read_schema(file).names)
+            present = [name for name in columns if name not in left_out]
+            rows = parquet.read_table(file, columns=present).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            _warn(f"{file} cannot be read, so the report is without it: {error}")
+            continue
+        for row in rows:
+            value = row["reward"]
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            yield row | {"reward": value if is_number else math.nan}
 
 
 @functools.cache  # the report is written again and again
@@ -102,16 +101,8 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _files(folder: Path, prefix: str) -> list[Path]:
-    return sorted((folder / "completions").glob(f"{prefix}completions_*.parquet"))
-
-
 def _evenly(items: list[Any], count: int) -> list[Any]:
     """Return at most ``count`` of them, the first and the last among them."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -10,15 +10,17 @@ import io
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.monitor.live import LiveView
+from grpo_trainer.monitor import load_run
+from grpo_trainer.monitor.view import RunView
 from grpo_trainer.report.command import write_report
-from grpo_trainer.report.record import load_run
 from tests.support.browser import open_page
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -41,14 +43,16 @@ def live_view(folder: Path) -> str:
     history = [row for row in load_run(folder).history if "num_tokens" in row]
     args = GRPOConfig(output_dir=str(folder), use_cpu=True)
     state = TrainerState(max_steps=history[-1]["step"], is_world_process_zero=False)
-    view = LiveView(Console(file=io.StringIO()))
+    view = RunView(Console(file=io.StringIO()))
+    began = time.perf_counter()
     view.on_train_begin(args, state, TrainerControl())
     for row in history[: len(history) * 4 // 5]:
         state.global_step = row["step"]
-        left = (state.max_steps - row["step"]) * row["step_time"]
-        view.show(view._snapshot(args, state, row)._replace(seconds_left=left))
+        now = began + row["step"] * row["step_time"]
+        with mock.patch("time.perf_counter", return_value=now):
+            view.note(args, state, row)
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
-    console.print(view.picture())
+    console.print(view.picture(state))
     return console.export_svg(title="grpo-train")
 
 

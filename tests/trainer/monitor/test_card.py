@@ -86,7 +86,7 @@ def test_a_card_that_fails_does_not_cost_the_model(make_trainer, monkeypatch, ca
     trainer.save_model()
     assert (folder / CARD_NAME).read_bytes() == b"\xff\xfe no text"  # somebody's own
     (folder / CARD_NAME).unlink()
-    monkeypatch.setattr("grpo_trainer.monitor.card.environment", lambda device: 1 / 0)
+    monkeypatch.setattr("grpo_trainer.monitor.run_file.environment", lambda device: 1 / 0)
     trainer.save_model()
     assert (folder / "model.safetensors").exists() and not (folder / CARD_NAME).exists()
     assert f"card of {folder}: the run goes on without: ZeroDivisionError" in caplog.text

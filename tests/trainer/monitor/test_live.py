@@ -11,13 +11,13 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
 from grpo_trainer.monitor.completions import completion_table
-from grpo_trainer.monitor.live import LiveView, show_progress
-from grpo_trainer.monitor.progress import PlainProgress
+from grpo_trainer.monitor.view import RunView, show_progress
 
 
-def terminal(**options: Any) -> Console:
+def terminal(force_terminal: bool = True, **options: Any) -> Console:
+    size = {"width": 100, "height": 40}
     file = io.StringIO()
-    return Console(file=file, force_terminal=True, width=100, height=40, record=True, **options)
+    return Console(file=file, force_terminal=force_terminal, record=True, **size, **options)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -29,7 +29,7 @@ def test_the_terminal_is_given_back_however_a_run_ends(make_trainer, error):
 
     errors = [error()]
     trainer, console = make_trainer(reward), terminal()
-    trainer.add_callback(LiveView(console))
+    trainer.add_callback(RunView(console))
     with pytest.raises(error):
         trainer.train()
     shown = console.file.getvalue()
@@ -39,8 +39,8 @@ def test_the_terminal_is_given_back_however_a_run_ends(make_trainer, error):
     assert "\x1b" not in console.file.getvalue()[len(shown) :]  # the panel is not drawn again
 
 
-@pytest.mark.parametrize("kind", [LiveView, PlainProgress])
-def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
+@pytest.mark.parametrize("live", [True, False])
+def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, live):
     def short(completions, **kwargs):
         return [0.125] * len(completions)
 
@@ -49,8 +49,8 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
 
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3, "logging_steps": 2}
     trainer = make_trainer([short, right], beta=0.1, **settings)
-    console = terminal(color_system=None)
-    trainer.add_callback(kind(console))
+    console = terminal(live, color_system=None)
+    trainer.add_callback(RunView(console))
     trainer.train()
     text = " ".join(console.export_text().split())
     last = [row for row in trainer.state.log_history if "kl" in row][-1]
@@ -59,24 +59,24 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, kind):
         expected = rf"eval step {step} reward 0.625 ± 0 rewards/short 0.125 rewards/right 0.5 "
         assert re.search(expected, text), text
     assert re.search(r"trained 3 steps in 0:00:\d\d mean loss \S+", text)
-    if kind is PlainProgress:
+    if not live:
         assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
 
 
 def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
-    class Broken(PlainProgress):
-        def show(self, snapshot):
+    class Broken(RunView):
+        def say(self, text):
             raise OSError("the terminal is gone")
 
     trainer = make_trainer(disable_tqdm=False)
-    trainer.callback_handler.callbacks.insert(0, Broken(terminal()))
+    trainer.callback_handler.callbacks.insert(0, Broken(terminal(False)))
     trainer.train()
     assert caplog.text.count("the terminal is gone") == 1
     assert re.search(r"step 2/2 +reward .* left", capsys.readouterr().err)  # in no terminal
     trainer.add_callback(ProgressCallback)
     show_progress(trainer, terminal())
     kinds = {type(view) for view in trainer.callback_handler.callbacks}
-    assert LiveView in kinds and not kinds & {ProgressCallback, PrinterCallback}
+    assert RunView in kinds and not kinds & {ProgressCallback, PrinterCallback}
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,9 +17,9 @@ from pyarrow import parquet
 from transformers import TrainerCallback
 
 from grpo_trainer import cli
+from grpo_trainer.monitor import RunRecord, load_run
 from grpo_trainer.report import page
 from grpo_trainer.report.page import render
-from grpo_trainer.report.record import RunRecord, load_run
 from tests.support.browser import Page, open_page
 
 pytest.importorskip("plotly")
@@ -195,13 +196,25 @@ def test_a_policy_that_has_learned_all_is_well(tmp_path):
     assert "Worth a look" not in render([run(tmp_path, **LEARNED)])
 
 
+def test_a_run_that_was_killed_early_is_read_from_its_checkpoint(tmp_path):
+    RunRecord(name="r", history=[], folder=tmp_path).save()  # at its start
+    for step in (5, 10):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        log = [{"step": step, "reward": 0.5}]
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    record = load_run(tmp_path)
+    assert record.name == "r" and record.history == [{"step": 10, "reward": 0.5}]
+
+
 def test_wrong_input(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["report", str(tmp_path)])
     assert "expected the folder of a run, with run.json" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is not the record of a run"):
-        load_run(tmp_path)
+    for content in ("{", "[]", '{"unknown": 1}'):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=r"run\.json is not the record of a run"):
+            load_run(tmp_path)
     with pytest.raises(ValueError, match="has logged something, got 'r'"):
         render([RunRecord(name="r", history=[])])
 
@@ -218,16 +231,21 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     assert any("reward" in row for row in record.history)
     assert "Settings that are not" in (folder / "report.html").read_text()
 
-    (folder / "report.html").unlink()
+    for name in ("report.html", "run.json"):
+        (folder / name).unlink()
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    page._plotly.cache_clear()
+    page.packed_plotly.cache_clear()
     said: list[str] = []
+    names: set[str] = set()
     trainer.add_callback(TrainerCallback())
-    trainer.callback_handler.callbacks[-1].on_step_begin = lambda *_, **__: said.append(caplog.text)
+    first_step = trainer.callback_handler.callbacks[-1]
+    first_step.on_step_begin = lambda *_, **__: said.append(caplog.text)
+    first_step.on_step_end = lambda *_, **__: names.update(os.listdir(folder))
     trainer.train()
     needed = "pip install 'plotly>=6', then"
     assert needed in said[0]  # before anything is generated
+    assert "run.json" in names
     assert caplog.text.count(needed) == 1
     assert not (folder / "report.html").exists()
 

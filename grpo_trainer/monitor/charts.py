@@ -1,0 +1,103 @@
+"""The table of metrics: how each is called, which are drawn together, when they are a bad sign."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """What is wrong where a metric's mean over the last fifth of a run is too large or too small.
+
+    Args:
+        title: what it is a sign of.
+        text: what it means and what helps, with places for ``metric`` and its means, ``first`` and
+            ``last``.
+        above: the largest value that is fine.
+        growth: how many times the mean of the first fifth is fine.
+        fall: what share of the mean of the first fifth is too little.
+        ends_well: it is no sign of anything where all is learned.
+    """
+
+    title: str
+    text: str
+    above: float = math.inf
+    growth: float = 0.0
+    fall: float = 0.0
+    ends_well: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Metrics over one axis. Those that a run has not logged are left out.
+
+    Args:
+        title: what they show.
+        lines: metric -> how it is called in the legend.
+        note: how to read it, one sentence.
+        label: how the first of the lines that a run has is called in its view; empty: not there.
+        tiles: metric -> how it is called at the head of a report.
+        band: metrics below and above the first line.
+        spread: metric that is a distance from the first line, both ways.
+        total: metric that the lines add up to: they are stacked, or it stands for them.
+        log: logarithmic axis.
+        held_out: evaluations are drawn as dots.
+        exact: the values have no noise to smooth.
+        sign: of ill health, in the first of the lines that a run has.
+    """
+
+    title: str
+    lines: dict[str, str]
+    note: str = ""
+    label: str = ""
+    tiles: dict[str, str] = field(default_factory=dict)
+    band: Sequence[str] = ()
+    spread: str | None = None
+    total: str | None = None
+    log: bool = False
+    held_out: bool = False
+    exact: bool = False
+    sign: Sign | None = None
+
+    def metrics(self) -> list[str]:
+        """Return every metric that it draws."""
+        return [*self.lines, *self.band, *([self.spread] if self.spread else [])]
+
+    def first(self, logged: Container[str]) -> str | None:
+        """Return the first of the lines that is ``logged``."""
+        return next((name for name in self.lines if name in logged), None)
+
+
+def _chart(fields: dict[str, Any]) -> Chart:
+    sign = fields.pop("sign", None)
+    return Chart(**fields, sign=Sign(**sign) if sign else None)
+
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
+CHARTS = {section: [_chart(fields) for fields in charts] for section, charts in _TABLE.items()}
+EVERY_CHART = [chart for charts in CHARTS.values() for chart in charts]
+
+# what the trainer logs beside the metrics of charts, transformers' part included
+_NOT_DRAWN = (
+    "entropy_top", "epoch", "frac_rows_skipped", "num_input_tokens_seen", "num_tokens",
+    "perplexity", "step", "step_time", "total_flos",
+)  # fmt: skip
+# of whole families, which a run or a loss may add to
+_FAMILIES = (
+    "backward_", "clip_ratio/", "completions/", "dynamic_sampling/", "entropy/", "eval_",
+    "profiling/", "ratio/", "rewards/", "sampling/", "tools/", "train_", "vespo/",
+)  # fmt: skip
+_OWN = {*_NOT_DRAWN, *(name for chart in EVERY_CHART for name in chart.metrics())} - {
+    "tokens_per_second"  # the report computes it
+}
+
+
+def is_own_metric(name: str) -> bool:
+    """Return whether the trainer gives this name, or one that begins so, to a metric of its own."""
+    return name in _OWN or name.startswith(_FAMILIES)

@@ -1,0 +1,154 @@
+"""``run.json``: what a run is made of, its settings, its machine and its log."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+
+from grpo_kernels.tools import cpu_name, installed_version
+from grpo_trainer.common import plain, whole
+from grpo_trainer.config import GRPOConfig
+
+RUN_FILE = "run.json"  # in the run's folder
+
+_PACKAGES = (
+    "grpo-kernels", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "vllm",
+)  # fmt: skip
+
+History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a run is made of that cannot be read off its trainer."""
+
+    rewards: dict[str, float]  # name -> weight
+    engine: str  # what completes the prompts
+    dataset: str | None = None  # as it was named, if it was
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Args:
+        name: how it is called beside others.
+        history: what the trainer logged, ``state.log_history``.
+        settings: every argument.
+        changed: the names of those that are not at their defaults.
+        recipe: model, rewards, dataset and so on, by name.
+        environment: device and versions.
+        folder: of the run, where its completions lie.
+    """
+
+    name: str
+    history: History
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> RunRecord:
+        """Return the run of ``trainer`` as it is now."""
+        args, model, data = trainer.args, trainer.model, trainer.train_dataset
+        adapters = model.peft_config.values() if is_peft_model(model) else ()
+        recipe = {
+            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "rewards": trainer.recipe.rewards,
+            "dataset": trainer.recipe.dataset,
+            "prompts": len(data) if hasattr(data, "__len__") else None,  # None: it is a stream
+            "adapter": next((str(config.peft_type.value) for config in adapters), None),
+            "loss_type": trainer.loss_config.loss_type,
+            "loss_source": trainer.loss_config.loss.source,  # the paper
+            "engine": trainer.recipe.engine,
+            "processes": trainer.accelerator.num_processes,
+        }
+        folder = Path(args.output_dir)
+        return cls(
+            name=args.run_name or folder.resolve().name,
+            history=trainer.state.log_history,
+            settings=args.to_dict(),  # without tokens and passwords
+            changed=[one.name for one in fields(args) if _differs(getattr(args, one.name), one)],
+            recipe=recipe,
+            environment=environment(args.device),
+            folder=folder,
+        )
+
+    def save(self) -> None:
+        """Write ``run.json`` into the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(plain(vars(self) | {"folder": None}))
+        content = json.loads(text, parse_constant=lambda name: None)  # NaN is no JSON
+        with whole(self.folder / RUN_FILE) as path:
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_run(folder: Path) -> RunRecord:
+    """Return the run in ``folder``, by its ``run.json``.
+
+    Where that is not there, or knows of no step yet, the log is that of the trainer's state.
+
+    Raises:
+        ValueError: there is neither, or it cannot be read.
+    """
+    record, state = folder / RUN_FILE, _newest_state(folder)
+    path = record if record.is_file() else state
+    if path is None:
+        raise ValueError(
+            f"report: expected the folder of a run, with {RUN_FILE} or {TRAINER_STATE_NAME}, "
+            f"got {str(folder)!r}"
+        )
+    run: dict[str, Any] = {"name": folder.resolve().name, "history": []}
+    try:
+        if path == record:
+            run = run | json.loads(path.read_text())
+        if state is not None and not run["history"]:
+            path = state
+            run["history"] = json.loads(path.read_text())["log_history"]
+        return RunRecord(**(run | {"folder": folder}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"report: {path} is not the record of a run: {error}") from error
+
+
+def _newest_state(folder: Path) -> Path | None:
+    """Return the trainer's state at the end of a run, else that of its last checkpoint."""
+    checkpoints = folder.glob("checkpoint-[0-9]*")
+    by_step = sorted(checkpoints, key=lambda path: (len(path.name), path.name), reverse=True)
+    states = [each / TRAINER_STATE_NAME for each in (folder, *by_step)]
+    return next((path for path in states if path.is_file()), None)
+
+
+def engine_name(args: GRPOConfig, engine: object | None) -> str:
+    """Return what the engine of a run is called; ``engine`` is one that ``args`` do not name."""
+    named = args.rollout_engine if engine is None else type(engine).__name__
+    return named or (f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return the machine and the versions."""
+    on_gpu = device.type == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return facts | {name: version for name, version in versions.items() if version is not None}
+
+
+def _differs(value: Any, field_of_it: Any) -> bool:
+    """Return whether somebody set it: TrainingArguments fills some of its defaults in itself."""
+    default = field_of_it.default
+    if default in (MISSING, None, "", "none"):
+        return bool(value) and isinstance(value, str | int | float | list | dict)
+    return value != default
