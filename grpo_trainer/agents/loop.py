@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from transformers import ProcessorMixin
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.agents.environment import Environments
@@ -17,6 +18,8 @@ from grpo_trainer.agents.toolbox import Call, Outcome, Toolbox, ToolRunner, sche
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
+    Encoded,
+    ImageInputs,
     Media,
     ProcessingClass,
     Rollout,
@@ -88,14 +91,18 @@ class Conversation:
         ]
         self.over = not complete or not self.calls
 
-    def add_results(self, messages: list[Message], ids: list[int]) -> None:
+    def add_results(self, messages: list[Message], encoded: Encoded) -> None:
         """Add what the tools answered. Where it leaves no room for another turn, it is left out."""
         self.calls = []
+        ids, images = encoded
         if len(ids) >= self.room:
             self.over = self.rollout.truncated = True
             return
         self.rounds += 1
         self.rollout.completion += messages
+        if images is not None:
+            before = self.rollout.images or ImageInputs((), (), {}, [], 0)
+            self.rollout.images = before.followed(self.ids, images)
         self._extend(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
         self._turn = len(self.rollout.completion_ids)
 
@@ -157,11 +164,12 @@ class Agents:
         self._options = options("chat_template_kwargs", args.chat_template_kwargs)
         self._parser = TurnParser(tokenizer, eos_token_ids)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
-        self._template = ToolTemplate(tokenizer, eos_token_ids, self._options)
+        self._template = ToolTemplate(processing_class, eos_token_ids, self._options)
         for toolbox in environments.toolboxes if environments else [tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
-        self._runner = ToolRunner(args.tool_timeout)
+        self._media = Media.of(args)
+        self._runner = ToolRunner(self._media, args.tool_timeout)
 
     def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
@@ -178,6 +186,8 @@ class Agents:
                 break
             self._turn(waiting, step, rollouts)
             tokens = self._tokenizer.convert_ids_to_tokens(list(rollouts.sampling.suppressed))
+            if isinstance(self._processing_class, ProcessorMixin):  # what its templates write
+                tokens.append(self._processing_class.image_token)
             self._answer([talk for talk in waiting if talk.calls and not talk.over], counts, tokens)
         columns = {}
         if self._environments is not None:
@@ -191,10 +201,9 @@ class Agents:
             pairs: list[tuple[Any, Toolbox]] = [(None, self._tools)] * len(rows)
             prompts = [row["prompt"] for row in rows]
         else:
-            media = Media.of(args)
             pairs = self._environments.take(rows)
             prompts = [
-                with_images({"prompt": self._environments.reset(environment, row)}, media)
+                with_images({"prompt": self._environments.reset(environment, row)}, self._media)
                 for (environment, _), row in zip(pairs, rows, strict=True)
             ]
         for prompt in prompts:
@@ -272,9 +281,13 @@ class Agents:
         left = talk.room * self._longest_token
         messages = []
         for call, outcome in answered:
-            text = outcome.text[:left]
-            left -= len(text)
-            messages.append(result_message(call.name, text))
+            parts: list[Any] = []
+            for part in outcome.parts:
+                if isinstance(part, str):
+                    part = part[:left]
+                    left -= len(part)
+                parts.append(part)
+            messages.append(result_message(call.name, parts))
         return messages
 
     def _metrics(self, completions: int, calls: int, failures: int) -> Metrics:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from PIL import Image
+from transformers import ProcessorMixin
 
 from grpo_trainer.agents.parse import Message, TurnParser, tool_call
+from grpo_trainer.common import shortened
+from grpo_trainer.data import Encoded, ProcessingClass, encode_text, images_of, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ _RESULT = "result_d4e5f6"
 
 
 class ToolTemplate:
-    """The chat template of a tokenizer, for conversations with tools.
+    """The chat template of a tokenizer or processor, for conversations with tools.
 
     Args:
         options: further arguments of ``apply_chat_template``.
@@ -41,18 +44,19 @@ class ToolTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: ProcessingClass,
         eos_token_ids: Collection[int],
         options: dict[str, Any],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._processing_class = processing_class
+        self._tokenizer = tokenizer_of(processing_class)
         self._eos = set(eos_token_ids)
         self._options = options
         self._thought: Message = {}
         self._arguments: Any = _VALUES
 
-    def results(self, messages: list[Message], tools: Schemas, end: int) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to the beginning of its next.
+    def results(self, messages: list[Message], tools: Schemas, end: int) -> Encoded:
+        """Return what stands from the end of the assistant's turn to the beginning of its next.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
@@ -60,17 +64,17 @@ class ToolTemplate:
             end: the token that the turn ended with.
 
         Raises:
-            ValueError: the template writes earlier turns differently when results follow them.
+            ValueError: the template writes earlier turns differently when results follow them, or
+                an image is to be shown that it leaves out, or for which there is no processor.
         """
         suffix = self._suffix(messages, tools, self._thought)
-        if suffix and suffix[0] == end:  # GLM ends a turn with what the next message begins with
-            return suffix[1:]
         if suffix is None:
             raise ValueError(
                 "processing_class: expected a chat template that only adds to a conversation when "
-                f"a tool answers, got one that rewrites it before {json.dumps(messages)[:200]}"
+                f"a tool answers, got one that rewrites it before {shortened(messages)}"
             )
-        return suffix
+        # GLM ends a turn with what the next message begins with
+        return suffix.behind(1) if suffix.ids[:1] == [end] else suffix
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
         """Raise ValueError unless the template can write a conversation that uses ``tools``."""
@@ -83,7 +87,7 @@ class ToolTemplate:
                 f"processing_class: its chat template fails on a plain conversation: {error}"
             ) from error
         name = tools[0]["function"]["name"]
-        answer = result_message(name, _RESULT)
+        answer = result_message(name, [_RESULT])
         try:
             prompt = self._text([_USER], tools)
             self._choose_arguments(name, tools)
@@ -146,9 +150,7 @@ class ToolTemplate:
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _suffix(
-        self, messages: list[Message], tools: Schemas, thought: Message
-    ) -> list[int] | None:
+    def _suffix(self, messages: list[Message], tools: Schemas, thought: Message) -> Encoded | None:
         """Return what results add; None: the template rewrites what stands before."""
         before = self._conversation([message["name"] for message in messages], thought)
         prefix = self._ids(before, tools)
@@ -157,8 +159,22 @@ class ToolTemplate:
         turn = _shared(prefix, self._ids([_USER, _TURN | thought], tools))
         end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
         prefix = prefix[: end + 1]
-        whole = self._ids([*before, *messages], tools, add_generation_prompt=True)
-        return whole[len(prefix) :] if whole[: len(prefix)] == prefix else None
+        whole = self._encoded([*before, *messages], tools)
+        return whole.behind(len(prefix)) if whole.ids[: len(prefix)] == prefix else None
+
+    def _encoded(self, messages: list[Message], tools: Schemas) -> Encoded:
+        images = images_of(messages)
+        if not images:
+            return Encoded(self._ids(messages, tools, add_generation_prompt=True))
+        if not isinstance(self._processing_class, ProcessorMixin):
+            [name, *_] = (each["name"] for each in messages if images_of([each]))
+            raise ValueError(
+                f"tools: expected {name!r} to return no image to a policy that takes none, got "
+                f"one; models that take images have a processor as processing_class, not a "
+                f"{type(self._processing_class).__name__}"
+            )
+        text = self._text(messages, tools, add_generation_prompt=True)
+        return encode_text(text, images, self._processing_class)
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]
@@ -181,9 +197,18 @@ class ToolTemplate:
         )
 
 
-def result_message(name: str, text: str) -> Message:
+def result_message(name: str, parts: Sequence[str | Image.Image]) -> Message:
     """Return what a tool answered, as chat templates take it."""
-    return {"role": "tool", "name": name, "content": text}
+    texts = [part for part in parts if isinstance(part, str)]
+    content: Any = "".join(texts)
+    if len(texts) < len(parts):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part}
+            for part in parts
+        ]
+    return {"role": "tool", "name": name, "content": content}
 
 
 def _unsupported(got: str) -> ValueError:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from PIL import Image
 from transformers.utils import get_json_schema
 
 from grpo_trainer.common import encodable, start
+from grpo_trainer.data import Media, image_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Tool:
 
 
 Toolbox = dict[str, Tool]  # by name
+
+_BLOCKS = ("text", "image")  # that a tool may return
 
 
 def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools") -> Toolbox:
@@ -82,14 +86,15 @@ class Call(NamedTuple):
 class Outcome(NamedTuple):
     """What the model gets."""
 
-    text: str
+    parts: list[str | Image.Image]
     failed: bool = False
     timed_out: bool = False
 
     def without(self, tokens: Collection[str]) -> Outcome:
         """Return it, or an error if its text has any of the ``tokens`` that stand for images:
         the model would look for the images."""
-        if any(token in self.text for token in tokens):
+        texts = [part for part in self.parts if isinstance(part, str)]
+        if any(token in text for token in tokens for text in texts):
             return _failed("The answer has a token that stands for an image.")
         return self
 
@@ -102,10 +107,12 @@ class ToolRunner:
     Without a limit they run in the caller's thread.
 
     Args:
+        media: where the images may come from that tools return.
         timeout: seconds for a call; None: any number.
     """
 
-    def __init__(self, timeout: float | None = None) -> None:
+    def __init__(self, media: Media, timeout: float | None = None) -> None:
+        self._media = media
         self._timeout = timeout
         self._worker: _Worker | None = None
 
@@ -126,9 +133,9 @@ class ToolRunner:
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
         if self._timeout is None:
-            return _answer(function, arguments)
+            return _answer(function, arguments, self._media)
         self._worker = self._worker or _Worker()
-        answer = self._worker.submit(function, arguments)
+        answer = self._worker.submit(function, arguments, self._media)
         if wait([answer], self._timeout).done:
             return answer.result()
         self._worker.leave()
@@ -137,7 +144,7 @@ class ToolRunner:
 
     async def _await(self, call: Call) -> Outcome:
         assert call.tool is not None
-        task = asyncio.ensure_future(_answer_async(call.tool.function, call.arguments))
+        task = asyncio.ensure_future(_answer_async(call.tool.function, call.arguments, self._media))
         done, _ = await asyncio.wait([task], timeout=self._timeout)
         if done:
             return task.result()
@@ -155,9 +162,11 @@ class _Worker:
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         threading.Thread(target=self._work, name="tools", daemon=True).start()
 
-    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+    def submit(
+        self, function: Callable[..., Any], arguments: dict[str, Any], media: Media
+    ) -> Future[Outcome]:
         answer: Future[Outcome] = Future()
-        self._jobs.put((function, arguments, answer))
+        self._jobs.put((function, arguments, media, answer))
         return answer
 
     def leave(self) -> None:
@@ -166,27 +175,45 @@ class _Worker:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, arguments, answer = job
+            function, arguments, media, answer = job
             try:
-                answer.set_result(_answer(function, arguments))
+                answer.set_result(_answer(function, arguments, media))
             except KeyboardInterrupt as error:  # the tool's own: Ctrl-C is the main thread's
                 answer.set_result(_failed(error))
 
 
-def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _answer(function: Callable[..., Any], arguments: dict[str, Any], media: Media) -> Outcome:
     try:
-        return Outcome(encodable(str(function(**arguments))))
+        return Outcome(_parts(function(**arguments), media))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a tool may run code that the model wrote
         return _failed(error)
 
 
-async def _answer_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+async def _answer_async(
+    function: Callable[..., Any], arguments: dict[str, Any], media: Media
+) -> Outcome:
     try:
-        return Outcome(encodable(str(await function(**arguments))))
+        return Outcome(_parts(await function(**arguments), media))
     except BaseException as error:  # what leaves a task would end the loop of all of them
         return _failed(error)
+
+
+def _parts(value: Any, media: Media) -> list[str | Image.Image]:
+    """Return an image, the parts of a message's content if it is one, or else the text."""
+    if isinstance(value, Image.Image):
+        return [media.open(value)]
+    parts = value if isinstance(value, list) else []
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    if not kinds or any(kind not in _BLOCKS for kind in kinds):
+        return [encodable(str(value))]
+    return [
+        media.open(image_source(part))
+        if part["type"] == "image"
+        else encodable(str(part.get("text") or ""))
+        for part in parts
+    ]
 
 
 def _failed(error: Any) -> Outcome:
@@ -194,4 +221,4 @@ def _failed(error: Any) -> Outcome:
         text = str(error)
     except BaseException:  # its own method may do anything
         text = type(error).__name__
-    return Outcome(str({"error": text}), failed=True)
+    return Outcome([str({"error": text})], failed=True)

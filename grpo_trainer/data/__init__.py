@@ -20,6 +20,7 @@ from grpo_trainer.data.images import (
     data_url,
     distrust_rows,
     has_images,
+    image_source,
     images_of,
     model_inputs,
     open_images,
@@ -33,6 +34,7 @@ from grpo_trainer.data.prompts import (
     check_prompts,
     decode_completions,
     encode_prompts,
+    encode_text,
     tokenizer_of,
 )
 from grpo_trainer.data.rows import (

@@ -17,8 +17,8 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import (
     PROMPT_COLUMNS,
     has_image_columns,
-    has_source,
     image_parts,
+    image_source,
     parts_of,
 )
 from grpo_trainer.data.prompts import ProcessingClass
@@ -128,7 +128,9 @@ def check_parts(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
                 f"{name}: expected parts of messages as {{'type': ...}}, got {shortened(part)}"
             )
         shown = part.get("type")
-        if shown not in (None, "text", "image") or (shown is None and has_source(part)):
+        if shown not in (None, "text", "image") or (
+            shown is None and image_source(part) is not None
+        ):
             raise ValueError(
                 f"{name}: expected prompts of text and images, got a message with a part of type "
                 f"{shown!r}"

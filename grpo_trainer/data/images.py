@@ -9,7 +9,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,7 @@ _PER_TOKEN = "token_type_ids"  # what the names of inputs end with that have a v
 class ImageInputs:
     """The images of a prompt, and what the model takes of it beside token ids.
 
+    The prompt may be followed by the turns and answers of a conversation, with images of their own.
     Two are equal if their images are. ``inputs`` are there without images as well: some models
     want to know what kind each token is of.
     """
@@ -143,6 +144,37 @@ class ImageInputs:
     def shortened(self, ids: list[int]) -> list[int]:
         """Return ``ids``, which begin with the prompt, with one token per image."""
         return self.short_ids + ids[self.length :]
+
+    def behind(self, count: int) -> ImageInputs:
+        """Return those of what stands behind the first ``count`` tokens, which hold no image."""
+        return replace(
+            self,
+            inputs={
+                name: value[:, count:] if name.endswith(_PER_TOKEN) else value
+                for name, value in self.inputs.items()
+            },
+            short_ids=self.short_ids[count:],
+            length=self.length - count,
+        )
+
+    def followed(self, ids: list[int], more: ImageInputs) -> ImageInputs:
+        """Return those of ``ids``, which begin with the prompt, and of ``more`` behind them."""
+        inputs = {}
+        for name in {**self.inputs, **more.inputs}:
+            pair = [each.inputs.get(name) for each in (self, more)]
+            if name.endswith(_PER_TOKEN):
+                sides = zip(pair, (len(ids), more.length), strict=True)
+                rows = [_placed([part], [0], width, left=False) for part, width in sides]
+                inputs[name] = torch.cat(rows, dim=1)
+            else:
+                inputs[name] = _concatenated([part for part in pair if part is not None])
+        return ImageInputs(
+            self.images + more.images,
+            self.digests + more.digests,
+            inputs,
+            self.shortened(ids) + more.short_ids,
+            len(ids) + more.length,
+        )
 
 
 def has_images(images: Sequence[ImageInputs | None] | None) -> bool:
@@ -217,7 +249,7 @@ def with_images(row: Mapping[str, Any], media: Media | None = None) -> Any:
             f"{'none' if prompt is None else 'text'} in {_named(row)}"
         )
     messages = _in_blocks(prompt)
-    places = [part for part in image_parts(messages) if _source(part) is None]
+    places = [part for part in image_parts(messages) if image_source(part) is None]
     if given and not places:
         user = next((one for one in messages if one["role"] == "user"), messages[0])
         places = [{"type": "image"} for _ in given]
@@ -228,8 +260,8 @@ def with_images(row: Mapping[str, Any], media: Media | None = None) -> Any:
             f"{len(given)} in {_named(row)}"
         )
     for part in image_parts(messages):
-        if _source(part) is not None:
-            part["image"] = _open(_source(part), media, row, "prompt")
+        if image_source(part) is not None:
+            part["image"] = _open(image_source(part), media, row, "prompt")
     for place, image in zip(places, given, strict=True):
         place["image"] = _open(image, media, row, column)
     return messages
@@ -265,11 +297,6 @@ def parts_of(prompt: Any) -> Iterator[Any]:
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         yield from content if isinstance(content, list) else ()
-
-
-def has_source(part: Mapping[str, Any]) -> bool:
-    """Return whether a part of a message says where an image is."""
-    return _source(part) is not None
 
 
 def has_image_columns(row: Mapping[str, Any]) -> bool:
@@ -308,7 +335,8 @@ def _is_clean(prompt: Any) -> bool:
     return not any(value is None for part in parts for value in part.values())
 
 
-def _source(part: Mapping[str, Any]) -> Any:
+def image_source(part: Mapping[str, Any]) -> Any:
+    """Return where the image of a part of a message is, or itself; None: it has none."""
     return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
 
 

@@ -22,6 +22,11 @@ class Encoded(NamedTuple):
     ids: list[int]
     images: ImageInputs | None = None  # with a processor; also of a prompt without images
 
+    def behind(self, count: int) -> Encoded:
+        """Return what stands behind the first ``count`` tokens, which hold no image."""
+        images = None if self.images is None else self.images.behind(count)
+        return Encoded(self.ids[count:], images)
+
 
 def tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
     """Return the tokenizer, a processor's with the processor's chat template."""
@@ -144,7 +149,6 @@ def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[st
 
 
 def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, Any]) -> Encoded:
-    """Encode by a processor: it writes as many tokens for an image as the model needs."""
     images = images_of(prompt)
     special = True
     if isinstance(prompt, str):
@@ -154,7 +158,31 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
         # as transformers has it: a template that writes the first token itself is the last word
         bos = processor.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
-    _check_places(prompt, text, images, processor)
+    if text.count(processor.image_token) > len(images) and _says(prompt, processor.image_token):
+        raise ValueError(
+            f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
+            f"has a part {{'type': 'image'}}), got {shortened(text)}"
+        )
+    return encode_text(text, images, processor, special)
+
+
+def encode_text(
+    text: str, images: tuple[Any, ...], processor: ProcessorMixin, special: bool = False
+) -> Encoded:
+    """Encode by a processor: it writes as many tokens for an image as the model needs.
+
+    Args:
+        special: add the tokens that a text begins or ends with.
+
+    Raises:
+        ValueError: ``text`` has not one place for each of ``images``.
+    """
+    written = text.count(processor.image_token)
+    if written != len(images):
+        raise ValueError(
+            f"processing_class: expected a chat template that writes {processor.image_token} for "
+            f"each image, {len(images)} in all, got {written} in {shortened(text)}"
+        )
     options = {"add_special_tokens": special, "return_tensors": "pt"}
     made = dict(processor(text=[text], images=[list(images)] if images else None, **options))
     ids = made.pop("input_ids")[0].tolist()
@@ -164,22 +192,6 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
         short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
     inputs = ImageInputs(images, tuple(map(digest, images)), made, short_ids, len(ids))
     return Encoded(ids, inputs if images or made else None)
-
-
-def _check_places(
-    prompt: Prompt, text: str, images: tuple[Any, ...], processor: ProcessorMixin
-) -> None:
-    written = text.count(processor.image_token)
-    if written > len(images) and _says(prompt, processor.image_token):
-        raise ValueError(
-            f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
-            f"has a part {{'type': 'image'}}), got {shortened(text)}"
-        )
-    if written != len(images):
-        raise ValueError(
-            f"processing_class: expected a chat template that writes {processor.image_token} for "
-            f"each image, {len(images)} in all, got {written} in {shortened(text)}"
-        )
 
 
 def _says(prompt: Prompt, word: str) -> bool:

@@ -324,9 +324,9 @@ class Collector:
         if self._accelerator.num_processes == 1 or seeing.min() == seeing.max():
             return
         raise ValueError(
-            "images: expected in all prompts of a generation batch or in none with several "
-            f"processes, whose forwards go together, got them in {int(seeing.sum())} of "
-            f"{len(seeing)}"
+            "images: expected in all prompts of a generation batch (with what tools answer) or in "
+            f"none with several processes, whose forwards go together, got them in "
+            f"{int(seeing.sum())} of {len(seeing)}"
         )
 
     def _slices(self, scored: Scored, slices: int, sinks: Sinks) -> list[MicroBatch]:

@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 # reward functions may add others; those of the rewards are called rewards/NAME
-IMAGES = "images"  # of the prompt, as data URLs
+IMAGES = "images"  # of the prompt and of what tools answered, as data URLs
 OWN_COLUMNS = (
     "step", "prompt", IMAGES, "completion", "tokens", "truncated", "reward", "advantage",
 )  # fmt: skip
