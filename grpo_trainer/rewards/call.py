@@ -6,7 +6,9 @@ import logging
 import math
 import numbers
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.common import plain, start
+from grpo_trainer.common import plain, shortened, start
 from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 300
+_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
 
 
 class RewardLog:
@@ -77,12 +84,6 @@ class RewardLog:
         return Metrics({name: stat(self._metrics.get(name, [])) for name in names})
 
 
-logger = logging.getLogger(__name__)
-
-_SHOWN_CHARACTERS = 300
-_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """A reward function under the name that it is logged with.
@@ -125,42 +126,32 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
 
 
 def _call(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
+    with _naming(reward, arguments):
         return reward.function(**arguments)
-    except Exception as error:
-        raise _named(reward, error, arguments) from error
 
 
 async def _await(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
+    with _naming(reward, arguments):
         return await reward.function(**arguments)
+
+
+@contextmanager
+def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise _named(reward, error, arguments) from error
-
-
-def _named(reward: RewardFunction, error: Exception, arguments: dict[str, Any]) -> RuntimeError:
-    first = [
-        f"{name[:-1]} {_short(arguments[name][0])}"
-        for name in ("prompts", "completions")
-        if arguments.get(name)
-    ]
-    count = len(arguments.get("completions", ()))
-    said = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
-    if isinstance(error, TypeError) and _is_of_the_call(error):
-        said += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
-    return RuntimeError(
-        f"{said}it was called with {count} completions, the first of them: {', '.join(first)}"
-    )
-
-
-def _is_of_the_call(error: Exception) -> bool:
-    """Return whether the function's own code has not been entered: its arguments do not fit."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+        said = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if isinstance(error, TypeError) and len(frames) == 2:  # the function was not entered
+            said += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
+        first = [
+            f"{name[:-1]} {shortened(arguments[name][0], _SHOWN_CHARACTERS)}"
+            for name in ("prompts", "completions")
+            if arguments.get(name)
+        ]
+        count = len(arguments.get("completions", ()))
+        said += f"it was called with {count} completions, the first of them: {', '.join(first)}"
+        raise RuntimeError(said) from error
 
 
 def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: Any) -> None:
@@ -178,7 +169,7 @@ def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: 
         ", ".join(said),
         len(unscored),
         len(scores),
-        _short(arguments["prompts"][unscored[0]]),
+        shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
     )
 
 
