@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import re
 import warnings
@@ -31,14 +30,10 @@ def in_one_pass(template: dict[str, Any]) -> Any:
 
     loaded = load_response_template(template)
     fields = {
-        name: replace(field, open_re=_once(field.open_re), close_re=_once(field.close_re))
+        name: replace(field, open_re=_Once.of(field.open_re), close_re=_Once.of(field.close_re))
         for name, field in loaded.fields.items()
     }
     return replace(loaded, fields=fields)
-
-
-def _once(pattern: Any) -> _Once | None:
-    return None if pattern is None else _Once(pattern)
 
 
 @dataclass
@@ -46,34 +41,34 @@ class _Once:
     """A compiled pattern that remembers its last match: still the next one if none was passed."""
 
     pattern: Any
-    _asked: tuple[str, bool] = ("", False)
+    _searched: tuple[str, bool] = ("", False)
     _start: int = 0  # of the last search
-    _found: Any = None
+    _match: Any = None
+
+    @classmethod
+    def of(cls, pattern: Any) -> _Once | None:
+        return None if pattern is None else cls(pattern)
 
     def search(self, text: str, start: int, partial: bool = False) -> Any:
-        asked, found = (text, partial), self._found
-        ahead = self._start <= start and (found is None or start <= found.start())
-        if asked != self._asked or not ahead:
-            found = self.pattern.search(text, start, partial=partial)
-            self._asked, self._start, self._found = asked, start, found
-        return found
+        ahead = self._start <= start and (self._match is None or start <= self._match.start())
+        if self._searched != (text, partial) or not ahead:
+            self._searched, self._start = (text, partial), start
+            self._match = self.pattern.search(text, start, partial=partial)
+        return self._match
 
 
 _TAGGED_THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
 
 
-def with_response_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a copy of ``tokenizer`` with its family's response template, or itself if it has one
-    or is of no family here."""
-    if getattr(tokenizer, "response_template", None) is not None or not tokenizer.chat_template:
-        return tokenizer
+def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return the response template of the tokenizer's family; None: it is of none here."""
+    if not tokenizer.chat_template:
+        return None
     written = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
-    for marks, template in _FAMILIES.values():
-        if all(mark in written for mark in marks):
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.response_template = template
-            break
-    return tokenizer
+    templates = (
+        template for marks, template in _FAMILIES.values() if all(mark in written for mark in marks)
+    )
+    return next(templates, None)
 
 
 def _template(
@@ -229,15 +224,23 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 class TurnParser:
     """Reads a turn with the tokenizer's ``response_template``, where it has one.
 
-    Otherwise calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
-    Hermes models write them, after a thought between ``<think>`` and ``</think>``, if the turn
-    begins with one. A turn with a call that cannot be read has no calls: it is text.
+    With ``families``, that of the tokenizer's family will do. Otherwise calls are
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models write
+    them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A turn
+    with a call that cannot be read has no calls: it is text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Collection[int],
+        families: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos = set(eos_token_ids)
         template = getattr(tokenizer, "response_template", None)
+        if template is None and families:
+            template = _of_family(tokenizer)
         self._template = None if template is None else in_one_pass(template)
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
@@ -261,12 +264,12 @@ class TurnParser:
         self, prompts: Sequence[Prompt], prompt_ids: list[list[int]], ids: list[list[int]]
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
-        found = decode_completions(ids, prompts, self._tokenizer)
+        completions = decode_completions(ids, prompts, self._tokenizer)
         if self._template is None:
-            return found
+            return completions
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
-            for row, text in enumerate(found)
+            for row, text in enumerate(completions)
         ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
@@ -288,8 +291,8 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [
             call
-            for found in message["tool_calls"]
-            for call in (_from_python(found) if isinstance(found, str) else [_checked(found)])
+            for each in message["tool_calls"]
+            for call in (_from_python(each) if isinstance(each, str) else [_call(each["function"])])
         ]
     return message
 
@@ -306,7 +309,7 @@ def _tagged(text: str, prefix: str) -> Message | None:
     # behind the last end nothing matches, which would be found out from each begin anew
     end = text.rfind(_CALLED) + len(_CALLED)
     called, rest = text[:end], text[end:]
-    calls = [_from_json(found) for found in _CALL.findall(called)]
+    calls = [_call(json.loads(written)) for written in _CALL.findall(called)]
     if calls:
         message |= {"content": (_CALL.sub("", called) + rest).strip(), "tool_calls": calls}
     return message if calls or thought is not None else None
@@ -317,8 +320,12 @@ def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _from_json(text: str) -> dict[str, Any]:
-    return _checked({"type": "function", "function": json.loads(text)})
+def _call(function: Any) -> dict[str, Any]:
+    """Return the call of a function with named arguments. Any error: it is none."""
+    name, arguments = function["name"], function["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"tool call: expected a name and arguments, got {function!r}")
+    return tool_call(name, arguments)
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -331,24 +338,14 @@ def _from_python(text: str) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a backslash that escapes nothing
         tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
-    return [_from_node(call) for call in tree.body.elts]
-
-
-def _from_node(call: Any) -> dict[str, Any]:
-    if call.args or not all(each.arg for each in call.keywords):
-        raise ValueError("tool call: expected named arguments")
-    values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    return tool_call(call.func.id, json.loads(json.dumps(values)))  # what JSON has not: TypeError
-
-
-def _checked(call: Any) -> dict[str, Any]:
-    """Raise ValueError unless it is the call of a function with named arguments."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict):
-        name, arguments = function.get("name"), function.get("arguments")
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return tool_call(name, arguments)
-    raise ValueError(f"tool call: expected a name and arguments, got {call!r}")
+    calls = []
+    for call in tree.body.elts:
+        if call.args or not all(each.arg for each in call.keywords):
+            raise ValueError("tool call: expected named arguments")
+        values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        # what JSON has not: TypeError
+        calls.append(tool_call(call.func.id, json.loads(json.dumps(values))))
+    return calls
 
 
 def _clean(value: Any, depth: int = _DEPTH) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.agents import Agents, EnvironmentFactory, Environments, make_toolbox
+from grpo_trainer.agents import EnvironmentFactory, Environments, ToolLoop, make_toolbox
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Rollout, Row, decode_completions, images_of, tokenizer_of
 from grpo_trainer.engines import Rollouts, Sampled, Source
@@ -102,7 +102,7 @@ class Interaction:
         if not self._tools and self._environments is None:
             return None
         made_of = (args, trainer.accelerator, processing_class, self._tools, self._environments)
-        return Agents(*made_of, trainer.rollouts.eos_token_ids, context)
+        return ToolLoop(*made_of, trainer.rollouts.sampling, context)
 
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
