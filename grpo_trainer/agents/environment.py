@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from grpo_trainer.agents.toolbox import Toolbox, make_toolbox
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Row, content_blocks, with_images
+from grpo_trainer.data import Prompt, Row, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
 
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
@@ -93,7 +93,7 @@ class Environments:
         columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
         shown = environment.reset(**columns)
         # the images of other rows are in their prompts already
-        prompt = row["prompt"] if "prompt" in row else with_images({**row, "prompt": _EMPTY})
+        prompt = (row if "prompt" in row else open_images({**row, "prompt": _EMPTY}))["prompt"]
         if shown is None:
             return prompt
         kind = type(environment).__name__

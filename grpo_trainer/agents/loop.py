@@ -26,8 +26,8 @@ from grpo_trainer.data import (
     Row,
     check_context,
     encode_prompts,
+    open_images,
     tokenizer_of,
-    with_images,
 )
 from grpo_trainer.engines import Rollouts, Sampled, Sampling
 from grpo_trainer.monitor import phase
@@ -90,18 +90,19 @@ class Conversation:
         ]
         self.over = not complete or not self.calls
 
-    def add_results(self, messages: list[Message], encoded: Encoded) -> None:
-        """Add what the tools answered. Where it leaves no room for another turn, it is left out."""
+    def add_results(self, messages: list[Message], whole: Encoded, start: int) -> None:
+        """Add what the tools answered, what ``whole`` has behind its first ``start`` tokens. Where
+        it leaves no room for another turn, it is left out."""
         self.calls = []
-        ids, images = encoded
+        ids = whole.ids[start:]
         if len(ids) >= self.room:
             self.over = self.rollout.truncated = True
             return
         self.rounds += 1
         self.rollout.completion += messages
-        if images is not None:
+        if whole.images is not None:
             before = self.rollout.images or ImageInputs((), (), {}, [], 0)
-            self.rollout.images = before.followed(self.ids, images)
+            self.rollout.images = before.followed(self.ids, whole.images, start)
         self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
         self.turn = len(self.rollout.completion_ids)
 
@@ -192,10 +193,9 @@ class ToolLoop:
             prompts = [row["prompt"] for row in rows]
         else:
             pairs = self._environments.take(rows)
-            prompts = [
-                with_images({"prompt": self._environments.reset(environment, row)}, self._media)
-                for (environment, _), row in zip(pairs, rows, strict=True)
-            ]
+            reset = self._environments.reset
+            written = [reset(pair[0], row) for pair, row in zip(pairs, rows, strict=True)]
+            prompts = [open_images({"prompt": prompt}, self._media)["prompt"] for prompt in written]
         for prompt in prompts:
             if isinstance(prompt, str):
                 raise ValueError(
@@ -268,5 +268,5 @@ class ToolLoop:
                 if outcome.timed_out and self._environments is not None:
                     self._environments.drop(talk.environment)
             end, tools = talk.ids[-1], schemas(talk.toolbox)
-            talk.add_results(messages, self._template.results(messages, tools, end))
+            talk.add_results(messages, *self._template.results(messages, tools, end))
         return outcomes

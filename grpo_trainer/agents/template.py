@@ -55,8 +55,9 @@ class ToolTemplate:
         self._thought: Message = {}
         self._arguments: Any = _VALUES
 
-    def results(self, messages: list[Message], tools: Schemas, end: int) -> Encoded:
-        """Return what stands from the end of the assistant's turn to the beginning of its next.
+    def results(self, messages: list[Message], tools: Schemas, end: int) -> tuple[Encoded, int]:
+        """Return a conversation with results up to the beginning of the assistant's next turn, and
+        where in it the end of the turn before stands.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
@@ -67,14 +68,14 @@ class ToolTemplate:
             ValueError: the template writes earlier turns differently when results follow them, or
                 an image is to be shown that it leaves out, or for which there is no processor.
         """
-        suffix = self._suffix(messages, tools)
-        if suffix is None:
+        whole, start = self._rendered(messages, tools)
+        if start is None:
             raise ValueError(
                 "processing_class: expected a chat template that only adds to a conversation when "
                 f"a tool answers, got one that rewrites it before {shortened(messages)}"
             )
         # GLM ends a turn with what the next message begins with
-        return suffix.behind(1) if suffix.ids[:1] == [end] else suffix
+        return whole, start + (whole.ids[start : start + 1] == [end])
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
         """Raise ValueError unless the template can write a conversation that uses ``tools``, whose
@@ -115,7 +116,7 @@ class ToolTemplate:
             )
         answer = result_message(name, [_RESULT])
         for self._thought in _THOUGHTS:
-            if self._suffix([answer], tools) is not None:
+            if self._rendered([answer], tools)[1] is not None:
                 break
         else:
             raise _unsupported(
@@ -134,8 +135,9 @@ class ToolTemplate:
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _suffix(self, messages: list[Message], tools: Schemas) -> Encoded | None:
-        """Return what results add; None: the template rewrites what stands before."""
+    def _rendered(self, messages: list[Message], tools: Schemas) -> tuple[Encoded, int | None]:
+        """Return a conversation with the results, and how many tokens stand before them; None: the
+        template rewrites these."""
         before = self._conversation([message["name"] for message in messages])
         prefix = self._ids(self._text(before, tools))
         # The turn was sampled up to its end; a template may write more behind that. Other messages
@@ -156,7 +158,7 @@ class ToolTemplate:
                 "one; models that take images have a processor as processing_class, not a "
                 f"{type(self._processing_class).__name__}"
             )
-        return whole.behind(len(prefix)) if whole.ids[: len(prefix)] == prefix else None
+        return whole, len(prefix) if whole.ids[: len(prefix)] == prefix else None
 
     def _conversation(self, names: list[str]) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]

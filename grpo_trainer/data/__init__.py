@@ -24,7 +24,6 @@ from grpo_trainer.data.images import (
     images_of,
     model_inputs,
     open_images,
-    with_images,
 )
 from grpo_trainer.data.prompts import (
     Encoded,

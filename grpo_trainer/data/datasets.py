@@ -15,8 +15,8 @@ from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import (
+    IMAGE_COLUMNS,
     PROMPT_COLUMNS,
-    has_image_columns,
     image_parts,
     image_source,
     parts_of,
@@ -147,7 +147,7 @@ def check_images(
         return
     for name, dataset in _named(train, evaluation).items():
         for row in islice(dataset or (), 1):
-            if has_image_columns(row) or any(True for _ in image_parts(row.get("prompt"))):
+            if row.keys() & set(IMAGE_COLUMNS) or any(image_parts(row.get("prompt"))):
                 raise ValueError(
                     f"{name}: expected no images without a processor as processing_class, got a "
                     f"row {shortened(row)} and a {type(processing_class).__name__}"

@@ -22,11 +22,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     images: ImageInputs | None = None  # with a processor; also of a prompt without images
 
-    def behind(self, count: int) -> Encoded:
-        """Return what stands behind the first ``count`` tokens, which hold no image."""
-        images = None if self.images is None else self.images.behind(count)
-        return Encoded(self.ids[count:], images)
-
 
 def tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
     """Return the tokenizer, a processor's with the processor's chat template."""
