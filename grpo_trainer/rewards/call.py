@@ -111,23 +111,33 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     """
     awaited = [reward for reward in rewards if reward.is_async]
     pending = start([_await(reward, arguments) for reward in awaited])
+    answers: dict[str, Any] = {}
     try:
-        answers = {
-            reward.name: _call(reward, arguments) for reward in rewards if not reward.is_async
-        }
+        for reward in rewards:
+            if not reward.is_async:
+                with _naming(reward, arguments):
+                    answers[reward.name] = reward.function(**arguments)
         answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
     finally:
         pending.cancel()  # when another function failed
     listed = {reward.name: _listed(reward.name, answers[reward.name], count) for reward in rewards}
     columns = [[_number(name, value) for value in values] for name, values in listed.items()]
     scores = torch.tensor(columns, dtype=torch.float32).T
-    _warn_of_unscored(scores, listed, arguments)
+    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
+    if unscored:
+        said = []
+        for name, values in listed.items():
+            kinds = {"None" if values[row] is None else "NaN" for row in unscored}
+            said.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
+        logger.warning(
+            "reward functions: %s for %d of %d completions, which get advantage 0; the first "
+            "prompt is %s",
+            ", ".join(said),
+            len(unscored),
+            count,
+            shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
+        )
     return scores
-
-
-def _call(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    with _naming(reward, arguments):
-        return reward.function(**arguments)
 
 
 async def _await(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
@@ -154,38 +164,13 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         raise RuntimeError(said) from error
 
 
-def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: Any) -> None:
-    """Warn of completions without a number, and of what each function answered."""
-    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
-    if not unscored:
-        return
-    said = []
-    for name, values in answers.items():
-        kinds = {"None" if values[row] is None else "NaN" for row in unscored}
-        said.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
-    logger.warning(
-        "reward functions: %s for %d of %d completions, which get advantage 0; the first prompt is "
-        "%s",
-        ", ".join(said),
-        len(unscored),
-        len(scores),
-        shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
-    )
-
-
 def _listed(name: str, values: Any, count: int) -> list[Any]:
-    if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):  # also numpy
+    if hasattr(values, "tolist"):  # of torch or numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise ValueError(
-            f"reward function {name!r}: expected a list of {count} numbers, "
-            f"got {type(values).__name__}"
-        )
+        raise _wrong(name, f"a list of {count} numbers", type(values).__name__)
     if len(values) != count:
-        raise ValueError(
-            f"reward function {name!r}: expected {count} rewards, one per completion, "
-            f"got {len(values)}"
-        )
+        raise _wrong(name, f"{count} rewards, one per completion", len(values))
     return list(values)
 
 
@@ -195,13 +180,13 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(
-            f"reward function {name!r}: expected numbers or None, got {type(value).__name__}"
-        )
+        raise _wrong(name, "numbers or None", type(value).__name__)
     size: Any = abs(value)
     if size > _LARGEST:
         shown = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-        raise ValueError(
-            f"reward function {name!r}: expected finite numbers up to {_LARGEST:.2g}, got {shown}"
-        )
+        raise _wrong(name, f"finite numbers up to {_LARGEST:.2g}", shown)
     return float(value)
+
+
+def _wrong(name: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"reward function {name!r}: expected {expected}, got {got}")

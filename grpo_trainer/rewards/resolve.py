@@ -63,7 +63,14 @@ def resolve_rewards(
         sources = [sources]
     if not sources:
         raise ValueError("reward_funcs: expected at least one reward function, got none")
-    tokenizers = _one_each(processing_classes, len(sources))
+    tokenizers = processing_classes
+    if not isinstance(tokenizers, list | tuple):  # one, or none
+        tokenizers = [tokenizers] * (len(sources) if tokenizers is None else 1)
+    if len(tokenizers) != len(sources):
+        raise ValueError(
+            f"reward_processing_classes: expected {len(sources)}, one per reward function, "
+            f"got {len(tokenizers)}"
+        )
     args = args if args is not None else GRPOConfig()
     rewards: dict[str, RewardFunction] = {}
     for source, tokenizer in zip(sources, tokenizers, strict=True):
@@ -72,20 +79,10 @@ def resolve_rewards(
         name = getattr(inner, "__name__", type(inner).__name__)
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         name = next(each for each in itertools.chain([name], numbered) if each not in rewards)
-        rewards[name] = RewardFunction(name, function, _is_async(inner))
+        # an object is asynchronous if its class defines `async def __call__`
+        is_async = any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
+        rewards[name] = RewardFunction(name, function, is_async)
     return list(rewards.values())
-
-
-def _one_each(tokenizers: Tokenizers, count: int) -> list[PreTrainedTokenizerBase | None]:
-    if tokenizers is None:
-        return [None] * count
-    several = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    if len(several) != count:
-        raise ValueError(
-            f"reward_processing_classes: expected {count}, one per reward function, "
-            f"got {len(several)}"
-        )
-    return several
 
 
 def _resolve(
@@ -142,27 +139,17 @@ def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
     """Return ``name`` or ``name(key=value, ...)`` with Python literals as values."""
     if not text.endswith(")"):
         return text, None
-    problem = ValueError(
-        f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
-    )
     try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise problem from error
-    if not isinstance(call, ast.Call) or call.args:
-        raise problem
-    try:
+        call: Any = ast.parse(text, mode="eval").body
         settings = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
-    except ValueError as error:
-        raise problem from error
+        if call.args:
+            raise ValueError("expected a name for each value")
+    except (AttributeError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
+        ) from error
     return ast.unparse(call.func), settings
 
 
 def _inner(function: Any) -> Any:
     return function.func if isinstance(function, functools.partial) else function
-
-
-def _is_async(function: Any) -> bool:
-    # an object is asynchronous if its class defines `async def __call__`
-    call = type(function).__call__
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
