@@ -11,10 +11,9 @@ from accelerate import Accelerator
 from transformers import ProcessorMixin
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.agents.environment import Environments
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
-from grpo_trainer.agents.toolbox import Call, Outcome, Toolbox, ToolRunner, schemas
+from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, ToolRunner, schemas
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
@@ -26,7 +25,6 @@ from grpo_trainer.data import (
     Row,
     check_context,
     encode_prompts,
-    open_images,
     tokenizer_of,
 )
 from grpo_trainer.engines import Rollouts, Sampled, Sampling
@@ -193,9 +191,10 @@ class ToolLoop:
             prompts = [row["prompt"] for row in rows]
         else:
             pairs = self._environments.take(rows)
-            reset = self._environments.reset
-            written = [reset(pair[0], row) for pair, row in zip(pairs, rows, strict=True)]
-            prompts = [open_images({"prompt": prompt}, self._media)["prompt"] for prompt in written]
+            prompts = [
+                self._environments.reset(environment, row, self._media)
+                for (environment, _), row in zip(pairs, rows, strict=True)
+            ]
         for prompt in prompts:
             if isinstance(prompt, str):
                 raise ValueError(
@@ -263,7 +262,7 @@ class ToolLoop:
             for call in talk.calls:
                 outcome = next(answers)
                 parts = [part[:left] if isinstance(part, str) else part for part in outcome.parts]
-                left -= sum(len(part) for part in parts if isinstance(part, str))
+                left -= min(left, sum(len(part) for part in parts if isinstance(part, str)))
                 messages.append(result_message(call.name, parts))
                 if outcome.timed_out and self._environments is not None:
                     self._environments.drop(talk.environment)
