@@ -238,13 +238,13 @@ def _with_images(
         )
     images = [image for column in columns.values() for image in column]
     if not images and not any(image_parts(prompt)):
-        return prompt if _is_clean(prompt) else _in_blocks(prompt)
+        return prompt if _is_clean(prompt) else in_blocks(prompt)
     if not isinstance(prompt, list):
         raise ValueError(
             "prompt: expected messages in a row with images, got "
             f"{'none' if prompt is None else 'text'} in {_named(row)}"
         )
-    messages = _in_blocks(prompt)
+    messages = in_blocks(prompt)
     places = [part for part in image_parts(messages) if image_source(part) is None]
     if images and not places:
         user = next((one for one in messages if one["role"] == "user"), messages[0])
@@ -304,7 +304,8 @@ def content_blocks(content: Any) -> Any:
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
-def _in_blocks(messages: Any) -> list[Any]:
+def in_blocks(messages: Any) -> list[Any]:
+    """Return messages whose content is parts: not every processor takes plain text."""
     return [{**message, "content": content_blocks(message.get("content"))} for message in messages]
 
 

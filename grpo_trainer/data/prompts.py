@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import ImageInputs, digest, images_of, parts_of
+from grpo_trainer.data.images import ImageInputs, digest, images_of, in_blocks, parts_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -149,11 +149,13 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = _rendered(_in_parts(prompt), processor, template, tokenize=False)
+        text = _rendered(in_blocks(prompt), processor, template, tokenize=False)
         # as transformers has it: a template that writes the first token itself is the last word
         bos = processor.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
-    if text.count(processor.image_token) > len(images) and _says(prompt, processor.image_token):
+    parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
+    said = any(processor.image_token in str(part.get("text")) for part in parts)
+    if said and text.count(processor.image_token) > len(images):
         raise ValueError(
             f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
             f"has a part {{'type': 'image'}}), got {shortened(text)}"
@@ -189,14 +191,6 @@ def encode_text(
     return Encoded(ids, inputs if images or made else None)
 
 
-def _says(prompt: Prompt, word: str) -> bool:
-    """Return whether the texts of a prompt hold ``word``."""
-    if isinstance(prompt, str):
-        return word in prompt
-    texts = [part.get("text") for part in parts_of(_in_parts(prompt))]
-    return any(isinstance(text, str) and word in text for text in texts)
-
-
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
     if max_length is None or len(encoded.ids) <= max_length:
         return encoded
@@ -211,16 +205,6 @@ def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
     # without images all of it is per token
     inputs = {name: value[:, -max_length:] for name, value in encoded.images.inputs.items()}
     return Encoded(ids, ImageInputs((), (), inputs, ids, len(ids)))
-
-
-def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose text is a part: not every processor takes plain text."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
 
 
 def _rendered(

@@ -208,16 +208,14 @@ class OneCall(RolloutEngine):
         return Completions([self._encode("ok" + END if done else self._call) for done in asked])
 
 
-def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
-    """It shows them and one of its own, without a prompt; what its tools answer has none."""
-    answers = iter(["fine", f"an {IMAGE} tag"] * 9)
-    said: list[Any] = []
+def room(answers: Any, shown: Any = None) -> type:
+    """Return an environment that begins with what is ``shown``, and has a tool with ``answers``."""
 
     class Room:
-        def reset(self, **row: Any) -> list[dict[str, Any]]:
-            return user(picture(200), "hi")[0]["content"]
+        def reset(self, **row: Any) -> Any:
+            return shown
 
-        def look(self, at: str) -> str:
+        def look(self, at: str) -> Any:
             """Look.
 
             Args:
@@ -225,13 +223,26 @@ def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
             """
             return next(answers)
 
+    return Room
+
+
+def listening(said: list[Any]) -> Any:
+    """Return a reward that keeps prompts and completions."""
+
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         said.extend(zip(prompts, completions, strict=True))
         return [float(row % 3) for row, _ in enumerate(prompts)]
 
+    return reward
+
+
+def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
+    """It shows them and one of its own, without a prompt; what its tools answer has none."""
+    kind = room(iter(["fine", f"an {IMAGE} tag"] * 9), user(picture(200), "hi")[0]["content"])
+    said: list[Any] = []
     processor = with_template("qwen3_vl", TOOLS)
     trainer = make(
-        "qwen3_vl", tmp_path, reward, environment_factory=Room, processing_class=processor,
+        "qwen3_vl", tmp_path, listening(said), environment_factory=kind, processing_class=processor,
         rollout_engine=OneCall(processor.tokenizer), settings={"max_completion_length": 180},
         train_dataset=dataset().remove_columns("prompt"),
     )  # fmt: skip
@@ -268,31 +279,22 @@ def show(at: int) -> Any:
 @pytest.mark.parametrize("shown", [False, True])  # an image in the prompt, too
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path) -> None:
-    """It is what the model would see of the whole conversation, in generation and in training."""
+    """It is what the model would see of the whole conversation, in generation and in training.
+
+    Of an environment, where there is one in the prompt, too.
+    """
     seen: list[Any] = []
-    count = iter(range(99))
-
-    def look(at: str) -> Any:
-        """Look.
-
-        Args:
-            at: what.
-        """
-        return show(next(count))
-
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        seen.extend(zip(prompts, completions, strict=True))
-        return [float(row % 3) for row, _ in enumerate(prompts)]
-
+    kind = room(map(show, range(99)))
+    acting = {"environment_factory": kind} if shown else {"tools": [kind().look]}
     place = PLACES.get(family, f"{BEGIN}{IMAGE}{STOP}")
     processor = with_template(family, TOOLS.replace(f"{BEGIN}{IMAGE}{STOP}", place))
     model = tiny_model(family)
     engine = LooksOnce(TransformersEngine(lambda: model, processor.tokenizer), processor.tokenizer)
     rows = dataset() if shown else dataset().remove_columns("image")
     trainer = make(
-        family, tmp_path, reward, BatchTrainer, tools=[look], processing_class=processor,
+        family, tmp_path, listening(seen), BatchTrainer, processing_class=processor,
         model=model, rollout_engine=engine, train_dataset=rows,
-        settings={"max_completion_length": 170, "num_iterations": 2, "top_k": 1},
+        settings={"max_completion_length": 170, "num_iterations": 2, "top_k": 1}, **acting,
     )  # fmt: skip
     trainer.train()
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
@@ -300,8 +302,8 @@ def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path)
     talks = [prompt + completion[:-1] for prompt, completion in seen]
     pictures = [images_of(talk) for talk in talks]
     assert [len(each) for each in pictures] == [2 - bool(at % 3) + shown for at in range(4)]
-    shown_tools = [[get_json_schema(look)]] * len(talks)
-    whole = encode_prompts(talks, processor, tools=shown_tools)
+    schemas = [[get_json_schema(kind().look)]] * len(talks)
+    whole = encode_prompts(talks, processor, tools=schemas)
     requests = requests_of([each.ids for each in whole], engine.images)
     for row, (talk, request) in enumerate(zip(whole, requests, strict=True)):
         assert batch.input_ids[row, : len(talk.ids)].tolist() == talk.ids
@@ -325,22 +327,15 @@ def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path)
 
 
 def test_a_picture_for_an_engine_that_takes_none(tmp_path: Path) -> None:
-    def look(at: str) -> Any:
-        """Look.
-
-        Args:
-            at: what.
-        """
-        return picture(9)
-
     class Blind(OneCall):
         def generate(self, prompt_ids: Any, sampling: Any) -> Completions:  # type: ignore[override]
             return super().generate(prompt_ids, sampling)
 
     processor = with_template("qwen3_vl", TOOLS)
     trainer = make(
-        "qwen3_vl", tmp_path, tools=[look], processing_class=processor,
-        rollout_engine=Blind(processor.tokenizer), settings={"max_completion_length": 180},
+        "qwen3_vl", tmp_path, tools=[room(map(picture, range(9)))().look],
+        processing_class=processor, rollout_engine=Blind(processor.tokenizer),
+        settings={"max_completion_length": 180},
         train_dataset=dataset().remove_columns("image"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="rollout_engine: expected one whose generate takes image"):
