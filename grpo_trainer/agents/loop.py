@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -200,9 +201,9 @@ class ToolLoop:
                 raise ValueError(
                     f"prompt: expected messages with tools, got the text {shortened(prompt)}"
                 )
-        shown = [schemas(toolbox) for _, toolbox in pairs]
+        tools = [schemas(toolbox) for _, toolbox in pairs]
         encoded = encode_prompts(
-            prompts, self._processing_class, args.max_prompt_length, self._options, shown
+            prompts, self._processing_class, args.max_prompt_length, self._options, tools
         )
         budget = args.max_completion_length
         check_context(prompts, [each.ids for each in encoded], budget, self._context)
@@ -232,11 +233,13 @@ class ToolLoop:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             images = [talk.rollout.images for talk in waiting]
-            drawn = rollouts.generate([talk.ids for talk in waiting], step, images)
-        for index, talk in enumerate(waiting):
-            ids = drawn.token_ids[index]
-            logprobs = None if drawn.logprobs is None else drawn.logprobs[index]
-            mask = None if drawn.sampling_mask is None else drawn.sampling_mask[index]
+            turns = rollouts.generate([talk.ids for talk in waiting], step, images)
+        columns = (
+            turns.token_ids,
+            turns.logprobs or repeat(None),
+            turns.sampling_mask or repeat(None),
+        )
+        for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
             talk.add(ids, 1, logprobs, mask)
             ended = talk.ids[-1] in self._eos
             # an engine that stops by itself, as at a stop string, has ended the turn too

@@ -74,9 +74,9 @@ def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Return the response template of the tokenizer's family; None: it is of none here."""
     if not tokenizer.chat_template:
         return None
-    written = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
+    template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
     for family in yaml.safe_load(_FAMILIES.read_text())["families"].values():
-        if all(mark in written for mark in family["marks"]):
+        if all(mark in template for mark in family["marks"]):
             return family["template"]
     return None
 
@@ -169,7 +169,7 @@ def _tagged(text: str, prefix: str) -> Message | None:
     # behind the last end nothing matches, which would be found out from each begin anew
     end = text.rfind(_CALLED) + len(_CALLED)
     called, rest = text[:end], text[end:]
-    calls = [_call(json.loads(written)) for written in _CALL.findall(called)]
+    calls = [_call(json.loads(each)) for each in _CALL.findall(called)]
     if calls:
         message |= {"content": (_CALL.sub("", called) + rest).strip(), "tool_calls": calls}
     return message if calls or thought is not None else None

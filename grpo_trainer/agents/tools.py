@@ -258,16 +258,16 @@ class Environments:
             ValueError: that is not text, or the prompt has no place for it.
         """
         columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
-        shown = environment.reset(**columns)
+        observation = environment.reset(**columns)
         # the images of other rows are in their prompts already
         prompt = (row if "prompt" in row else open_images({**row, "prompt": _EMPTY}))["prompt"]
-        if shown is None:
+        if observation is None:
             return prompt
         kind = type(environment).__name__
-        if not _is_content(shown):
+        if not _is_content(observation):
             raise ValueError(
                 f"{kind}.reset: expected text, a list of blocks {{'type': ...}} or None, got "
-                f"{shortened(shown)}"
+                f"{shortened(observation)}"
             )
         if isinstance(prompt, str) or not _is_content(prompt[-1].get("content")):
             raise ValueError(
@@ -275,10 +275,10 @@ class Environments:
                 f"to, got {shortened(prompt)}"
             )
         content = prompt[-1]["content"]
-        if isinstance(content, str) and isinstance(shown, str):
-            content += shown
+        if isinstance(content, str) and isinstance(observation, str):
+            content += observation
         else:
-            content = [*content_blocks(content), *content_blocks(shown)]
+            content = [*content_blocks(content), *content_blocks(observation)]
         messages = [*prompt[:-1], prompt[-1] | {"content": content}]
         return open_images({"prompt": messages}, media)["prompt"]
 

@@ -49,15 +49,15 @@ def encode_prompts(
         ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
             its images out, it has no tokens, or one with images has more than ``max_length``.
     """
-    known: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
+    cache: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
     encoded = []
-    for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
-        key = *_identity(prompt), repr([tool["function"]["name"] for tool in shown])
-        if key not in known:
+    for prompt, schemas in zip(prompts, tools or [[]] * len(prompts), strict=True):
+        key = *_identity(prompt), repr([tool["function"]["name"] for tool in schemas])
+        if key not in cache:
             # some templates write an introduction to an empty list
-            options = {"tools": shown or None} | (chat_template_kwargs or {})
-            known[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
-        encoded.append(known[key])
+            options = {"tools": schemas or None} | (chat_template_kwargs or {})
+            cache[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
+        encoded.append(cache[key])
     return encoded
 
 
@@ -154,8 +154,8 @@ def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, An
         bos = processor.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
     parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
-    said = any(processor.image_token in str(part.get("text")) for part in parts)
-    if said and text.count(processor.image_token) > len(images):
+    mentioned = any(processor.image_token in str(part.get("text")) for part in parts)
+    if mentioned and text.count(processor.image_token) > len(images):
         raise ValueError(
             f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
             f"has a part {{'type': 'image'}}), got {shortened(text)}"
@@ -174,21 +174,23 @@ def encode_text(
     Raises:
         ValueError: ``text`` has not one place for each of ``images``.
     """
-    written = text.count(processor.image_token)
-    if written != len(images):
+    places = text.count(processor.image_token)
+    if places != len(images):
         raise ValueError(
             f"processing_class: expected a chat template that writes {processor.image_token} for "
-            f"each image, {len(images)} in all, got {written} in {shortened(text)}"
+            f"each image, {len(images)} in all, got {places} in {shortened(text)}"
         )
     options = {"add_special_tokens": special, "return_tensors": "pt"}
-    made = dict(processor(text=[text], images=[list(images)] if images else None, **options))
-    ids = made.pop("input_ids")[0].tolist()
-    made.pop("attention_mask", None)
+    inputs = dict(processor(text=[text], images=[list(images)] if images else None, **options))
+    ids = inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask", None)
     short_ids = ids
     if images:
         short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
-    inputs = ImageInputs(images, tuple(map(digest, images)), made, short_ids, len(ids))
-    return Encoded(ids, inputs if images or made else None)
+    if not images and not inputs:
+        return Encoded(ids)
+    digests = tuple(map(digest, images))
+    return Encoded(ids, ImageInputs(images, digests, inputs, short_ids, len(ids)))
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:

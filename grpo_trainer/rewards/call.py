@@ -125,14 +125,14 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     scores = torch.tensor(columns, dtype=torch.float32).T
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if unscored:
-        said = []
+        remarks = []
         for name, values in listed.items():
             kinds = {"None" if values[row] is None else "NaN" for row in unscored}
-            said.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
+            remarks.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
         logger.warning(
             "reward functions: %s for %d of %d completions, which get advantage 0; the first "
             "prompt is %s",
-            ", ".join(said),
+            ", ".join(remarks),
             len(unscored),
             count,
             shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
@@ -150,18 +150,18 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        said = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
+        message = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
         frames = list(traceback.walk_tb(error.__traceback__))
         if isinstance(error, TypeError) and len(frames) == 2:  # the function was not entered
-            said += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
+            message += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
         first = [
             f"{name[:-1]} {shortened(arguments[name][0], _SHOWN_CHARACTERS)}"
             for name in ("prompts", "completions")
             if arguments.get(name)
         ]
         count = len(arguments.get("completions", ()))
-        said += f"it was called with {count} completions, the first of them: {', '.join(first)}"
-        raise RuntimeError(said) from error
+        message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
+        raise RuntimeError(message) from error
 
 
 def _listed(name: str, values: Any, count: int) -> list[Any]:
@@ -183,8 +183,8 @@ def _number(name: str, value: Any) -> float:
         raise _wrong(name, "numbers or None", type(value).__name__)
     size: Any = abs(value)
     if size > _LARGEST:
-        shown = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-        raise _wrong(name, f"finite numbers up to {_LARGEST:.2g}", shown)
+        number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
+        raise _wrong(name, f"finite numbers up to {_LARGEST:.2g}", number)
     return float(value)
 
 
