@@ -55,27 +55,33 @@ class ToolTemplate:
         self._thought: Message = {}
         self._arguments: Any = _VALUES
 
-    def results(self, messages: list[Message], tools: Schemas, end: int) -> tuple[Encoded, int]:
+    def results(
+        self, messages: list[Message], tools: Schemas, end: int | None = None
+    ) -> tuple[Encoded, int]:
         """Return a conversation with results up to the beginning of the assistant's next turn, and
         where in it the end of the turn before stands.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
             tools: schemas of the conversation's tools.
-            end: the token that the turn ended with.
+            end: the token that the turn ended with; None: the template's own.
 
         Raises:
             ValueError: the template writes earlier turns differently when results follow them, or
                 an image is to be shown that it leaves out, or for which there is no processor.
         """
-        whole, start = self._rendered(messages, tools)
-        if start is None:
-            raise ValueError(
-                "processing_class: expected a chat template that only adds to a conversation when "
-                f"a tool answers, got one that rewrites it before {shortened(messages)}"
-            )
-        # GLM ends a turn with what the next message begins with
-        return whole, start + (whole.ids[start : start + 1] == [end])
+        for thought in (self._thought, *_THOUGHTS):
+            whole, before = self._rendered(messages, tools, thought)
+            start = len(before)
+            if whole.ids[:start] == before:
+                self._thought = thought
+                # GLM ends a turn with what the next message begins with
+                return whole, start + (whole.ids[start : start + 1] == [end])
+        raise ValueError(
+            "processing_class: expected a chat template that only adds to a conversation when a "
+            "tool answers, so that the next turn continues the tokens that were sampled, got one "
+            f"that writes earlier turns differently before {shortened(messages)}"
+        )
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
         """Raise ValueError unless the template can write a conversation that uses ``tools``, whose
@@ -90,15 +96,14 @@ class ToolTemplate:
     def _probe(self, tools: Schemas, parser: TurnParser) -> None:
         """Write a call and its result, and read them again."""
         name = tools[0]["function"]["name"]
-        self._thought = {}
         prefix = self._text([_USER], tools, add_generation_prompt=True)
         if name not in prefix:
             logger.warning("the chat template does not show the tools: the prompts have to")
         try:
-            text = self._text(self._conversation([name]), tools)
+            text = self._text(self._conversation([name], self._thought), tools)
         except TypeError:  # DeepSeek's adds arguments to text, so they have to be JSON already
             self._arguments = json.dumps(_VALUES)
-            text = self._text(self._conversation([name]), tools)
+            text = self._text(self._conversation([name], self._thought), tools)
         if not text.startswith(prefix):
             # it opens a thought, which the turn without one does not have; tags may begin alike
             ids = self._ids(text)
@@ -115,17 +120,9 @@ class ToolTemplate:
                 "says how (without one they are <tool_call>{JSON}</tool_call>)"
             )
         answer = result_message(name, [_RESULT])
-        for self._thought in _THOUGHTS:
-            if self._rendered([answer], tools)[1] is not None:
-                break
-        else:
-            raise _unsupported(
-                "one that writes earlier turns differently when a result follows them, so that the "
-                "next turn would not continue the tokens that were sampled"
-            )
-        prefix = self._text(
-            [*self._conversation([name]), answer], tools, add_generation_prompt=True
-        )
+        self.results([answer], tools)
+        conversation = [*self._conversation([name], self._thought), answer]
+        prefix = self._text(conversation, tools, add_generation_prompt=True)
         if _RESULT not in prefix:
             raise _unsupported("one that leaves the results of tools out")
         message = parser.read("text", "", prefix, tools)
@@ -135,34 +132,32 @@ class ToolTemplate:
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _rendered(self, messages: list[Message], tools: Schemas) -> tuple[Encoded, int | None]:
-        """Return a conversation with the results, and how many tokens stand before them; None: the
-        template rewrites these."""
-        before = self._conversation([message["name"] for message in messages])
+    def _rendered(
+        self, messages: list[Message], tools: Schemas, thought: Message
+    ) -> tuple[Encoded, list[int]]:
+        """Return a conversation with the results, and the tokens that should stand before them."""
+        before = self._conversation([message["name"] for message in messages], thought)
         prefix = self._ids(self._text(before, tools))
         # The turn was sampled up to its end; a template may write more behind that. Other messages
         # have ends, too: some models end a turn with what other messages begin with.
-        turn = _shared(prefix, self._ids(self._text([_USER, _TURN | self._thought], tools)))
+        turn = _shared(prefix, self._ids(self._text([_USER, _TURN | thought], tools)))
         end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
-        prefix = prefix[: end + 1]
         text = self._text([*before, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
         if not images:
-            whole = Encoded(self._ids(text))
-        elif isinstance(self._processing_class, ProcessorMixin):
-            whole = encode_text(text, images, self._processing_class)
-        else:
-            name = next(message["name"] for message in messages if images_of([message]))
-            raise ValueError(
-                f"tools: expected {name!r} to return no image to a policy that takes none, got "
-                "one; models that take images have a processor as processing_class, not a "
-                f"{type(self._processing_class).__name__}"
-            )
-        return whole, len(prefix) if whole.ids[: len(prefix)] == prefix else None
+            return Encoded(self._ids(text)), prefix[: end + 1]
+        if isinstance(self._processing_class, ProcessorMixin):
+            return encode_text(text, images, self._processing_class), prefix[: end + 1]
+        name = next(message["name"] for message in messages if images_of([message]))
+        raise ValueError(
+            f"tools: expected {name!r} to return no image to a policy that takes none, got one; "
+            "models that take images have a processor as processing_class, not a "
+            f"{type(self._processing_class).__name__}"
+        )
 
-    def _conversation(self, names: list[str]) -> list[Message]:
+    def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]
-        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **self._thought}]
+        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **thought}]
 
     def _text(self, messages: list[Message], tools: Schemas, **options: Any) -> str:
         return self._tokenizer.apply_chat_template(
