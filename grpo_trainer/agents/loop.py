@@ -241,12 +241,12 @@ class ToolLoop:
         )
         for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
             talk.add(ids, 1, logprobs, mask)
-            ended = talk.ids[-1] in self._eos
+            so_far, start = talk.ids, len(talk.rollout.prompt_ids) + talk.turn
+            ended = so_far[-1] in self._eos
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:
                 tools = schemas(talk.toolbox)
-                start = len(talk.rollout.prompt_ids) + talk.turn
-                message = self._parser.parse(talk.ids[start:], talk.ids[:start], tools)
+                message = self._parser.parse(so_far[start:], so_far[:start], tools)
                 talk.end_turn(message, complete=ended)
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:

@@ -186,9 +186,9 @@ def model_inputs(
     for name in names:
         parts = [None if one is None else one.inputs.get(name) for one in images]
         if name.endswith(_PER_TOKEN):
-            befores = [width - length if left else 0 for length in lengths]
             rows = [
-                _widened(*row) for row in zip(parts, [width] * len(parts), befores, strict=True)
+                _widened(part, width, width - length if left else 0)
+                for part, length in zip(parts, lengths, strict=True)
             ]
             joined[name] = torch.cat(rows).to(device)
         else:
