@@ -158,7 +158,7 @@ class ToolLoop:
         places = tokenizer.convert_ids_to_tokens(list(sampling.suppressed))
         if isinstance(processing_class, ProcessorMixin):  # what its templates write
             places.append(processing_class.image_token)
-        self._runner = ToolRunner(self._media, places, args.tool_timeout)
+        self._runner = ToolRunner(places, args.tool_timeout)
 
     def sample(self, rows: list[Row], rollouts: Rollouts) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.

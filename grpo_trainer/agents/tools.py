@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from grpo_trainer.common import encodable, in_thread, shortened, start
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Media, Prompt, Row, content_blocks, image_source, open_images
+from grpo_trainer.data import Media, Prompt, Row, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
 
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
@@ -94,15 +94,11 @@ class ToolRunner:
     be stopped: its thread is left behind. Without a limit they run in the caller's thread.
 
     Args:
-        media: where the images may come from that tools return.
         places: texts of tokens that stand for images: the model would look for one.
         timeout: seconds for a call; None: any number.
     """
 
-    def __init__(
-        self, media: Media, places: Collection[str] = (), timeout: float | None = None
-    ) -> None:
-        self._media = media
+    def __init__(self, places: Collection[str] = (), timeout: float | None = None) -> None:
         self._places = places
         self._timeout = timeout
 
@@ -137,7 +133,7 @@ class ToolRunner:
 
     def _answer(self, function: Callable[[], Any]) -> Outcome:
         try:
-            return Outcome(_parts(function(), self._media))
+            return Outcome(_parts(function()))
         except BaseException as error:  # a tool may run code that the model wrote
             in_main_thread = threading.current_thread() is threading.main_thread()
             if isinstance(error, KeyboardInterrupt) and in_main_thread:  # Ctrl-C
@@ -154,7 +150,7 @@ class ToolRunner:
 
     async def _answer_async(self, function: Callable[[], Any]) -> Outcome:
         try:
-            return Outcome(_parts(await function(), self._media))
+            return Outcome(_parts(await function()))
         except BaseException as error:  # what leaves a task would end the loop of all of them
             return _failed(error)
 
@@ -162,20 +158,24 @@ class ToolRunner:
         return _failed(f"No answer within {self._timeout:g} seconds.")._replace(timed_out=True)
 
 
-def _parts(value: Any, media: Media) -> list[str | Image.Image]:
+def _parts(value: Any) -> list[str | Image.Image]:
     """Return an image, the parts of a message's content if it is one, or else the text."""
-    if isinstance(value, Image.Image):
-        return [media.open(value)]
-    parts = value if isinstance(value, list) else []
+    parts = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
+    parts = parts if isinstance(parts, list) else []
     kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
     if not kinds or any(kind not in _BLOCKS for kind in kinds):
         return [encodable(str(value))]
     return [
-        media.open(image_source(part))
-        if part["type"] == "image"
-        else encodable(str(part.get("text") or ""))
+        _image(part) if part["type"] == "image" else encodable(str(part.get("text") or ""))
         for part in parts
     ]
+
+
+def _image(part: dict[str, Any]) -> Image.Image:
+    image = part.get("image")
+    if not isinstance(image, Image.Image):  # the policy may have written the name of a file
+        raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
+    return Media().open(image)
 
 
 def _failed(error: Any) -> Outcome:

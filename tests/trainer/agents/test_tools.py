@@ -178,17 +178,16 @@ RETURNED = [
     ([1, {"type": []}], "[1, {'type': []}]"),
     ([block("text", "a"), block("audio", "b.wav")], None),
     ([block("text", "a"), block("text", "\ud800")], "a\\ud800"),
-    ([block("image", "/no/such.png")], "ValueError 'Incorrect image"),
-    ([{"type": "image"}], "{'error': "),
-    ([block("image", "http://no.such/x.png")], "allow_remote_images: expected True"),
+    ([block("image", "/no/such.png")], "expected an open PIL image, got '/no/such.png'"),
+    ([block("image", "http://no.such/x.png")], "expected an open PIL image, got 'http"),
+    ([{"type": "image"}], "expected an open PIL image, got None"),
 ]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("value", "told"), RETURNED)
 def test_what_is_no_image_is_text(value, told, is_async):
-    settings = {"max_completion_length": 900, "allow_remote_images": False}
-    sampled = Play(once(call("look")), (look(value, is_async),), **settings)()
+    sampled = Play(once(call("look")), (look(value, is_async),))()
     [answer] = answers(sampled.rollouts[0])
     assert (str(value) if told is None else told) in answer
     assert counts(sampled) == (1, int("'error'" in answer))
