@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.agents import (
-    Agents,
     EnvironmentFactory,
     Environments,
+    ToolLoop,
     make_toolbox,
     prompts_by_reset,
 )
@@ -253,13 +253,13 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
             return FunctionSource(lambda prompts: function(prompts, self), args, tokenizer, context)
         if not self._tools and self._environments is None:
             return None
-        return Agents(
+        return ToolLoop(
             args,
             self.accelerator,
             self.processing_class,
             self._tools,
             self._environments,
-            self.rollouts.eos_token_ids,
+            self.rollouts.sampling,
             context,
         )
 

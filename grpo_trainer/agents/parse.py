@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import re
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.common import encodable
 from grpo_trainer.data import Prompt, decode_completions
+
+Message = dict[str, Any]
+
+_FAMILIES = Path(__file__).with_name("families.yaml")
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALLED = "</tool_call>"
+_DEPTH = 100  # of lists and dictionaries in a call: what reads a message may call itself for each
+_THINKS = "<think>"
+_OPENING = 16  # tokens that a generation prompt may open a thought with
+_THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def in_one_pass(template: dict[str, Any]) -> Any:
@@ -31,14 +43,10 @@ def in_one_pass(template: dict[str, Any]) -> Any:
 
     loaded = load_response_template(template)
     fields = {
-        name: replace(field, open_re=_once(field.open_re), close_re=_once(field.close_re))
+        name: replace(field, open_re=_Once.of(field.open_re), close_re=_Once.of(field.close_re))
         for name, field in loaded.fields.items()
     }
     return replace(loaded, fields=fields)
-
-
-def _once(pattern: Any) -> _Once | None:
-    return None if pattern is None else _Once(pattern)
 
 
 @dataclass
@@ -46,198 +54,53 @@ class _Once:
     """A compiled pattern that remembers its last match: still the next one if none was passed."""
 
     pattern: Any
-    _asked: tuple[str, bool] = ("", False)
+    _searched: tuple[str, bool] = ("", False)
     _start: int = 0  # of the last search
-    _found: Any = None
+    _match: Any = None
+
+    @classmethod
+    def of(cls, pattern: Any) -> _Once | None:
+        return None if pattern is None else cls(pattern)
 
     def search(self, text: str, start: int, partial: bool = False) -> Any:
-        asked, found = (text, partial), self._found
-        ahead = self._start <= start and (found is None or start <= found.start())
-        if asked != self._asked or not ahead:
-            found = self.pattern.search(text, start, partial=partial)
-            self._asked, self._start, self._found = asked, start, found
-        return found
+        ahead = self._start <= start and (self._match is None or start <= self._match.start())
+        if self._searched != (text, partial) or not ahead:
+            self._searched, self._start = (text, partial), start
+            self._match = self.pattern.search(text, start, partial=partial)
+        return self._match
 
 
-_TAGGED_THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-
-
-def with_response_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a copy of ``tokenizer`` with its family's response template, or itself if it has one
-    or is of no family here."""
-    if getattr(tokenizer, "response_template", None) is not None or not tokenizer.chat_template:
-        return tokenizer
-    written = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
-    for marks, template in _FAMILIES.values():
-        if all(mark in written for mark in marks):
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.response_template = template
-            break
-    return tokenizer
-
-
-def _template(
-    anchor: dict[str, str],
-    calls: dict[str, Any],
-    content: dict[str, Any],
-    thought: dict[str, str] | None = _TAGGED_THOUGHT,
-) -> dict[str, Any]:
-    """Return a response template; ``calls`` matches one call, or several as text."""
-    fields: dict[str, Any] = {} if thought is None else {"reasoning_content": thought}
-    fields |= {"tool_calls": {"repeats": True} | calls, "content": {"content": "text"} | content}
-    return {"defaults": {"role": "assistant"}, "fields": fields} | anchor
-
-
-def _tags(pattern: str) -> dict[str, Any]:
-    """Say that arguments are ``key`` and ``value`` of ``pattern``; schemas give them types.
-
-    Whatever else stands in a call matches without a key, which is an error: the turn is text.
-    """
-    values = {"name": "text", "args": {"strip": False}}  # indentation may be part of a text
-    parser = {"tag_pattern": rf"{pattern}|\S", "value_parser": values}
-    return _CALL_FIELDS | {"content": "xml-inline", "content_args": parser}
-
-
-# the call of the function that the group ``name`` of a pattern names
-_CALL_FIELDS = {
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-}
-_CHATML = {"start_anchor": "<|im_start|>assistant\n"}
-_CHATML_END = {"close_pattern": r"<\|im_end\|>\s*"}
-
-# family -> marks of its chat template, and how it answers
-_FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "gpt-oss": (
-        ("<|channel|>", "functions."),
-        _template(
-            {"start_anchor": "<|start|>assistant"},
-            _CALL_FIELDS
-            | {
-                # nothing is tried twice: in a text of marks that would take its length squared
-                "open_pattern": r"(?:<\|channel\|>commentary\s*+)?"
-                r"to=functions\.(?P<name>[^\s<=]++)"
-                r"(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?(?:json)?<\|message\|>",
-                "close_pattern": r"<\|call\|>\s*",
-                "content": "json",
-            },
-            {
-                # commentary to nobody is for the user; text may come without a channel
-                "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>"
-                r"|\A(?!\s*(?:<\||to=functions\.))",
-                "close_pattern": r"(?:<\|return\|>|<\|end\|>)\s*",
-                "repeats": True,
-                "join": "\n",
-            },
-            {
-                "open": "<|channel|>analysis<|message|>",
-                "close_pattern": r"<\|end\|>\s*",
-                "content": "text",
-            },
-        ),
-    ),
-    "Gemma 4": (
-        ("<|tool_call>call:", "<|turn>"),
-        _template(
-            {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)"},
-            _CALL_FIELDS
-            | {
-                "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-                "close_pattern": r"<tool_call\|>\s*",
-                "content": "json",
-                "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-            },
-            {"close_pattern": r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$"},
-            {
-                "open": "<|channel>thought\n",
-                "close_pattern": r"<channel\|>\s*",
-                "content": "text",
-            },
-        ),
-    ),
-    "LFM2.5": (
-        ("<|tool_call_start|>", "<|im_start|>"),
-        _template(
-            _CHATML,
-            # calls in Python, which a pattern cannot read
-            {
-                "open": "<|tool_call_start|>[",
-                "close_pattern": r"\]<\|tool_call_end\|>\s*",
-                "content": "text",
-            },
-            _CHATML_END,
-        ),
-    ),
-    "Qwen 3.5, Qwen 3.6, Nemotron 3": (
-        ("<function=", "<parameter=", "<|im_start|>"),
-        _template(
-            _CHATML,
-            {
-                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-                "close_pattern": r"</function>\s*</tool_call>\s*",
-            }
-            | _tags(
-                r"<parameter=(?P<key>[^>\n]+)>\n?"
-                r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
-            ),
-            _CHATML_END,
-        ),
-    ),
-    "GLM 4 MoE": (
-        ("<arg_key>", "<|assistant|>"),
-        _template(
-            {"start_anchor": "<|assistant|>"},
-            {
-                "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*",
-                "close_pattern": r"</tool_call>\s*",
-            }
-            | _tags(
-                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
-                r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
-            ),
-            {"close_pattern": r"<\|(?:user|observation)\|>\s*|$"},
-        ),
-    ),
-    "Llama 3.1, Llama 3.2": (
-        ('"parameters": ', "<|start_header_id|>"),
-        _template(
-            {"start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n"},
-            _CALL_FIELDS
-            | {
-                "open_pattern": r"(?:<\|python_tag\|>)?"
-                r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-                "close_pattern": r"\}\s*(?:<\|(?:eot|eom)_id\|>\s*|\Z)",
-                "content": "json",
-            },
-            {"close_pattern": r"<\|(?:eot|eom)_id\|>\s*"},
-            thought=None,
-        ),
-    ),
-}
-
-
-Message = dict[str, Any]
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_CALLED = "</tool_call>"
-_DEPTH = 100  # of lists and dictionaries in a call: what reads a message may call itself for each
-_THINKS = "<think>"
-_OPENING = 16  # tokens that a generation prompt may open a thought with
-_THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return the response template of the tokenizer's family; None: it is of none here."""
+    if not tokenizer.chat_template:
+        return None
+    template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
+    for family in yaml.safe_load(_FAMILIES.read_text())["families"].values():
+        if all(mark in template for mark in family["marks"]):
+            return family["template"]
+    return None
 
 
 class TurnParser:
     """Reads a turn with the tokenizer's ``response_template``, where it has one.
 
-    Otherwise calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
-    Hermes models write them, after a thought between ``<think>`` and ``</think>``, if the turn
-    begins with one. A turn with a call that cannot be read has no calls: it is text.
+    With ``families``, that of the tokenizer's family will do. Otherwise calls are
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models write
+    them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A turn
+    with a call that cannot be read has no calls: it is text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Collection[int],
+        families: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos = set(eos_token_ids)
         template = getattr(tokenizer, "response_template", None)
+        if template is None and families:
+            template = _of_family(tokenizer)
         self._template = None if template is None else in_one_pass(template)
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
@@ -261,12 +124,12 @@ class TurnParser:
         self, prompts: Sequence[Prompt], prompt_ids: list[list[int]], ids: list[list[int]]
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
-        found = decode_completions(ids, prompts, self._tokenizer)
+        completions = decode_completions(ids, prompts, self._tokenizer)
         if self._template is None:
-            return found
+            return completions
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
-            for row, text in enumerate(found)
+            for row, text in enumerate(completions)
         ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
@@ -288,8 +151,8 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [
             call
-            for found in message["tool_calls"]
-            for call in (_from_python(found) if isinstance(found, str) else [_checked(found)])
+            for each in message["tool_calls"]
+            for call in (_from_python(each) if isinstance(each, str) else [_call(each["function"])])
         ]
     return message
 
@@ -306,7 +169,7 @@ def _tagged(text: str, prefix: str) -> Message | None:
     # behind the last end nothing matches, which would be found out from each begin anew
     end = text.rfind(_CALLED) + len(_CALLED)
     called, rest = text[:end], text[end:]
-    calls = [_from_json(found) for found in _CALL.findall(called)]
+    calls = [_call(json.loads(each)) for each in _CALL.findall(called)]
     if calls:
         message |= {"content": (_CALL.sub("", called) + rest).strip(), "tool_calls": calls}
     return message if calls or thought is not None else None
@@ -317,8 +180,12 @@ def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _from_json(text: str) -> dict[str, Any]:
-    return _checked({"type": "function", "function": json.loads(text)})
+def _call(function: Any) -> dict[str, Any]:
+    """Return the call of a function with named arguments. Any error: it is none."""
+    name, arguments = function["name"], function["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"tool call: expected a name and arguments, got {function!r}")
+    return tool_call(name, arguments)
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -331,24 +198,14 @@ def _from_python(text: str) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a backslash that escapes nothing
         tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
-    return [_from_node(call) for call in tree.body.elts]
-
-
-def _from_node(call: Any) -> dict[str, Any]:
-    if call.args or not all(each.arg for each in call.keywords):
-        raise ValueError("tool call: expected named arguments")
-    values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    return tool_call(call.func.id, json.loads(json.dumps(values)))  # what JSON has not: TypeError
-
-
-def _checked(call: Any) -> dict[str, Any]:
-    """Raise ValueError unless it is the call of a function with named arguments."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict):
-        name, arguments = function.get("name"), function.get("arguments")
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return tool_call(name, arguments)
-    raise ValueError(f"tool call: expected a name and arguments, got {call!r}")
+    calls = []
+    for call in tree.body.elts:
+        if call.args or not all(each.arg for each in call.keywords):
+            raise ValueError("tool call: expected named arguments")
+        values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        # what JSON has not: TypeError
+        calls.append(tool_call(call.func.id, json.loads(json.dumps(values))))
+    return calls
 
 
 def _clean(value: Any, depth: int = _DEPTH) -> Any:

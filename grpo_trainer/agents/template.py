@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from PIL import Image
+from transformers import ProcessorMixin
 
 from grpo_trainer.agents.parse import Message, TurnParser, tool_call
+from grpo_trainer.common import shortened
+from grpo_trainer.data import Encoded, ProcessingClass, encode_text, images_of, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ _RESULT = "result_d4e5f6"
 
 
 class ToolTemplate:
-    """The chat template of a tokenizer, for conversations with tools.
+    """The chat template of a tokenizer or processor, for conversations with tools.
 
     Args:
         options: further arguments of ``apply_chat_template``.
@@ -41,149 +44,142 @@ class ToolTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: ProcessingClass,
         eos_token_ids: Collection[int],
         options: dict[str, Any],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._processing_class = processing_class
+        self._tokenizer = tokenizer_of(processing_class)
         self._eos = set(eos_token_ids)
         self._options = options
         self._thought: Message = {}
         self._arguments: Any = _VALUES
 
-    def results(self, messages: list[Message], tools: Schemas, end: int) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to the beginning of its next.
+    def results(
+        self, messages: list[Message], tools: Schemas, end: int | None = None
+    ) -> tuple[Encoded, int]:
+        """Return a conversation with results up to the beginning of the assistant's next turn, and
+        where in it the end of the turn before stands.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
             tools: schemas of the conversation's tools.
-            end: the token that the turn ended with.
+            end: the token that the turn ended with; None: the template's own.
 
         Raises:
-            ValueError: the template writes earlier turns differently when results follow them.
+            ValueError: the template writes earlier turns differently when results follow them, or
+                an image is to be shown that it leaves out, or for which there is no processor.
         """
-        suffix = self._suffix(messages, tools, self._thought)
-        if suffix and suffix[0] == end:  # GLM ends a turn with what the next message begins with
-            return suffix[1:]
-        if suffix is None:
-            raise ValueError(
-                "processing_class: expected a chat template that only adds to a conversation when "
-                f"a tool answers, got one that rewrites it before {json.dumps(messages)[:200]}"
-            )
-        return suffix
+        for thought in (self._thought, *_THOUGHTS):
+            whole, before = self._rendered(messages, tools, thought)
+            start = len(before)
+            if whole.ids[:start] == before:
+                self._thought = thought
+                # GLM ends a turn with what the next message begins with
+                return whole, start + (whole.ids[start : start + 1] == [end])
+        raise ValueError(
+            "processing_class: expected a chat template that only adds to a conversation when a "
+            "tool answers, so that the next turn continues the tokens that were sampled, got one "
+            f"that writes earlier turns differently before {shortened(messages)}"
+        )
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
-        """Raise ValueError unless the template can write a conversation that uses ``tools``."""
+        """Raise ValueError unless the template can write a conversation that uses ``tools``, whose
+        calls ``parser`` can read."""
         if self._tokenizer.chat_template is None:
             raise _unsupported("none")
         try:
-            self._text([_USER], [], add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"processing_class: its chat template fails on a plain conversation: {error}"
-            ) from error
-        name = tools[0]["function"]["name"]
-        answer = result_message(name, _RESULT)
-        try:
-            prompt = self._text([_USER], tools)
-            self._choose_arguments(name, tools)
-            conversation = self._conversation([name], {})
-            called = self._text(conversation, tools).removeprefix(prompt)
-            answered = self._text([*conversation, answer], tools)
+            self._probe(tools, parser)
         except (TemplateError, TypeError) as error:
             raise _unsupported(f"one that fails: {error}") from error
-        if name not in prompt:
-            logger.warning("the chat template does not show the tools: the prompts have to")
-        if not all(part in called for part in (name, *_VALUES, *_VALUES.values())):
-            raise _unsupported("one that leaves tool calls out")
-        if _RESULT not in answered:
-            raise _unsupported("one that leaves the results of tools out")
-        self._choose_thought([answer], tools)
-        self._check_parser(name, parser, tools)
-        self._check_next_turn(answer, parser, tools)
 
-    def _choose_arguments(self, name: str, tools: Schemas) -> None:
-        """Find out what form the template takes the arguments of a call in."""
-        try:
-            self._text(self._conversation([name], {}), tools)
-        except TypeError:  # DeepSeek's adds them to text, so they have to be JSON already
-            self._arguments = json.dumps(_VALUES)
-
-    def _choose_thought(self, messages: list[Message], tools: Schemas) -> None:
-        for thought in _THOUGHTS:
-            if self._suffix(messages, tools, thought) is not None:
-                self._thought = thought
-                return
-        raise _unsupported(
-            "one that writes earlier turns differently when a result follows them, so that the "
-            "next turn would not continue the tokens that were sampled"
-        )
-
-    def _check_parser(self, name: str, parser: TurnParser, tools: Schemas) -> None:
-        conversation = self._conversation([name], {})
+    def _probe(self, tools: Schemas, parser: TurnParser) -> None:
+        """Write a call and its result, and read them again."""
+        name = tools[0]["function"]["name"]
         prefix = self._text([_USER], tools, add_generation_prompt=True)
-        text = self._text(conversation, tools)
+        if name not in prefix:
+            logger.warning("the chat template does not show the tools: the prompts have to")
+        try:
+            text = self._text(self._conversation([name], self._thought), tools)
+        except TypeError:  # DeepSeek's adds arguments to text, so they have to be JSON already
+            self._arguments = json.dumps(_VALUES)
+            text = self._text(self._conversation([name], self._thought), tools)
         if not text.startswith(prefix):
             # it opens a thought, which the turn without one does not have; tags may begin alike
-            ids = self._ids(conversation, tools)
-            start = _shared(ids, self._ids([_USER], tools, add_generation_prompt=True))
+            ids = self._ids(text)
+            start = _shared(ids, self._ids(prefix))
             prefix, text = self._tokenizer.decode(ids[:start]), self._tokenizer.decode(ids)
-        turn = parser.read(text.removeprefix(prefix), "", prefix, tools)
-        if turn is None or turn.get("tool_calls") != [tool_call(name, _VALUES)]:
+        turn = text.removeprefix(prefix)
+        if not all(part in turn for part in (name, *_VALUES, *_VALUES.values())):
+            raise _unsupported("one that leaves tool calls out")
+        message = parser.read(turn, "", prefix, tools)
+        if message is None or message.get("tool_calls") != [tool_call(name, _VALUES)]:
             raise ValueError(
                 "processing_class: expected tool calls that can be read, got a chat template that "
                 "writes them in a form of its own; set the tokenizer's response_template, which "
                 "says how (without one they are <tool_call>{JSON}</tool_call>)"
             )
-
-    def _check_next_turn(self, answer: Message, parser: TurnParser, tools: Schemas) -> None:
-        messages = [*self._conversation([answer["name"]], self._thought), answer]
-        prefix = self._text(messages, tools, add_generation_prompt=True)
-        turn = parser.read("text", "", prefix, tools)
-        if turn is not None and turn.get("tool_calls"):
+        answer = result_message(name, [_RESULT])
+        self.results([answer], tools)
+        conversation = [*self._conversation([name], self._thought), answer]
+        prefix = self._text(conversation, tools, add_generation_prompt=True)
+        if _RESULT not in prefix:
+            raise _unsupported("one that leaves the results of tools out")
+        message = parser.read("text", "", prefix, tools)
+        if message is not None and message.get("tool_calls"):
             raise ValueError(
                 "processing_class: expected a response_template whose start_anchor stands behind "
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _suffix(
+    def _rendered(
         self, messages: list[Message], tools: Schemas, thought: Message
-    ) -> list[int] | None:
-        """Return what results add; None: the template rewrites what stands before."""
+    ) -> tuple[Encoded, list[int]]:
+        """Return a conversation with the results, and the tokens that should stand before them."""
         before = self._conversation([message["name"] for message in messages], thought)
-        prefix = self._ids(before, tools)
+        prefix = self._ids(self._text(before, tools))
         # The turn was sampled up to its end; a template may write more behind that. Other messages
         # have ends, too: some models end a turn with what other messages begin with.
-        turn = _shared(prefix, self._ids([_USER, _TURN | thought], tools))
+        turn = _shared(prefix, self._ids(self._text([_USER, _TURN | thought], tools)))
         end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
-        prefix = prefix[: end + 1]
-        whole = self._ids([*before, *messages], tools, add_generation_prompt=True)
-        return whole[len(prefix) :] if whole[: len(prefix)] == prefix else None
+        text = self._text([*before, *messages], tools, add_generation_prompt=True)
+        images = images_of(messages)
+        if not images:
+            return Encoded(self._ids(text)), prefix[: end + 1]
+        if isinstance(self._processing_class, ProcessorMixin):
+            return encode_text(text, images, self._processing_class), prefix[: end + 1]
+        name = next(message["name"] for message in messages if images_of([message]))
+        raise ValueError(
+            f"tools: expected {name!r} to return no image to a policy that takes none, got one; "
+            "models that take images have a processor as processing_class, not a "
+            f"{type(self._processing_class).__name__}"
+        )
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]
         return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **thought}]
-
-    def _ids(self, messages: list[Message], tools: Schemas, **options: Any) -> list[int]:
-        rendered = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
-            tokenize=True,
-            return_dict=True,
-            **self._options,
-            **options,
-        )
-        return list(rendered["input_ids"])
 
     def _text(self, messages: list[Message], tools: Schemas, **options: Any) -> str:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, **self._options, **options
         )
 
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-def result_message(name: str, text: str) -> Message:
+
+def result_message(name: str, parts: Sequence[str | Image.Image]) -> Message:
     """Return what a tool answered, as chat templates take it."""
-    return {"role": "tool", "name": name, "content": text}
+    texts = [part for part in parts if isinstance(part, str)]
+    content: Any = "".join(texts)
+    if len(texts) < len(parts):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part}
+            for part in parts
+        ]
+    return {"role": "tool", "name": name, "content": content}
 
 
 def _unsupported(got: str) -> ValueError:

@@ -23,7 +23,6 @@ from grpo_trainer.data.images import (
     images_of,
     model_inputs,
     open_images,
-    with_images,
 )
 from grpo_trainer.data.prompts import (
     Encoded,
@@ -33,6 +32,7 @@ from grpo_trainer.data.prompts import (
     check_prompts,
     decode_completions,
     encode_prompts,
+    encode_text,
     tokenizer_of,
 )
 from grpo_trainer.data.rows import (

@@ -30,7 +30,7 @@ class Rollout:
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
-    images: ImageInputs | None = None  # of the prompt
+    images: ImageInputs | None = None  # of the prompt and of what tools answered
     # of scoring
     row: Row | None = None  # of the dataset
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it

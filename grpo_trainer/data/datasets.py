@@ -15,10 +15,10 @@ from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import (
+    IMAGE_COLUMNS,
     PROMPT_COLUMNS,
-    has_image_columns,
-    has_source,
     image_parts,
+    image_source,
     parts_of,
 )
 from grpo_trainer.data.prompts import ProcessingClass
@@ -128,7 +128,9 @@ def check_parts(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
                 f"{name}: expected parts of messages as {{'type': ...}}, got {shortened(part)}"
             )
         shown = part.get("type")
-        if shown not in (None, "text", "image") or (shown is None and has_source(part)):
+        if shown not in (None, "text", "image") or (
+            shown is None and image_source(part) is not None
+        ):
             raise ValueError(
                 f"{name}: expected prompts of text and images, got a message with a part of type "
                 f"{shown!r}"
@@ -145,7 +147,7 @@ def check_images(
         return
     for name, dataset in _named(train, evaluation).items():
         for row in islice(dataset or (), 1):
-            if has_image_columns(row) or any(True for _ in image_parts(row.get("prompt"))):
+            if row.keys() & set(IMAGE_COLUMNS) or any(image_parts(row.get("prompt"))):
                 raise ValueError(
                     f"{name}: expected no images without a processor as processing_class, got a "
                     f"row {shortened(row)} and a {type(processing_class).__name__}"

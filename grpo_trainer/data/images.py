@@ -67,7 +67,12 @@ class Media:
         if isinstance(source, str):
             self._check(source)
         try:
-            return load_image(_found(source))
+            if isinstance(source, str) and _REMOTE.match(source):
+                # load_image would wait for it for any time
+                source = in_thread(partial(_fetched, source), "image").result(_SECONDS)
+            if isinstance(source, bytes):
+                source = Image.open(io.BytesIO(source))
+            return load_image(source)
         except Exception as error:  # decoders raise whatever comes to them
             reason = shortened(str(error)) if str(error) else ""
             raise ImageError(f"{type(error).__name__} {reason}") from error
@@ -95,14 +100,6 @@ def distrust_rows(args: GRPOConfig) -> None:
     args.allowed_media_path = args.allowed_media_path or constants.HF_HUB_CACHE
 
 
-def _found(source: Any) -> Any:
-    """Return what :func:`load_image` takes, which would wait for a URL for any time."""
-    if isinstance(source, str) and _REMOTE.match(source):
-        read = in_thread(partial(_fetched, source), "image")
-        return Image.open(io.BytesIO(read.result(_SECONDS)))
-    return Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
-
-
 def _fetched(url: str) -> bytes:
     if url.rpartition("::")[2].startswith("hf://"):  # of a dataset that is streamed
         with xopen(url, "rb") as file:
@@ -118,8 +115,8 @@ def _fetched(url: str) -> bytes:
     return bytes(data)
 
 
-_COLUMNS = ("images", "image")  # of several images, and of one
-PROMPT_COLUMNS = ("prompt", *_COLUMNS)  # what the model sees of a row
+IMAGE_COLUMNS = ("images", "image")  # of several images, and of one
+PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)  # what the model sees of a row
 _SOURCES = ("image", "url", "path", "base64")  # of an image part of a message
 # kinds of pixels that a PNG holds
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
@@ -130,6 +127,7 @@ _PER_TOKEN = "token_type_ids"  # what the names of inputs end with that have a v
 class ImageInputs:
     """The images of a prompt, and what the model takes of it beside token ids.
 
+    The prompt may be followed by the turns and answers of a conversation, with images of their own.
     Two are equal if their images are. ``inputs`` are there without images as well: some models
     want to know what kind each token is of.
     """
@@ -143,6 +141,27 @@ class ImageInputs:
     def shortened(self, ids: list[int]) -> list[int]:
         """Return ``ids``, which begin with the prompt, with one token per image."""
         return self.short_ids + ids[self.length :]
+
+    def followed(self, ids: list[int], other: ImageInputs, start: int) -> ImageInputs:
+        """Return those of ``ids``, which begin with the prompt, and behind them of what ``other``
+        has behind its first ``start`` tokens, which hold no image."""
+        inputs = {}
+        for name in {**self.inputs, **other.inputs}:
+            first, second = (each.inputs.get(name) for each in (self, other))
+            if name.endswith(_PER_TOKEN):
+                rest = None if second is None else second[:, start:]
+                inputs[name] = torch.cat(
+                    [_widened(first, len(ids)), _widened(rest, other.length - start)], dim=1
+                )
+            else:
+                inputs[name] = _concatenated([part for part in (first, second) if part is not None])
+        return ImageInputs(
+            self.images + other.images,
+            self.digests + other.digests,
+            inputs,
+            self.shortened(ids) + other.short_ids[start:],
+            len(ids) + other.length - start,
+        )
 
 
 def has_images(images: Sequence[ImageInputs | None] | None) -> bool:
@@ -167,39 +186,24 @@ def model_inputs(
     for name in names:
         parts = [None if one is None else one.inputs.get(name) for one in images]
         if name.endswith(_PER_TOKEN):
-            joined[name] = _placed(parts, lengths, width, left).to(device)
+            rows = [
+                _widened(part, width, width - length if left else 0)
+                for part, length in zip(parts, lengths, strict=True)
+            ]
+            joined[name] = torch.cat(rows).to(device)
         else:
             joined[name] = _concatenated([part for part in parts if part is not None]).to(device)
     return joined
 
 
-def open_images(row: dict[str, Any], media: Media) -> dict[str, Any]:
-    """Return a copy of ``row`` with the images of its columns and of its prompt open.
+def open_images(row: dict[str, Any], media: Media | None = None) -> dict[str, Any]:
+    """Return a copy of ``row`` with its images read, those of its columns also in its prompt.
 
-    Raises:
-        ImageError: one cannot be read.
-        ValueError: as in :func:`with_images`.
-    """
-    opened = copy.copy(row)
-    for name in _COLUMNS:
-        images = row.get(name)
-        if isinstance(images, list | tuple):
-            opened[name] = [_open(image, media, row, name) for image in images]
-        elif images is not None:
-            opened[name] = _open(images, media, row, name)
-    if "prompt" in row:
-        opened["prompt"] = with_images(opened, media)
-    return opened
-
-
-def with_images(row: Mapping[str, Any], media: Media | None = None) -> Any:
-    """Return the prompt of ``row`` with its images, read, in its messages.
-
-    They are parts ``{"type": "image", "image": ...}`` of messages already, or in the columns
+    Images are parts ``{"type": "image", "image": ...}`` of the prompt's messages, or in the columns
     ``image`` or ``images``; these go where parts without an image stand, or else in front of the
-    first message of the user. A prompt without images is returned as it is, but for keys that are
-    None in its parts: a dataset's rows have all keys in each, and templates may ask for them.
-    ``media`` says where they may come from; None: from anywhere.
+    first message of the user. A prompt without images stays as it is, but for keys that are None in
+    its parts: a dataset's rows have all keys in each, and templates may ask for them. ``media``
+    says where images may come from; None: from anywhere.
 
     Raises:
         ImageError: an image cannot be read.
@@ -207,36 +211,60 @@ def with_images(row: Mapping[str, Any], media: Media | None = None) -> Any:
             messages, both columns have images, or the places for images are not as many as there
             are images.
     """
-    prompt, media = row.get("prompt"), media or Media()
-    column, given = _of_columns(row)
-    if not given and not any(True for _ in image_parts(prompt)):
-        return prompt if _is_clean(prompt) else _in_blocks(prompt)
+    media = media or Media()
+    opened = copy.copy(row)
+    columns: dict[str, list[Image.Image]] = {}
+    for name in IMAGE_COLUMNS:
+        value = row.get(name)
+        if isinstance(value, list | tuple):
+            opened[name] = columns[name] = [_open(each, media, row, name) for each in value]
+        elif value is not None:
+            opened[name] = _open(value, media, row, name)
+            columns[name] = [opened[name]]
+    if "prompt" in row:
+        opened["prompt"] = _with_images(row, columns, media)
+    return opened
+
+
+def _with_images(
+    row: Mapping[str, Any], columns: dict[str, list[Image.Image]], media: Media
+) -> Any:
+    """Return the prompt of ``row`` with its images and those of ``columns``."""
+    prompt = row["prompt"]
+    if all(columns.get(name) for name in IMAGE_COLUMNS):
+        raise ValueError(
+            f"images: expected them in one column, got {' and '.join(IMAGE_COLUMNS)} in "
+            f"{_named(row)}; remove one of them from the dataset"
+        )
+    images = [image for column in columns.values() for image in column]
+    if not images and not any(image_parts(prompt)):
+        return prompt if _is_clean(prompt) else in_blocks(prompt)
     if not isinstance(prompt, list):
         raise ValueError(
             "prompt: expected messages in a row with images, got "
             f"{'none' if prompt is None else 'text'} in {_named(row)}"
         )
-    messages = _in_blocks(prompt)
-    places = [part for part in image_parts(messages) if _source(part) is None]
-    if given and not places:
+    messages = in_blocks(prompt)
+    places = [part for part in image_parts(messages) if image_source(part) is None]
+    if images and not places:
         user = next((one for one in messages if one["role"] == "user"), messages[0])
-        places = [{"type": "image"} for _ in given]
+        places = [{"type": "image"} for _ in images]
         user["content"] = [*places, *(user["content"] or [])]
-    if len(places) != len(given):
+    if len(places) != len(images):
         raise ValueError(
             f"images: expected {len(places)}, one for each place in the messages, got "
-            f"{len(given)} in {_named(row)}"
+            f"{len(images)} in {_named(row)}"
         )
     for part in image_parts(messages):
-        if _source(part) is not None:
-            part["image"] = _open(_source(part), media, row, "prompt")
-    for place, image in zip(places, given, strict=True):
-        place["image"] = _open(image, media, row, column)
+        if image_source(part) is not None:
+            part["image"] = _open(image_source(part), media, row, "prompt")
+    for place, image in zip(places, images, strict=True):
+        place["image"] = image
     return messages
 
 
 def images_of(prompt: Any) -> tuple[Image.Image, ...]:
-    """Return the images in the messages of a prompt that :func:`with_images` made."""
+    """Return the images in the messages of a prompt that :func:`open_images` made."""
     return tuple(part["image"] for part in image_parts(prompt))
 
 
@@ -267,29 +295,6 @@ def parts_of(prompt: Any) -> Iterator[Any]:
         yield from content if isinstance(content, list) else ()
 
 
-def has_source(part: Mapping[str, Any]) -> bool:
-    """Return whether a part of a message says where an image is."""
-    return _source(part) is not None
-
-
-def has_image_columns(row: Mapping[str, Any]) -> bool:
-    """Return whether ``row`` has a column that images are taken from."""
-    return any(name in row for name in _COLUMNS)
-
-
-def _of_columns(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    columns = [(name, row[name]) for name in _COLUMNS if row.get(name) is not None]
-    found = {
-        name: list(value) if isinstance(value, list | tuple) else [value] for name, value in columns
-    }
-    if all(found.get(name) for name in _COLUMNS):
-        raise ValueError(
-            f"images: expected them in one column, got {' and '.join(_COLUMNS)} in "
-            f"{_named(row)}; remove one of them from the dataset"
-        )
-    return next((item for item in found.items() if item[1]), ("", []))
-
-
 def content_blocks(content: Any) -> Any:
     """Return a message's parts of text and image: a dataset's rows have all keys in each."""
     if isinstance(content, str):
@@ -299,7 +304,8 @@ def content_blocks(content: Any) -> Any:
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
-def _in_blocks(messages: Any) -> list[Any]:
+def in_blocks(messages: Any) -> list[Any]:
+    """Return messages whose content is parts: not every processor takes plain text."""
     return [{**message, "content": content_blocks(message.get("content"))} for message in messages]
 
 
@@ -308,7 +314,8 @@ def _is_clean(prompt: Any) -> bool:
     return not any(value is None for part in parts for value in part.values())
 
 
-def _source(part: Mapping[str, Any]) -> Any:
+def image_source(part: Mapping[str, Any]) -> Any:
+    """Return where the image of a part of a message is, or itself; None: it has none."""
     return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
 
 
@@ -329,15 +336,11 @@ def _named(row: Mapping[str, Any]) -> str:
     return f"{'the row' if number is None else f'row {number},'} {shortened(dict(row))}"
 
 
-def _placed(
-    parts: Sequence[Tensor | None], lengths: Sequence[int], width: int, left: bool
-) -> Tensor:  # (B, width)
-    rows = torch.zeros(len(parts), width, dtype=torch.int64)
-    for row, part, length in zip(rows, parts, lengths, strict=True):
-        if part is not None:
-            start = width - length if left else 0
-            row[start : start + part.shape[1]] = part[0]
-    return rows
+def _widened(part: Tensor | None, width: int, before: int = 0) -> Tensor:  # (1, width)
+    """Put values of tokens behind ``before`` zeros, and fill up with zeros."""
+    if part is None:
+        return torch.zeros(1, width, dtype=torch.int64)
+    return functional.pad(part, (before, width - before - part.shape[1]))
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:

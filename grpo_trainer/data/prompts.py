@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import ImageInputs, digest, images_of, parts_of
+from grpo_trainer.data.images import ImageInputs, digest, images_of, in_blocks, parts_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -49,15 +49,15 @@ def encode_prompts(
         ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
             its images out, it has no tokens, or one with images has more than ``max_length``.
     """
-    known: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
+    cache: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
     encoded = []
-    for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
-        key = *_identity(prompt), repr([tool["function"]["name"] for tool in shown])
-        if key not in known:
+    for prompt, schemas in zip(prompts, tools or [[]] * len(prompts), strict=True):
+        key = *_identity(prompt), repr([tool["function"]["name"] for tool in schemas])
+        if key not in cache:
             # some templates write an introduction to an empty list
-            options = {"tools": shown or None} | (chat_template_kwargs or {})
-            known[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
-        encoded.append(known[key])
+            options = {"tools": schemas or None} | (chat_template_kwargs or {})
+            cache[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
+        encoded.append(cache[key])
     return encoded
 
 
@@ -144,50 +144,53 @@ def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[st
 
 
 def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, Any]) -> Encoded:
-    """Encode by a processor: it writes as many tokens for an image as the model needs."""
     images = images_of(prompt)
     special = True
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = _rendered(_in_parts(prompt), processor, template, tokenize=False)
+        text = _rendered(in_blocks(prompt), processor, template, tokenize=False)
         # as transformers has it: a template that writes the first token itself is the last word
         bos = processor.tokenizer.bos_token
         special = bos is None or not text.startswith(bos)
-    _check_places(prompt, text, images, processor)
-    options = {"add_special_tokens": special, "return_tensors": "pt"}
-    made = dict(processor(text=[text], images=[list(images)] if images else None, **options))
-    ids = made.pop("input_ids")[0].tolist()
-    made.pop("attention_mask", None)
-    short_ids = ids
-    if images:
-        short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
-    inputs = ImageInputs(images, tuple(map(digest, images)), made, short_ids, len(ids))
-    return Encoded(ids, inputs if images or made else None)
-
-
-def _check_places(
-    prompt: Prompt, text: str, images: tuple[Any, ...], processor: ProcessorMixin
-) -> None:
-    written = text.count(processor.image_token)
-    if written > len(images) and _says(prompt, processor.image_token):
+    parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
+    mentioned = any(processor.image_token in str(part.get("text")) for part in parts)
+    if mentioned and text.count(processor.image_token) > len(images):
         raise ValueError(
             f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
             f"has a part {{'type': 'image'}}), got {shortened(text)}"
         )
-    if written != len(images):
+    return encode_text(text, images, processor, special)
+
+
+def encode_text(
+    text: str, images: tuple[Any, ...], processor: ProcessorMixin, special: bool = False
+) -> Encoded:
+    """Encode by a processor: it writes as many tokens for an image as the model needs.
+
+    Args:
+        special: add the tokens that a text begins or ends with.
+
+    Raises:
+        ValueError: ``text`` has not one place for each of ``images``.
+    """
+    places = text.count(processor.image_token)
+    if places != len(images):
         raise ValueError(
             f"processing_class: expected a chat template that writes {processor.image_token} for "
-            f"each image, {len(images)} in all, got {written} in {shortened(text)}"
+            f"each image, {len(images)} in all, got {places} in {shortened(text)}"
         )
-
-
-def _says(prompt: Prompt, word: str) -> bool:
-    """Return whether the texts of a prompt hold ``word``."""
-    if isinstance(prompt, str):
-        return word in prompt
-    texts = [part.get("text") for part in parts_of(_in_parts(prompt))]
-    return any(isinstance(text, str) and word in text for text in texts)
+    options = {"add_special_tokens": special, "return_tensors": "pt"}
+    inputs = dict(processor(text=[text], images=[list(images)] if images else None, **options))
+    ids = inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask", None)
+    short_ids = ids
+    if images:
+        short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
+    if not images and not inputs:
+        return Encoded(ids)
+    digests = tuple(map(digest, images))
+    return Encoded(ids, ImageInputs(images, digests, inputs, short_ids, len(ids)))
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
@@ -204,16 +207,6 @@ def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
     # without images all of it is per token
     inputs = {name: value[:, -max_length:] for name, value in encoded.images.inputs.items()}
     return Encoded(ids, ImageInputs((), (), inputs, ids, len(ids)))
-
-
-def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose text is a part: not every processor takes plain text."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
 
 
 def _rendered(

@@ -45,7 +45,8 @@ class RolloutEngine(Protocol):
     ) -> Completions:
         """Return completions of this process's prompts, by the weights of the last update.
 
-        An engine without the parameter ``images`` is asked to complete text alone.
+        A prompt may be a conversation with images in several turns. An engine without the parameter
+        ``images`` is asked to complete text alone.
         """
         ...
 

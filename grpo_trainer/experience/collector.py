@@ -229,8 +229,8 @@ class Collector:
         seeing = table[:, 3]
         if self._accelerator.num_processes > 1 and seeing.min() != seeing.max():
             raise ValueError(
-                "images: expected in all prompts of a generation batch or in none with several "
-                "processes, whose forwards go together, got them in "
+                "images: expected in all prompts of a generation batch (with what tools answer) or "
+                "in none with several processes, whose forwards go together, got them in "
                 f"{int(seeing.sum())} of {len(seeing)}"
             )
         return table[:, :3]

@@ -26,7 +26,7 @@ from grpo_trainer.data import Rollout, data_url
 Rows = Sequence[Mapping[str, Any]]
 
 # reward functions may add others; those of the rewards are called rewards/NAME
-IMAGES = "images"  # of the prompt, as data URLs
+IMAGES = "images"  # of the prompt and of what tools answered, as data URLs
 OWN_COLUMNS = (
     "step", "prompt", IMAGES, "completion", "tokens", "truncated", "reward", "advantage",
 )  # fmt: skip

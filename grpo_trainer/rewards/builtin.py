@@ -1,21 +1,25 @@
-"""Rewards on format and length. Those with settings are made by a ``get_...`` function."""
+"""Rewards on format, length and mathematical answers. A ``get_...`` function makes one."""
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import math
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from grpo_kernels.tools import install_command
+
 Reward = Callable[..., list[float]]
 OptionalReward = Callable[..., list[float | None]]
+LogExtra = Callable[[str, list[Any]], None]
 
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
-
-
-def text_of(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text of a completion: itself, or that of its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+# seconds; math-verify stops by a signal, which only the main thread receives
+_PARSE_SECONDS = 10
+_VERIFY_SECONDS = 5
+_NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # as _compare returns
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -25,16 +29,14 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def _whole(completion: str | list[dict[str, Any]]) -> str:
     """Put a thought that was told from the answer back in front of it."""
-    text = text_of(completion)
+    text = _text_of(completion)
     thought = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
     return f"<think>{thought}</think>{text}" if thought and text else text
 
 
-def with_settings(reward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Return a reward function with its settings, which has its name and can be pickled."""
-    made = functools.partial(reward, **settings)
-    made.__name__ = reward.__name__  # type: ignore[attr-defined]  # for logs
-    return made
+def _text_of(completion: str | list[dict[str, Any]]) -> str:
+    """Return the text of a completion: itself, or that of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
@@ -51,22 +53,19 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             "soft_punish_cache: expected a number between 0 and max_completion_len = "
             f"{max_completion_len!r}, got {soft_punish_cache!r}"
         )
-    return with_settings(
-        soft_overlong_punishment_reward, limit=max_completion_len, cache=soft_punish_cache
-    )
-
-
-def soft_overlong_punishment_reward(
-    completion_ids: list[list[int]], *, limit: int, cache: int, **kwargs: Any
-) -> list[float]:
-    """Return what :func:`get_soft_overlong_punishment` says, for its settings."""
+    free = max_completion_len - soft_punish_cache
 
     def punishment(length: int) -> float:
-        if length <= limit - cache:
+        if length <= free:
             return 0.0
-        return -1.0 if length > limit else (limit - cache - length) / cache
+        return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
 
-    return [punishment(len(ids)) for ids in completion_ids]
+    def soft_overlong_punishment_reward(
+        completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float]:
+        return [punishment(len(ids)) for ids in completion_ids]
+
+    return soft_overlong_punishment_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
@@ -83,19 +82,149 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
 
-    return with_settings(repetition_penalty_reward, size=ngram_size, most=max_penalty)
-
-
-def repetition_penalty_reward(
-    completion_ids: list[list[int]], *, size: int, most: float, **kwargs: Any
-) -> list[float]:
-    """Return what :func:`get_repetition_penalty_reward` says, for its settings."""
-
     def penalty(ids: list[int]) -> float:
-        total = len(ids) - size + 1
+        total = len(ids) - ngram_size + 1
         if total < 1:
             return 0.0
-        different = {tuple(ids[start : start + size]) for start in range(total)}
-        return (total - len(different)) / total * most
+        different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
+        return (total - len(different)) / total * max_penalty
 
-    return [penalty(ids) for ids in completion_ids]
+    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [penalty(ids) for ids in completion_ids]
+
+    return repetition_penalty_reward
+
+
+def accuracy_reward(
+    completions: list[Any], solution: list[str], log_extra: LogExtra | None = None, **kwargs: Any
+) -> list[float | None]:
+    """Return 1 if the completion's answer is mathematically equal to ``solution``, else 0.
+
+    None, not applicable, where the solution itself cannot be parsed. The answer has to be LaTeX, in
+    ``\\boxed{}`` or a formula. The completions table gets the columns ``solution``, ``gold_parsed``
+    and ``answer_parsed``.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    return _accuracies([_text_of(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: LogExtra | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return what :func:`accuracy_reward` says of the answer behind the reasoning.
+
+    The answer follows the last of the first delimiter that occurs, ``</think>`` by default, or is
+    the ``content`` of a message that has its reasoning as ``reasoning_content``. Reasoning that
+    does not end gets 0.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    answers = [_answer_of(completion, ends) for completion in completions]
+    return _accuracies(answers, solution, log_extra)
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> OptionalReward:
+    """Return a reward that falls with length for correct answers, and rises with it for wrong ones.
+
+    Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the one at
+    ``max_len`` tokens, and constant beyond. A correct completion goes from ``max_value_correct`` to
+    ``min_value_correct``, a wrong one from ``min_value_wrong`` to ``max_value_wrong``: a wrong
+    answer that was thought about longer is punished less. Correct is what
+    :func:`accuracy_reward` says.
+
+    Raises:
+        ValueError: ``max_len`` is below 1.
+        ImportError: math-verify is not installed.
+    """
+    if max_len < 1:
+        raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
+    require_math_verify()
+    correct, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+
+    def scaled(accuracy: float | None, length: int) -> float | None:
+        if accuracy is None:
+            return None
+        short, long = correct if accuracy else wrong
+        return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
+
+    def cosine_scaled_reward(
+        completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float | None]:
+        accuracies = accuracy_reward(completions, solution)
+        return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+
+    return cosine_scaled_reward
+
+
+def require_math_verify() -> None:
+    """Raise ImportError, saying how to install it, unless math-verify is there."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(
+            "accuracy_reward and those like it: expected the package math-verify, which is not "
+            f"installed; {install_command('math')}"
+        )
+
+
+def _answer_of(completion: Any, ends: list[str]) -> str | None:
+    """Return what follows the reasoning; None: it does not end."""
+    text = _text_of(completion)
+    if not isinstance(completion, str) and completion[-1].get("reasoning_content"):
+        return text
+    return next((text.rpartition(end)[2] for end in ends if end in text), None)
+
+
+def _accuracies(
+    answers: list[str | None],  # None: there is none
+    solution: list[str],
+    log_extra: LogExtra | None,
+) -> list[float | None]:
+    require_math_verify()
+    compared = [
+        _NO_ANSWER if answer is None else _compare(answer, gold)
+        for answer, gold in zip(answers, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in compared])
+        log_extra("answer_parsed", [answer for _, _, answer in compared])
+    return [reward for reward, _, _ in compared]
+
+
+def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
+    """Return reward, and solution and answer as they were parsed."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    parse_seconds = _PARSE_SECONDS if in_main_thread else None
+    gold = parse(solution, parsing_timeout=parse_seconds)
+    if not gold:
+        return None, "[unparseable]", "[skipped]"
+    extraction = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,  # what is boxed is the answer
+        try_extract_without_anchor=False,
+    )
+    answer = parse(
+        text,
+        extraction_config=[extraction],
+        extraction_mode="first_match",
+        parsing_timeout=parse_seconds,
+    )
+    verify_seconds = _VERIFY_SECONDS if in_main_thread else None
+    reward = float(verify(gold, answer, timeout_seconds=verify_seconds))
+    return reward, str(gold), str(answer) if answer else "[unparseable]"

@@ -6,7 +6,9 @@ import logging
 import math
 import numbers
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.common import plain, start
+from grpo_trainer.common import plain, shortened, start
 from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 300
+_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
 
 
 class RewardLog:
@@ -77,12 +84,6 @@ class RewardLog:
         return Metrics({name: stat(self._metrics.get(name, [])) for name in names})
 
 
-logger = logging.getLogger(__name__)
-
-_SHOWN_CHARACTERS = 300
-_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """A reward function under the name that it is logged with.
@@ -110,91 +111,66 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     """
     awaited = [reward for reward in rewards if reward.is_async]
     pending = start([_await(reward, arguments) for reward in awaited])
+    answers: dict[str, Any] = {}
     try:
-        answers = {
-            reward.name: _call(reward, arguments) for reward in rewards if not reward.is_async
-        }
+        for reward in rewards:
+            if not reward.is_async:
+                with _naming(reward, arguments):
+                    answers[reward.name] = reward.function(**arguments)
         answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
     finally:
         pending.cancel()  # when another function failed
     listed = {reward.name: _listed(reward.name, answers[reward.name], count) for reward in rewards}
     columns = [[_number(name, value) for value in values] for name, values in listed.items()]
     scores = torch.tensor(columns, dtype=torch.float32).T
-    _warn_of_unscored(scores, listed, arguments)
+    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
+    if unscored:
+        remarks = []
+        for name, values in listed.items():
+            kinds = {"None" if values[row] is None else "NaN" for row in unscored}
+            remarks.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
+        logger.warning(
+            "reward functions: %s for %d of %d completions, which get advantage 0; the first "
+            "prompt is %s",
+            ", ".join(remarks),
+            len(unscored),
+            count,
+            shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
+        )
     return scores
 
 
-def _call(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
-        return reward.function(**arguments)
-    except Exception as error:
-        raise _named(reward, error, arguments) from error
-
-
 async def _await(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
+    with _naming(reward, arguments):
         return await reward.function(**arguments)
+
+
+@contextmanager
+def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise _named(reward, error, arguments) from error
-
-
-def _named(reward: RewardFunction, error: Exception, arguments: dict[str, Any]) -> RuntimeError:
-    first = [
-        f"{name[:-1]} {_short(arguments[name][0])}"
-        for name in ("prompts", "completions")
-        if arguments.get(name)
-    ]
-    count = len(arguments.get("completions", ()))
-    said = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
-    if isinstance(error, TypeError) and _is_of_the_call(error):
-        said += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
-    return RuntimeError(
-        f"{said}it was called with {count} completions, the first of them: {', '.join(first)}"
-    )
-
-
-def _is_of_the_call(error: Exception) -> bool:
-    """Return whether the function's own code has not been entered: its arguments do not fit."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-
-
-def _warn_of_unscored(scores: Tensor, answers: dict[str, list[Any]], arguments: Any) -> None:
-    """Warn of completions without a number, and of what each function answered."""
-    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
-    if not unscored:
-        return
-    said = []
-    for name, values in answers.items():
-        kinds = {"None" if values[row] is None else "NaN" for row in unscored}
-        said.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
-    logger.warning(
-        "reward functions: %s for %d of %d completions, which get advantage 0; the first prompt is "
-        "%s",
-        ", ".join(said),
-        len(unscored),
-        len(scores),
-        _short(arguments["prompts"][unscored[0]]),
-    )
+        message = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if isinstance(error, TypeError) and len(frames) == 2:  # the function was not entered
+            message += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
+        first = [
+            f"{name[:-1]} {shortened(arguments[name][0], _SHOWN_CHARACTERS)}"
+            for name in ("prompts", "completions")
+            if arguments.get(name)
+        ]
+        count = len(arguments.get("completions", ()))
+        message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
+        raise RuntimeError(message) from error
 
 
 def _listed(name: str, values: Any, count: int) -> list[Any]:
-    if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):  # also numpy
+    if hasattr(values, "tolist"):  # of torch or numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise ValueError(
-            f"reward function {name!r}: expected a list of {count} numbers, "
-            f"got {type(values).__name__}"
-        )
+        raise _wrong(name, f"a list of {count} numbers", type(values).__name__)
     if len(values) != count:
-        raise ValueError(
-            f"reward function {name!r}: expected {count} rewards, one per completion, "
-            f"got {len(values)}"
-        )
+        raise _wrong(name, f"{count} rewards, one per completion", len(values))
     return list(values)
 
 
@@ -204,13 +180,13 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(
-            f"reward function {name!r}: expected numbers or None, got {type(value).__name__}"
-        )
+        raise _wrong(name, "numbers or None", type(value).__name__)
     size: Any = abs(value)
     if size > _LARGEST:
-        shown = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-        raise ValueError(
-            f"reward function {name!r}: expected finite numbers up to {_LARGEST:.2g}, got {shown}"
-        )
+        number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
+        raise _wrong(name, f"finite numbers up to {_LARGEST:.2g}", number)
     return float(value)
+
+
+def _wrong(name: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"reward function {name!r}: expected {expected}, got {got}")

@@ -33,16 +33,16 @@ class RewardModel:
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
     ) -> None:
-        self.name = _model_name(model)
+        self.__name__ = _model_name(model)  # for logs
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
-            raise _wrong_labels(self.name, labels)
+            raise _wrong_labels(self.__name__, labels)
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
                     "reward_processing_classes: expected a pad_token or an eos_token for "
-                    f"{self.name!r}, got neither"
+                    f"{self.__name__!r}, got neither"
                 )
             tokenizer.pad_token = tokenizer.eos_token
         if config is not None:  # classifiers read the reward off the last token that is no padding

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.common import hint, load_function
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.rewards import accuracy, builtin
+from grpo_trainer.rewards import builtin
 from grpo_trainer.rewards.call import RewardFunction
 from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer
 
@@ -25,9 +25,9 @@ Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBa
 BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        accuracy.accuracy_reward,
-        accuracy.get_cosine_scaled_reward,
-        accuracy.reasoning_accuracy_reward,
+        builtin.accuracy_reward,
+        builtin.get_cosine_scaled_reward,
+        builtin.reasoning_accuracy_reward,
         builtin.get_repetition_penalty_reward,
         builtin.get_soft_overlong_punishment,
         builtin.think_format_reward,
@@ -63,29 +63,26 @@ def resolve_rewards(
         sources = [sources]
     if not sources:
         raise ValueError("reward_funcs: expected at least one reward function, got none")
-    tokenizers = _one_each(processing_classes, len(sources))
-    args = args if args is not None else GRPOConfig()
-    functions = [_resolve(*pair, args) for pair in zip(sources, tokenizers, strict=True)]
-    names: list[str] = []
-    for function in functions:
-        name = _name(function)
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        names.append(next(item for item in itertools.chain([name], numbered) if item not in names))
-    return [
-        RewardFunction(*pair, _is_async(pair[1])) for pair in zip(names, functions, strict=True)
-    ]
-
-
-def _one_each(tokenizers: Tokenizers, count: int) -> list[PreTrainedTokenizerBase | None]:
-    if tokenizers is None:
-        return [None] * count
-    several = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    if len(several) != count:
+    tokenizers = processing_classes
+    if not isinstance(tokenizers, list | tuple):  # one, or none
+        tokenizers = [tokenizers] * (len(sources) if tokenizers is None else 1)
+    if len(tokenizers) != len(sources):
         raise ValueError(
-            f"reward_processing_classes: expected {count}, one per reward function, "
-            f"got {len(several)}"
+            f"reward_processing_classes: expected {len(sources)}, one per reward function, "
+            f"got {len(tokenizers)}"
         )
-    return several
+    args = args if args is not None else GRPOConfig()
+    rewards: dict[str, RewardFunction] = {}
+    for source, tokenizer in zip(sources, tokenizers, strict=True):
+        function = _resolve(source, tokenizer, args)
+        inner = _inner(function)
+        name = getattr(inner, "__name__", type(inner).__name__)
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        name = next(each for each in itertools.chain([name], numbered) if each not in rewards)
+        # an object is asynchronous if its class defines `async def __call__`
+        is_async = any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
+        rewards[name] = RewardFunction(name, function, is_async)
+    return list(rewards.values())
 
 
 def _resolve(
@@ -104,8 +101,8 @@ def _resolve(
         raise ValueError(
             f"reward_funcs: expected callables, models or names, got {type(source).__name__}"
         )
-    if getattr(_inner(source), "__module__", None) == accuracy.__name__:
-        accuracy.require_math_verify()
+    if _inner(source) in (builtin.accuracy_reward, builtin.reasoning_accuracy_reward):
+        builtin.require_math_verify()
     return source
 
 
@@ -116,7 +113,16 @@ def _is_model(name: str) -> bool:
 def _by_name(text: str) -> Callable[..., Any]:
     """Return the function named, or what it returns for the settings given in parentheses."""
     path, settings = _parsed(text)
-    function = _load(path)
+    if path in BUILTIN_REWARDS:
+        function = BUILTIN_REWARDS[path]
+    elif "." in path:
+        function = load_function(path, "reward_funcs")
+    else:
+        raise ValueError(
+            f"reward_funcs: expected a built-in ({', '.join(sorted(BUILTIN_REWARDS))}), an import "
+            "path package.module.function or a reward model (a folder or owner/name), got "
+            f"{path!r}{hint(path, BUILTIN_REWARDS)}"
+        )
     if settings is None and not path.startswith("get_"):
         return function
     try:
@@ -133,47 +139,17 @@ def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
     """Return ``name`` or ``name(key=value, ...)`` with Python literals as values."""
     if not text.endswith(")"):
         return text, None
-    problem = ValueError(
-        f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
-    )
     try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise problem from error
-    if not isinstance(call, ast.Call) or call.args:
-        raise problem
-    try:
+        call: Any = ast.parse(text, mode="eval").body
         settings = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
-    except ValueError as error:
-        raise problem from error
-    return ast.unparse(call.func), settings
-
-
-def _load(path: str) -> Callable[..., Any]:
-    if path in BUILTIN_REWARDS:
-        return BUILTIN_REWARDS[path]
-    known = ", ".join(sorted(BUILTIN_REWARDS))
-    if "." not in path:
+        if call.args:
+            raise ValueError("expected a name for each value")
+    except (AttributeError, SyntaxError, ValueError) as error:
         raise ValueError(
-            f"reward_funcs: expected a built-in ({known}), an import path "
-            f"package.module.function or a reward model (a folder or owner/name), got {path!r}"
-            f"{hint(path, BUILTIN_REWARDS)}"
-        )
-    return load_function(path, "reward_funcs")
+            f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
+        ) from error
+    return ast.unparse(call.func), settings
 
 
 def _inner(function: Any) -> Any:
     return function.func if isinstance(function, functools.partial) else function
-
-
-def _name(function: Any) -> str:
-    if isinstance(function, RewardModel):
-        return function.name
-    inner = _inner(function)
-    return getattr(inner, "__name__", type(inner).__name__)
-
-
-def _is_async(function: Any) -> bool:
-    inner = _inner(function)
-    # an object is asynchronous if its class defines `async def __call__`
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)

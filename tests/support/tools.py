@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.agents import Agents, Environments, make_toolbox
+from grpo_trainer.agents import Environments, ToolLoop, make_toolbox
 from grpo_trainer.data import Rollout
 from grpo_trainer.engines import (
     Completions,
@@ -185,14 +185,13 @@ class Play:
         self.rollouts = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
         box = make_toolbox(tools)
         self.environments = None if environments is None else Environments(environments, box)
-        self.agents = Agents(
-            args, Accelerator(cpu=True), self.tokenizer, box, self.environments,
-            sampling.eos_token_ids, context,
-        )  # fmt: skip
+        self.loop = ToolLoop(
+            args, Accelerator(cpu=True), self.tokenizer, box, self.environments, sampling, context
+        )
 
     def __call__(self, *rows: dict) -> Sampled:
         rows = rows or ({"prompt": question()},)
-        return self.agents.sample(list(rows), self.rollouts)
+        return self.loop.sample(list(rows), self.rollouts)
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

@@ -11,18 +11,22 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers.utils import get_json_schema
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import MicroBatch
-from grpo_trainer.engines import Completions, RolloutEngine
+from grpo_trainer.data import MicroBatch, encode_prompts, images_of, model_inputs
+from grpo_trainer.engines import Completions, RolloutEngine, TransformersEngine, requests_of
 from grpo_trainer.experience import Collector
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import parameters
 from tests.support.vision import (
+    BEGIN,
     END,
     FAMILIES,
     IDS,
     IMAGE,
+    PLACES,
+    STOP,
     VIDEO,
     picture,
     tiny_model,
@@ -93,11 +97,20 @@ def lora(family: str, modules: Any = "all-linear") -> Any:
     return pytest.importorskip("peft").LoraConfig(target_modules=modules, r=2)
 
 
-def own_logprobs(family: str, batch: MicroBatch, **changes: Any) -> torch.Tensor:
-    """Return (B, L) log-probabilities of the logits of the model that training begins with."""
+def own_logprobs(
+    family: str, batch: MicroBatch, greedy: bool = False, **changes: Any
+) -> torch.Tensor:
+    """Return (B, L) log-probabilities of the logits of the model that training begins with.
+
+    ``greedy``: of the likeliest tokens that are not of images, in place of the target.
+    """
     given = {"attention_mask": batch.attention_mask} | batch.inputs | changes
     with torch.no_grad():
         logits = tiny_model(family)(batch.input_ids, **given).logits
+    if greedy:
+        logprobs = logits.log_softmax(-1)
+        logprobs[..., [IDS[IMAGE], IDS[VIDEO]]] = -torch.inf
+        return logprobs.amax(-1)
     return logits.log_softmax(-1).gather(-1, batch.target.clamp(min=0)[..., None]).squeeze(-1)
 
 
@@ -195,16 +208,14 @@ class OneCall(RolloutEngine):
         return Completions([self._encode("ok" + END if done else self._call) for done in asked])
 
 
-def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
-    """It shows them and one of its own, without a prompt; what its tools answer has none."""
-    answers = iter(["fine", f"an {IMAGE} tag"] * 9)
-    said: list[Any] = []
+def room(answers: Any, shown: Any = None) -> type:
+    """Return an environment that begins with what is ``shown``, and has a tool with ``answers``."""
 
     class Room:
-        def reset(self, **row: Any) -> list[dict[str, Any]]:
-            return user(picture(200), "hi")[0]["content"]
+        def reset(self, **row: Any) -> Any:
+            return shown
 
-        def look(self, at: str) -> str:
+        def look(self, at: str) -> Any:
             """Look.
 
             Args:
@@ -212,13 +223,26 @@ def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
             """
             return next(answers)
 
+    return Room
+
+
+def listening(said: list[Any]) -> Any:
+    """Return a reward that keeps prompts and completions."""
+
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         said.extend(zip(prompts, completions, strict=True))
         return [float(row % 3) for row, _ in enumerate(prompts)]
 
+    return reward
+
+
+def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
+    """It shows them and one of its own, without a prompt; what its tools answer has none."""
+    kind = room(iter(["fine", f"an {IMAGE} tag"] * 9), user(picture(200), "hi")[0]["content"])
+    said: list[Any] = []
     processor = with_template("qwen3_vl", TOOLS)
     trainer = make(
-        "qwen3_vl", tmp_path, reward, environment_factory=Room, processing_class=processor,
+        "qwen3_vl", tmp_path, listening(said), environment_factory=kind, processing_class=processor,
         rollout_engine=OneCall(processor.tokenizer), settings={"max_completion_length": 180},
         train_dataset=dataset().remove_columns("prompt"),
     )  # fmt: skip
@@ -228,6 +252,94 @@ def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
     texts = {completion[1]["content"] for _, completion in said}
     assert texts == {"fine", str({"error": "The answer has a token that stands for an image."})}
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
+
+
+class LooksOnce(RolloutEngine):
+    """Calls the tool once; what follows the model says itself."""
+
+    def __init__(self, engine: Any, tokenizer: Any) -> None:
+        self._engine = engine
+        self._call = OneCall(tokenizer)
+        self.images: list[Any] = []  # of the last turns
+
+    def generate(self, prompt_ids: Any, sampling: Any, images: Any = None) -> Completions:
+        called = self._call.generate(prompt_ids, sampling)
+        if called.token_ids[0] != self._call.generate([[]], sampling).token_ids[0]:
+            self.images = images
+            return self._engine.generate(prompt_ids, sampling, images)
+        return called
+
+
+def show(at: int) -> Any:
+    """Return what the tool ``look`` answers the ``at``th time."""
+    part = {"type": "image", "image": picture((20 * at, 250 - 20 * at, 90))}
+    return part["image"] if at % 3 else [part, {"type": "text", "text": "so"}, part]
+
+
+@pytest.mark.parametrize("shown", [False, True])  # an image in the prompt, too
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path) -> None:
+    """It is what the model would see of the whole conversation, in generation and in training.
+
+    Of an environment, where there is one in the prompt, too.
+    """
+    seen: list[Any] = []
+    kind = room(map(show, range(99)))
+    acting = {"environment_factory": kind} if shown else {"tools": [kind().look]}
+    place = PLACES.get(family, f"{BEGIN}{IMAGE}{STOP}")
+    processor = with_template(family, TOOLS.replace(f"{BEGIN}{IMAGE}{STOP}", place))
+    model = tiny_model(family)
+    engine = LooksOnce(TransformersEngine(lambda: model, processor.tokenizer), processor.tokenizer)
+    rows = dataset() if shown else dataset().remove_columns("image")
+    trainer = make(
+        family, tmp_path, listening(seen), BatchTrainer, processing_class=processor,
+        model=model, rollout_engine=engine, train_dataset=rows,
+        settings={"max_completion_length": 170, "num_iterations": 2, "top_k": 1}, **acting,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
+    [batch, *_] = trainer.batches
+    talks = [prompt + completion[:-1] for prompt, completion in seen]
+    pictures = [images_of(talk) for talk in talks]
+    assert [len(each) for each in pictures] == [2 - bool(at % 3) + shown for at in range(4)]
+    schemas = [[get_json_schema(kind().look)]] * len(talks)
+    whole = encode_prompts(talks, processor, tools=schemas)
+    requests = requests_of([each.ids for each in whole], engine.images)
+    for row, (talk, request) in enumerate(zip(whole, requests, strict=True)):
+        assert batch.input_ids[row, : len(talk.ids)].tolist() == talk.ids
+        assert talk.images is not None and request.short_ids == talk.images.short_ids
+        assert request.digests == talk.images.digests
+    lengths, width = [len(talk.ids) for talk in whole], batch.input_ids.shape[1]
+    wanted = model_inputs([talk.images for talk in whole], lengths, width, torch.device("cpu"))
+    assert wanted.keys() == batch.inputs.keys()
+    own, kept = own_logprobs(family, batch), batch.target >= 0
+    torch.testing.assert_close(batch.old_logprobs[kept], own[kept], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_logprobs(family, batch, **wanted)[kept], own[kept])
+    later = kept & (torch.arange(width) >= torch.tensor(lengths)[:, None] - 1)
+    best = own_logprobs(family, batch, greedy=True)
+    torch.testing.assert_close(own[later], best[later])  # it is what was drawn
+    differences = (
+        own_logprobs(family, batch, pixel_values=-batch.inputs["pixel_values"]) - own
+    ).abs()
+    assert differences[later].max() > 1e-3
+    if not shown:  # the call came before
+        assert differences[kept & ~later].max() < 1e-6
+
+
+def test_a_picture_for_an_engine_that_takes_none(tmp_path: Path) -> None:
+    class Blind(OneCall):
+        def generate(self, prompt_ids: Any, sampling: Any) -> Completions:  # type: ignore[override]
+            return super().generate(prompt_ids, sampling)
+
+    processor = with_template("qwen3_vl", TOOLS)
+    trainer = make(
+        "qwen3_vl", tmp_path, tools=[room(map(picture, range(9)))().look],
+        processing_class=processor, rollout_engine=Blind(processor.tokenizer),
+        settings={"max_completion_length": 180},
+        train_dataset=dataset().remove_columns("image"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="rollout_engine: expected one whose generate takes image"):
+        trainer.train()
 
 
 def test_tokens_of_images_are_never_drawn(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import encode_prompts, model_inputs, with_images
+from grpo_trainer.data import encode_prompts, model_inputs, open_images
 from tests.support.vision import picture, tiny_model, tiny_processor
 from tests.vllm.vllm_helpers import CLOSE, ENGINE, difference, make_config, serving
 
@@ -31,7 +31,7 @@ def drawn(prompts, completion_ids, **columns) -> list[float]:
 
 def apart(trainer: GRPOTrainer) -> float:
     """Return the largest difference between log-probabilities of the engine and of the policy."""
-    prompts = [with_images(row) for row in rows() for _ in range(2)]
+    prompts = [open_images(row)["prompt"] for row in rows() for _ in range(2)]
     encoded = encode_prompts(prompts, trainer.processing_class)
     ids, images = map(list, zip(*encoded, strict=True))
     found = trainer.rollouts.generate(ids, images=images)

@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from grpo_trainer.agents.parse import TurnParser, tool_call, with_response_template
+from grpo_trainer.agents.parse import TurnParser, tool_call
 from grpo_trainer.agents.template import ToolTemplate
 
 CHATML, LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -108,9 +108,8 @@ def make_tokenizer(template: str, ends: Sequence[str]) -> PreTrainedTokenizerFas
 def read(family: str, text: str) -> Any:
     marks, start, end, *_ = FAMILIES[family]
     tokenizer = make_tokenizer(marks, [end])
-    seen = with_response_template(tokenizer)
+    parser = TurnParser(tokenizer, {tokenizer.eos_token_id}, families=True)
     assert getattr(tokenizer, "response_template", None) is None  # the user's own is as it was
-    parser = TurnParser(seen, {tokenizer.eos_token_id})
     return parser.read(text + ("" if text.endswith(end) else end), end, start, SCHEMAS)
 
 
@@ -200,7 +199,7 @@ def test_long_texts_are_read_in_their_length(family: str) -> None:
         parser, start, end = TurnParser(make_tokenizer("", ["<|im_end|>"]), {0}), "", "<|im_end|>"
     else:
         marks, start, end, *_ = FAMILIES[family]
-        parser = TurnParser(with_response_template(make_tokenizer(marks, [end])), {0})
+        parser = TurnParser(make_tokenizer(marks, [end]), {0}, families=True)
     texts = [fill * (LONG // len(fill)) for fill in (*PARTS[family], *' \n{["\\,')]
     for one, other in itertools.permutations(PARTS[family], 2):
         texts.append(one * (LONG // len(one) // 2) + other * (LONG // len(other) // 2))
@@ -283,9 +282,9 @@ def test_chat_templates_as_they_are_published(name: str) -> None:
     trl = pytest.importorskip("trl")
     file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
     ends = PUBLISHED[name]
-    tokenizer = with_response_template(make_tokenizer(file.read_text(), ends))
+    tokenizer = make_tokenizer(file.read_text(), ends)
     ids = {tokenizer.convert_tokens_to_ids(end) for end in ends}
-    parser = TurnParser(tokenizer, ids)
+    parser = TurnParser(tokenizer, ids, families=True)
     ToolTemplate(tokenizer, ids, {}).check(SCHEMAS, parser)
     called = [
         {"role": "user", "content": "q"},

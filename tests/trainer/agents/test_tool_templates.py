@@ -90,8 +90,8 @@ THINKS = TEMPLATE.replace(
         (None, "expected a chat template for conversations with tools, got none"),
         (TEMPLATE.replace("call.function", "''"), "got one that leaves tool calls out"),
         (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "leaves the results"),
-        ("{{ raise_exception('no') }}", "its chat template fails on a plain conversation: no"),
-        ("{{ 'a' + messages }}", "its chat template fails on a plain conversation: can only conc"),
+        ("{{ raise_exception('no') }}", "tools, got one that fails: no"),
+        ("{{ 'a' + messages }}", "tools, got one that fails: can only concatenate"),
         (
             "{% if messages[1:] %}{{ raise_exception('no calls') }}{% endif %}",
             "tools, got one that fails: no calls",

@@ -10,6 +10,7 @@ from itertools import chain, takewhile
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.support.tools import (
     PAIRS,
@@ -150,6 +151,55 @@ def test_half_a_surrogate_pair():
     [rollout] = Play(once(turn), tools=(echo,))().rollouts
     assert answers(rollout) == ["\\ud801", "{'error': 'Tool \\\\udfff not found.'}"]
     json.dumps(rollout.completion, ensure_ascii=False).encode()
+
+
+def look(value, is_async):
+    """Return a tool ``look`` that answers ``value``."""
+
+    def look() -> object:
+        """Look."""
+        return value
+
+    async def look_later() -> object:
+        """Look."""
+        return value
+
+    look_later.__name__ = "look"
+    return look_later if is_async else look
+
+
+def block(kind, value):
+    return {"type": kind, kind: value}
+
+
+# what a tool returns -> what the policy is told
+RETURNED = [
+    ([], "[]"),
+    ([1, {"type": []}], "[1, {'type': []}]"),
+    ([block("text", "a"), block("audio", "b.wav")], None),
+    ([block("text", "a"), block("text", "\ud800")], "a\\ud800"),
+    ([block("image", "/no/such.png")], "expected an open PIL image, got '/no/such.png'"),
+    ([block("image", "http://no.such/x.png")], "expected an open PIL image, got 'http"),
+    ([{"type": "image"}], "expected an open PIL image, got None"),
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("value", "told"), RETURNED)
+def test_what_is_no_image_is_text(value, told, is_async):
+    sampled = Play(once(call("look")), (look(value, is_async),))()
+    [answer] = answers(sampled.rollouts[0])
+    assert (str(value) if told is None else told) in answer
+    assert counts(sampled) == (1, int("'error'" in answer))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_image_for_a_policy_that_takes_none(several, is_async):
+    image = Image.new("RGB", (4, 4))
+    value = [block("text", "see"), block("image", image)] if several else image
+    with pytest.raises(ValueError, match="tools: expected 'look' to return no image to a policy"):
+        Play(once(TURN + call("look")), (add, look(value, is_async)))()
 
 
 def test_time_limit():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from grpo_trainer.data import data_url, encode_prompts, images_of, model_inputs, with_images
+from grpo_trainer.data import data_url, encode_prompts, images_of, model_inputs, open_images
 from tests.support.vision import FAMILIES, picture, tiny_model, tiny_processor, user
 
 ASKED = [{"role": "user", "content": "?"}]
@@ -52,7 +52,7 @@ def test_an_image_from_everywhere(tmp_path: Path) -> None:
             # as a dataset gives it: every part has all keys
             {"prompt": message(here | {"text": None}, text | {"image": None})},
         ):
-            prompt = with_images(row)
+            prompt = open_images(row)["prompt"]
             assert colours(prompt) == [(255, 0, 0)]
             assert [part["type"] for part in prompt[0]["content"]] == ["image", "text"]
 
@@ -60,12 +60,12 @@ def test_an_image_from_everywhere(tmp_path: Path) -> None:
 def test_where_images_of_a_column_go() -> None:
     images = [picture(0), picture(255)]
     asked = [{"role": "system", "content": "be short"}, {"role": "user", "content": "which?"}]
-    prompt = with_images({"prompt": asked, "images": images})
+    prompt = open_images({"prompt": asked, "images": images})["prompt"]
     assert colours(prompt[:1]) == []
     assert colours(prompt[1:]) == [(0, 0, 0), (255, 255, 255)]
     assert prompt[1]["content"][2] == {"type": "text", "text": "which?"}
     places = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}]
-    prompt = with_images({"prompt": message(*places), "images": images})
+    prompt = open_images({"prompt": message(*places), "images": images})["prompt"]
     assert [part["type"] for part in prompt[0]["content"]] == ["text", "image", "image"]
     assert colours(prompt) == [(0, 0, 0), (255, 255, 255)]
 
@@ -79,7 +79,7 @@ def test_any_image_is_sent(mode: str) -> None:
 @pytest.mark.parametrize("row", [{}, {"image": None}, {"images": []}])
 @pytest.mark.parametrize("prompt", ["text", [{"role": "user", "content": "text"}]])
 def test_without_images_the_prompt_is_as_it_was(row: dict[str, Any], prompt: Any) -> None:
-    assert with_images({"prompt": prompt, **row}) is prompt
+    assert open_images({"prompt": prompt, **row})["prompt"] is prompt
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_without_images_the_prompt_is_as_it_was(row: dict[str, Any], prompt: Any
 )
 def test_what_is_wrong_with_a_row(row: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        with_images(row)
+        open_images(row)
 
 
 PROMPTS = [

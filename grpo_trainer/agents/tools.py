@@ -1,0 +1,329 @@
+"""What a model may call: functions, and the methods of environments that completions act upon."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+from datasets import Dataset, IterableDataset
+from PIL import Image
+from transformers.utils import get_json_schema
+
+from grpo_trainer.common import encodable, in_thread, shortened, start
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import Media, Prompt, Row, content_blocks, open_images
+from grpo_trainer.rewards import RewardFunction
+
+EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+_EMPTY = [{"role": "user", "content": ""}]  # a prompt that `reset` says all of
+_OURS = ("reset", "get_reward")  # public methods that are no tools
+_BLOCKS = ("text", "image")  # that a tool may return
+
+
+class Tool(NamedTuple):
+    """A function that the model can call."""
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]  # JSON schema, as chat templates take it
+
+
+Toolbox = dict[str, Tool]  # by name
+
+
+def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools") -> Toolbox:
+    """Return the functions as tools.
+
+    Args:
+        functions: plain or ``async`` functions or methods with type hints and a docstring that
+            describes each argument, in Google's style.
+        argument: whose name errors begin with.
+
+    Raises:
+        ValueError: one is no function, lacks a hint or a description, or has another one's name.
+    """
+    if callable(functions) or not isinstance(functions, Iterable):
+        raise ValueError(f"{argument}: expected a list of functions, got {functions!r}")
+    toolbox: Toolbox = {}
+    for function in functions:
+        if not inspect.isfunction(function) and not inspect.ismethod(function):
+            raise ValueError(f"{argument}: expected functions or methods, got {function!r}")
+        name = function.__name__
+        if name in toolbox:
+            raise ValueError(f"{argument}: expected different names, got {name!r} twice")
+        try:
+            toolbox[name] = Tool(function, get_json_schema(function))
+        except Exception as error:  # transformers raises three kinds, typing a NameError
+            raise ValueError(
+                f"{argument}: expected type hints for all arguments of {name!r} and a docstring "
+                f"with an `Args:` section that describes them: {error}"
+            ) from error
+    return toolbox
+
+
+def schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
+    """Return what a chat template shows of the tools."""
+    return [tool.schema for tool in toolbox.values()]
+
+
+class Call(NamedTuple):
+    """What the model asked for."""
+
+    name: str
+    arguments: dict[str, Any]
+    tool: Tool | None  # None: there is none of that name
+
+
+class Outcome(NamedTuple):
+    """What the model gets."""
+
+    parts: list[str | Image.Image]
+    failed: bool = False
+    timed_out: bool = False
+
+
+class ToolRunner:
+    """Runs tools. First the plain functions, in order, then the ``async`` ones, all together.
+
+    With a time limit, plain functions run in threads of their own. One that takes too long cannot
+    be stopped: its thread is left behind. Without a limit they run in the caller's thread.
+
+    Args:
+        places: texts of tokens that stand for images: the model would look for one.
+        timeout: seconds for a call; None: any number.
+    """
+
+    def __init__(self, places: Collection[str] = (), timeout: float | None = None) -> None:
+        self._places = places
+        self._timeout = timeout
+
+    def run(self, calls: list[Call]) -> list[Outcome]:
+        """Answer each call. A tool that raises or takes too long answers with its error."""
+        outcomes: dict[int, Outcome] = {}
+        later: dict[int, Callable[[], Any]] = {}
+        for index, (name, arguments, tool) in enumerate(calls):
+            if tool is None:
+                outcomes[index] = _failed(f"Tool {name} not found.")
+            elif inspect.iscoroutinefunction(tool.function):
+                later[index] = partial(tool.function, **arguments)
+            else:
+                outcomes[index] = self._run(partial(tool.function, **arguments))
+        together = start([self._await(function) for function in later.values()]).result()
+        outcomes |= zip(later, together, strict=True)
+        return [self._without_places(outcomes[index]) for index in range(len(calls))]
+
+    def _without_places(self, outcome: Outcome) -> Outcome:
+        texts = [part for part in outcome.parts if isinstance(part, str)]
+        if any(place in text for place in self._places for text in texts):
+            return _failed("The answer has a token that stands for an image.")
+        return outcome
+
+    def _run(self, function: Callable[[], Any]) -> Outcome:
+        if self._timeout is None:
+            return self._answer(function)
+        try:
+            return in_thread(partial(self._answer, function), "tool").result(self._timeout)
+        except TimeoutError:
+            return self._too_late()
+
+    def _answer(self, function: Callable[[], Any]) -> Outcome:
+        try:
+            return Outcome(_parts(function()))
+        except BaseException as error:  # a tool may run code that the model wrote
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and in_main_thread:  # Ctrl-C
+                raise
+            return _failed(error)
+
+    async def _await(self, function: Callable[[], Any]) -> Outcome:
+        task = asyncio.ensure_future(self._answer_async(function))
+        done, _ = await asyncio.wait([task], timeout=self._timeout)
+        if done:
+            return task.result()
+        task.cancel()
+        return self._too_late()
+
+    async def _answer_async(self, function: Callable[[], Any]) -> Outcome:
+        try:
+            return Outcome(_parts(await function()))
+        except BaseException as error:  # what leaves a task would end the loop of all of them
+            return _failed(error)
+
+    def _too_late(self) -> Outcome:
+        return _failed(f"No answer within {self._timeout:g} seconds.")._replace(timed_out=True)
+
+
+def _parts(value: Any) -> list[str | Image.Image]:
+    """Return an image, the parts of a message's content if it is one, or else the text."""
+    parts = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
+    parts = parts if isinstance(parts, list) else []
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    if not kinds or any(kind not in _BLOCKS for kind in kinds):
+        return [encodable(str(value))]
+    return [
+        _image(part) if part["type"] == "image" else encodable(str(part.get("text") or ""))
+        for part in parts
+    ]
+
+
+def _image(part: dict[str, Any]) -> Image.Image:
+    image = part.get("image")
+    if not isinstance(image, Image.Image):  # the policy may have written the name of a file
+        raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
+    return Media().open(image)
+
+
+def _failed(error: Any) -> Outcome:
+    try:
+        text = str(error)
+    except BaseException:  # its own method may do anything
+        text = type(error).__name__
+    return Outcome([str({"error": text})], failed=True)
+
+
+def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableDataset | None:
+    """Return a stream of empty prompts for environments that make their own.
+
+    None without ``max_steps``, since a stream has no end, and for environments of several kinds,
+    between which a column chooses.
+    """
+    if isinstance(factory, Mapping) or args.max_steps < 1:
+        return None
+    rows = Dataset.from_list([{"prompt": _EMPTY}] * args.prompts_per_generation)
+    return rows.to_iterable_dataset()
+
+
+class Environments:
+    """Gives each completion an environment of its own, and reuses them from batch to batch.
+
+    ``toolboxes`` are the tools of each kind; ``rewards`` has one for each class that has
+    ``get_reward``, under the name of the class.
+
+    Args:
+        factory: makes one, or a dictionary of such functions: then a row's column ``environment``
+            names its own.
+        tools: what all completions have beside their environment's methods.
+
+    Raises:
+        ValueError: an environment has no ``reset``, or a method that cannot be a tool.
+    """
+
+    def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
+        self._by_column = isinstance(factory, Mapping)
+        self._factories: dict[Any, Any]
+        self._factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        self._tools = tools
+        self._pools = {name: [self._make(name)] for name in self._factories}
+        self.taken: list[Any] = []  # by the last batch
+        firsts = [pool[0] for pool in self._pools.values()]
+        self.toolboxes = [toolbox for _, toolbox in firsts]
+        classes = dict.fromkeys(type(environment) for environment, _ in firsts)
+        self.rewards = [_reward(one) for one in classes if hasattr(one, "get_reward")]
+
+    def take(self, rows: Sequence[Row]) -> list[tuple[Any, Toolbox]]:
+        """Return an environment for each row until the next call, and what it can call."""
+        counts: Counter[str | None] = Counter()
+        pairs = []
+        for row in rows:
+            name = row.get("environment") if self._by_column else None
+            if name not in self._factories:
+                expected = ", ".join(map(str, self._factories))
+                raise ValueError(
+                    f"environment: expected one of {expected} in that column, got {name!r}"
+                )
+            pool = self._pools[name]
+            if counts[name] == len(pool):
+                pool.append(self._make(name))
+            pairs.append(pool[counts[name]])
+            counts[name] += 1
+        self.taken = [environment for environment, _ in pairs]
+        return pairs
+
+    def drop(self, environment: Any) -> None:
+        """Do not use it again: something that was called may still work on it."""
+        for pool in self._pools.values():
+            pool[:] = [pair for pair in pool if pair[0] is not environment]
+
+    def reset(self, environment: Any, row: Row, media: Media) -> Prompt:
+        """Return the prompt of ``row``, with what the environment shows at the beginning.
+
+        ``media`` says where images may come from that it shows.
+
+        Raises:
+            ValueError: that is not text, or the prompt has no place for it.
+        """
+        columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
+        observation = environment.reset(**columns)
+        # the images of other rows are in their prompts already
+        prompt = (row if "prompt" in row else open_images({**row, "prompt": _EMPTY}))["prompt"]
+        if observation is None:
+            return prompt
+        kind = type(environment).__name__
+        if not _is_content(observation):
+            raise ValueError(
+                f"{kind}.reset: expected text, a list of blocks {{'type': ...}} or None, got "
+                f"{shortened(observation)}"
+            )
+        if isinstance(prompt, str) or not _is_content(prompt[-1].get("content")):
+            raise ValueError(
+                f"prompt: expected messages, the last one with a content that {kind}.reset can add "
+                f"to, got {shortened(prompt)}"
+            )
+        content = prompt[-1]["content"]
+        if isinstance(content, str) and isinstance(observation, str):
+            content += observation
+        else:
+            content = [*content_blocks(content), *content_blocks(observation)]
+        messages = [*prompt[:-1], prompt[-1] | {"content": content}]
+        return open_images({"prompt": messages}, media)["prompt"]
+
+    def _make(self, name: str | None) -> tuple[Any, Toolbox]:
+        """Return an environment and what can be called in it."""
+        make = self._factories[name]
+        if not callable(make):
+            raise ValueError(f"environment_factory: expected a function or a class, got {make!r}")
+        environment = make()
+        kind = type(environment)
+        reset = getattr(kind, "reset", None)
+        if not inspect.isfunction(reset) or inspect.iscoroutinefunction(reset):
+            raise ValueError(
+                "environment_factory: expected environments with a plain method reset(**row), got "
+                f"{kind.__name__} without"
+            )
+        # those of the class: on the object, properties would be evaluated
+        methods = [
+            getattr(environment, name)
+            for name, _ in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_") and name not in _OURS
+        ]
+        own = make_toolbox(methods, f"environment_factory: {kind.__name__}")
+        for name in sorted(set(own) & set(self._tools)):
+            raise ValueError(
+                f"environment_factory: expected other names than those of tools, got {name!r} twice"
+            )
+        return environment, self._tools | own
+
+
+def _is_content(value: Any) -> bool:
+    """Return whether a message can have it: text, or a list of blocks."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in value)
+
+
+def _reward(kind: Any) -> RewardFunction:
+    """Make the reward; None for completions in environments of another class."""
+
+    async def later(environments: list[Any], **kwargs: Any) -> list[Any]:
+        return [await one.get_reward() if type(one) is kind else None for one in environments]
+
+    def now(environments: list[Any], **kwargs: Any) -> list[Any]:
+        return [one.get_reward() if type(one) is kind else None for one in environments]
+
+    is_async = inspect.iscoroutinefunction(kind.get_reward)
+    return RewardFunction(kind.__name__, later if is_async else now, is_async)
