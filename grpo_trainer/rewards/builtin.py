@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -39,6 +40,13 @@ def _text_of(completion: str | list[dict[str, Any]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def _with_settings(reward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return a reward function with its settings, which has its name and can be pickled."""
+    made = functools.partial(reward, **settings)
+    made.__name__ = reward.__name__  # type: ignore[attr-defined]  # for logs
+    return made
+
+
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
     """Return a reward that falls from 0 to -1 over the last tokens before a length limit.
 
@@ -53,19 +61,22 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             "soft_punish_cache: expected a number between 0 and max_completion_len = "
             f"{max_completion_len!r}, got {soft_punish_cache!r}"
         )
-    free = max_completion_len - soft_punish_cache
+    return _with_settings(
+        soft_overlong_punishment_reward, limit=max_completion_len, cache=soft_punish_cache
+    )
+
+
+def soft_overlong_punishment_reward(
+    completion_ids: list[list[int]], *, limit: int, cache: int, **kwargs: Any
+) -> list[float]:
+    """Return what :func:`get_soft_overlong_punishment` says, for its settings."""
 
     def punishment(length: int) -> float:
-        if length <= free:
+        if length <= limit - cache:
             return 0.0
-        return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
+        return -1.0 if length > limit else (limit - cache - length) / cache
 
-    def soft_overlong_punishment_reward(
-        completion_ids: list[list[int]], **kwargs: Any
-    ) -> list[float]:
-        return [punishment(len(ids)) for ids in completion_ids]
-
-    return soft_overlong_punishment_reward
+    return [punishment(len(ids)) for ids in completion_ids]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
@@ -82,17 +93,22 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
 
+    return _with_settings(repetition_penalty_reward, size=ngram_size, most=max_penalty)
+
+
+def repetition_penalty_reward(
+    completion_ids: list[list[int]], *, size: int, most: float, **kwargs: Any
+) -> list[float]:
+    """Return what :func:`get_repetition_penalty_reward` says, for its settings."""
+
     def penalty(ids: list[int]) -> float:
-        total = len(ids) - ngram_size + 1
+        total = len(ids) - size + 1
         if total < 1:
             return 0.0
-        different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
-        return (total - len(different)) / total * max_penalty
+        different = {tuple(ids[start : start + size]) for start in range(total)}
+        return (total - len(different)) / total * most
 
-    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [penalty(ids) for ids in completion_ids]
-
-    return repetition_penalty_reward
+    return [penalty(ids) for ids in completion_ids]
 
 
 def accuracy_reward(
@@ -153,7 +169,26 @@ def get_cosine_scaled_reward(
     if max_len < 1:
         raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
     require_math_verify()
-    correct, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+    return _with_settings(
+        cosine_scaled_reward,
+        max_len=max_len,
+        # the values at length 0 and at max_len
+        correct=(max_value_correct, min_value_correct),
+        wrong=(min_value_wrong, max_value_wrong),
+    )
+
+
+def cosine_scaled_reward(
+    completions: list[Any],
+    solution: list[str],
+    completion_ids: list[list[int]],
+    *,
+    max_len: int,
+    correct: tuple[float, float],
+    wrong: tuple[float, float],
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return what :func:`get_cosine_scaled_reward` says, for its settings."""
 
     def scaled(accuracy: float | None, length: int) -> float | None:
         if accuracy is None:
@@ -161,13 +196,8 @@ def get_cosine_scaled_reward(
         short, long = correct if accuracy else wrong
         return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
 
-    def cosine_scaled_reward(
-        completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
-    ) -> list[float | None]:
-        accuracies = accuracy_reward(completions, solution)
-        return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
-
-    return cosine_scaled_reward
+    accuracies = accuracy_reward(completions, solution)
+    return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
 
 
 def require_math_verify() -> None:
