@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,24 +16,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from grpo_trainer.checkpoint.files import (
+    SETTINGS_FILE,
     checkpoints,
     delete_unfinished,
     model_aside,
     only_run,
-    raise_together,
+    raised_together,
     rotate,
-    write_settings,
     written_aside,
 )
-from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
+from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint, settings_of
 from grpo_trainer.common import whole
 from grpo_trainer.config import pickled_without_secrets
-from grpo_trainer.data import optimizer_steps
+from grpo_trainer.data import GroupTrainer
 from grpo_trainer.policy import Placement
 
 _NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the run at once\n"
@@ -80,9 +81,6 @@ class Interrupt:
         return bool(self._accelerator.gather(here).any())
 
 
-_SHARED_FILE = "shared_state.pt"
-
-
 class Stateful(Protocol):
     """A part of a run that a checkpoint must hold."""
 
@@ -93,8 +91,8 @@ class Stateful(Protocol):
     def restore(self, state: Any) -> None: ...
 
 
-class ResumableTrainer(Trainer):
-    """Adds to a checkpoint what the subclass says it needs, and writes it all at once.
+class ResumableTrainer(GroupTrainer):
+    """Adds to a checkpoint the parts that the subclass names, and writes it all at once.
 
     Trainer itself saves parameters, optimizer, schedule, random states and its counters.
     """
@@ -104,8 +102,8 @@ class ResumableTrainer(Trainer):
     _last_saved = _last_ended = 0  # steps
     _has_saved = False  # whether what is in the run's folder may be this trainer's own
 
-    # by name, those that differ from process to process
-    _parts: dict[str, Stateful]
+    _parts: dict[str, Stateful]  # by name, those that differ from process to process
+    _shared: dict[str, Stateful]  # and those that are the same on all, which are saved once
     _placement: Placement
 
     def start(self) -> None:
@@ -116,19 +114,8 @@ class ResumableTrainer(Trainer):
         """End what runs beside the steps, after the last one and after an error."""
         raise NotImplementedError
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on all processes; it is saved once."""
-        raise NotImplementedError
-
-    def load_shared_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
     def placed(self) -> None:
         """Look at the policy after it was placed, or weights were loaded into it."""
-        raise NotImplementedError
-
-    def settings(self) -> dict[str, Any]:
-        """Return what must be the same in a run that resumes, as JSON holds it."""
         raise NotImplementedError
 
     def train(
@@ -168,19 +155,15 @@ class ResumableTrainer(Trainer):
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
         """Return what training resumes from. Every process calls it; all raise what one finds."""
-        found, problem = None, None
+        checkpoint = None
         overwrite = self.args.overwrite_output_dir or self._has_saved
-        try:
-            found = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
-            if found is not None and self.accelerator.is_local_main_process:  # one of each disk
-                steps = optimizer_steps(self.train_dataset, self.args)
-                check_checkpoint(found, self.args, self.settings(), steps)
-        except ValueError as error:
-            problem = str(error)
-        raise_together(self.accelerator, problem)
+        with raised_together(self.accelerator):
+            checkpoint = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
+            if checkpoint and self.accelerator.is_local_main_process:  # one of each disk
+                check_checkpoint(checkpoint, self.args, settings_of(self), self.steps())
         if self.accelerator.is_local_main_process:
             delete_unfinished(Path(self.args.output_dir))
-        return found
+        return checkpoint
 
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
@@ -188,7 +171,7 @@ class ResumableTrainer(Trainer):
         if resume_from_checkpoint is not None:
             # Trainer's loop looks whether to stop after a step only
             state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
-            if state.global_step >= optimizer_steps(self.train_dataset, self.args):
+            if state.global_step >= self.steps():
                 if self._placement.late:
                     loader = self.get_train_dataloader()
                     self._prepare_for_training(state.max_steps, loader, resume_from_checkpoint)
@@ -230,10 +213,6 @@ class ResumableTrainer(Trainer):
         self.placed()
         return prepared
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.placed()
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         if self._placement.place(self.model):
             self.placed()
@@ -257,7 +236,8 @@ class ResumableTrainer(Trainer):
         try:
             with written_aside(run_dir, name, self.accelerator) as aside:
                 self._aside = aside
-                self._save_states(aside / name)
+                if not self.args.save_only_model:
+                    self._save_states(aside / name)
                 super()._save_checkpoint(model, trial)
                 if name == best and self.args.should_save:
                     self.state.best_model_checkpoint = str(run_dir / name)
@@ -310,14 +290,18 @@ class ResumableTrainer(Trainer):
         if self._aside is None:  # an upload reads the folder later, from where it stays
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def _files(self, folder: Path) -> dict[Path, dict[str, Stateful]]:
+        """Return what goes into files of ``folder``: this process's own, and what all share."""
+        own = folder / f"process_state_{self.accelerator.process_index}.pt"
+        return {own: self._parts, folder / "shared_state.pt": self._shared}
+
     def _save_states(self, folder: Path) -> None:
-        if self.args.save_only_model:
-            return
-        states = {name: part.state() for name, part in self._parts.items()}
-        torch.save(states, self._process_file(folder))
+        for path, parts in self._files(folder).items():
+            if parts is self._parts or self.args.should_save:
+                torch.save({name: part.state() for name, part in parts.items()}, path)
         if self.args.should_save:
-            torch.save(self.shared_state(), folder / _SHARED_FILE)
-            write_settings(folder, self.settings())
+            text = json.dumps(settings_of(self), indent=2)
+            (folder / SETTINGS_FILE).write_text(text + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -325,21 +309,15 @@ class ResumableTrainer(Trainer):
             return
         # when to log, evaluate and save: Trainer has taken that from the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
-        states = self._read(self._process_file(Path(checkpoint)))
-        for name, part in self._parts.items():
-            if name in states:  # what is only logged may be switched on later
-                part.restore(states[name])
-        self.load_shared_state(self._read(Path(checkpoint) / _SHARED_FILE))
-
-    def _read(self, path: Path) -> Any:
-        if not path.exists():
-            raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
         device = self.accelerator.device
         where = "cpu" if device.type == "cpu" else device  # torch cannot load to cpu:0
-        return torch.load(path, map_location=where, weights_only=True)
-
-    def _process_file(self, folder: Path) -> Path:
-        return folder / f"process_state_{self.accelerator.process_index}.pt"
+        for path, parts in self._files(Path(checkpoint)).items():
+            if not path.exists():
+                raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
+            states = torch.load(path, map_location=where, weights_only=True)
+            for name, part in parts.items():
+                if name in states:  # what is only logged may be switched on later
+                    part.restore(states[name])
 
 
 def _is_saved(model: Any) -> Callable[[str], bool]:
