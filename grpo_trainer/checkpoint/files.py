@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +30,7 @@ _EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card: it may be edite
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")  # of the manifest: `sha256sum -c` reads it
 _LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
 _INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
-_REPLACED = "-replaced"
+_REPLACED = "replaced"  # the checkpoint of the same name, in the folder of the new one
 # without these nobody takes a folder for a model
 _ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -86,16 +86,15 @@ def check_contents(folder: Path, checksums: dict[str, str]) -> None:
             raise ValueError(f"{path} is damaged: its checksum is not that in {MANIFEST_NAME}")
 
 
-def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def _digests(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Hash several files at once: that lets other threads run."""
-    names = list(names)
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: _digest(folder / name), names), strict=True))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 @contextmanager
@@ -120,35 +119,29 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
     Raises:
         StartError: another run is there.
     """
-    lock = None
+    path = run_dir / _LOCK_NAME
+    lock = FileLock(path)
     with raised_together(accelerator):
         if accelerator.is_main_process:
-            lock = _locked(run_dir)
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=0)
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            except Timeout:
+                raise StartError(
+                    f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, "
+                    f"where {path.read_text() or 'another process'} trains; its {_LOCK_NAME} is "
+                    "locked"
+                ) from None
+            except (OSError, NotImplementedError) as error:  # no locks there, or nothing is written
+                message = "%s cannot be locked, so nothing keeps other runs out: %s"
+                logger.warning(message, run_dir, error)
     try:
         yield
     finally:
-        if lock is not None:
-            (run_dir / _LOCK_NAME).unlink(missing_ok=True)
+        if lock.is_locked:
+            path.unlink(missing_ok=True)
             lock.release()
-
-
-def _locked(run_dir: Path) -> FileLock | None:
-    """Lock ``run_dir``; None where the file system has no locks, or nothing can be written."""
-    path = run_dir / _LOCK_NAME
-    lock = FileLock(path)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    except Timeout:
-        raise StartError(
-            f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, where "
-            f"{path.read_text() or 'another process'} trains; its {_LOCK_NAME} is locked"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked, so nothing keeps other runs out: %s", run_dir, error)
-        return None
-    return lock
 
 
 @contextmanager
@@ -178,11 +171,10 @@ def delete_unfinished(run_dir: Path) -> None:
 
     One that was about to be replaced comes back.
     """
-    for folder in run_dir.glob(f"{_INCOMPLETE}*{_REPLACED}"):
-        final = run_dir / folder.name.removeprefix(_INCOMPLETE).removesuffix(_REPLACED)
-        if not final.exists():
-            folder.rename(final)
     for folder in sorted(run_dir.glob(f"{_INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
+        replaced, final = folder / _REPLACED, run_dir / folder.name.removeprefix(_INCOMPLETE)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         logger.warning("%s is an unfinished checkpoint and is deleted", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -240,13 +232,11 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 
 def _publish(aside: Path, final: Path) -> None:
     _sync(write_manifest(aside / final.name))
-    replaced = final.with_name(f"{_INCOMPLETE}{final.name}{_REPLACED}")
     if final.exists():  # written again, by a run that started over
-        final.rename(replaced)
+        final.rename(aside / _REPLACED)
     (aside / final.name).rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    aside.rmdir()
     _sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _replace(aside: Path, folder: Path) -> None:

@@ -172,10 +172,7 @@ class ResumableTrainer(GroupTrainer):
             # Trainer's loop looks whether to stop after a step only
             state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
             if state.global_step >= self.steps():
-                if self._placement.late:
-                    loader = self.get_train_dataloader()
-                    self._prepare_for_training(state.max_steps, loader, resume_from_checkpoint)
-                return self._finished(state)
+                return self._finished(state, resume_from_checkpoint)
         return super()._inner_training_loop(
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )
@@ -218,8 +215,11 @@ class ResumableTrainer(GroupTrainer):
             self.placed()
         return super().evaluation_loop(*args, **kwargs)
 
-    def _finished(self, state: TrainerState) -> TrainOutput:
-        """End a run without a step left. Its model is loaded already."""
+    def _finished(self, state: TrainerState, checkpoint: str) -> TrainOutput:
+        """End a run without a step left."""
+        if self._placement.late:  # else its model is loaded already
+            loader = self.get_train_dataloader()
+            self._prepare_for_training(state.max_steps, loader, checkpoint)
         state.is_local_process_zero = self.is_local_process_zero()
         state.is_world_process_zero = self.is_world_process_zero()
         self.state = state

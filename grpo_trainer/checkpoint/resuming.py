@@ -164,14 +164,8 @@ def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: b
 
 
 def check_checkpoint(folder: Path, args: GRPOConfig, settings: dict[str, Any], steps: int) -> None:
-    """Raise ValueError unless a run can go on from ``folder`` exactly. It reads every file.
-
-    Args:
-        folder: the checkpoint.
-        args: of the run.
-        settings: what the checkpoint must have been written with.
-        steps: how many the run takes in all.
-    """
+    """Raise ValueError unless a run of ``settings``, of so many ``steps`` in all, can go on from
+    the checkpoint ``folder`` exactly. It reads every file."""
     try:
         checksums = read_manifest(folder)
         if SETTINGS_FILE not in checksums:

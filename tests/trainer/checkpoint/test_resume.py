@@ -323,7 +323,9 @@ def test_a_folder_that_cannot_be_locked(make, monkeypatch, caplog):
 
 
 def test_a_checkpoint_that_was_to_be_replaced_comes_back(make, checkpoint):
-    checkpoint.rename(checkpoint.with_name("incomplete-checkpoint-2-replaced"))
+    aside = checkpoint.with_name("incomplete-checkpoint-2")
+    aside.mkdir()
+    checkpoint.rename(aside / "replaced")
     trainer = make(max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in logged(trainer)] == [1, 2, 3]
