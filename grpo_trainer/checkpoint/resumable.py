@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import TrainerState
@@ -40,47 +39,6 @@ _NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the
 _STDERR = 2
 
 
-class Interrupt:
-    """Whether somebody asked the run to end, on any of its processes."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._here = False
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
-
-        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
-        """
-        self._here = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._here = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._accelerator.is_main_process:
-            os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
-
-    def asked(self) -> bool:
-        """Return whether any process has noted one. Every process calls it, after a step.
-
-        With several processes it waits for the step: they go on together, or none does.
-        """
-        if self._accelerator.num_processes == 1:
-            return self._here
-        here = torch.tensor([self._here], device=self._accelerator.device)
-        return bool(self._accelerator.gather(here).any())
-
-
 class Stateful(Protocol):
     """A part of a run that a checkpoint must hold."""
 
@@ -98,7 +56,7 @@ class ResumableTrainer(GroupTrainer):
     """
 
     _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
-    _interrupt: Interrupt
+    _interrupted = False  # whether this process has noted a Ctrl-C
     _last_saved = _last_ended = 0  # steps
     _has_saved = False  # whether what is in the run's folder may be this trainer's own
 
@@ -141,9 +99,8 @@ class ResumableTrainer(GroupTrainer):
             self.start()
             checkpoint = self._checkpoint(resume_from_checkpoint)
             self._last_saved = self._last_ended = 0
-            self._interrupt = Interrupt(self.accelerator)
             try:
-                with self._interrupt.noted():
+                with self._ctrl_c_noted():
                     asked = str(checkpoint) if checkpoint else None
                     output = super().train(asked, *args, **kwargs)
                     self._stop_if_asked()  # in the last step
@@ -186,8 +143,41 @@ class ResumableTrainer(GroupTrainer):
         if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
             self._stop_if_asked()
 
+    @contextmanager
+    def _ctrl_c_noted(self) -> Iterator[None]:
+        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
+
+        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
+        """
+        self._interrupted = False
+        usual = signal.default_int_handler
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            signal.signal(signal.SIGINT, usual)
+            if self.accelerator.is_main_process:
+                os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGINT) != usual:
+            yield
+            return
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, usual)
+
     def _stop_if_asked(self) -> None:
-        if not self._interrupt.asked():
+        """Save and end the run if a process has noted a Ctrl-C. All call it, after a step.
+
+        With several processes it waits for the step: they go on together, or none does.
+        """
+        interrupted = self._interrupted
+        if self.accelerator.num_processes > 1:
+            own = torch.tensor([interrupted], device=self.accelerator.device)
+            interrupted = bool(self.accelerator.gather(own).any())
+        if not interrupted:
             return
         if self.state.global_step > self._last_saved:
             self._save_checkpoint(self.model, trial=None)
