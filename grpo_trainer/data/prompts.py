@@ -168,7 +168,9 @@ def _check_places(
     prompt: Prompt, text: str, images: tuple[Any, ...], processor: ProcessorMixin
 ) -> None:
     written = text.count(processor.image_token)
-    if written > len(images) and _says(prompt, processor.image_token):
+    parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(_in_parts(prompt))
+    said = any(processor.image_token in str(part.get("text")) for part in parts)
+    if written > len(images) and said:
         raise ValueError(
             f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
             f"has a part {{'type': 'image'}}), got {shortened(text)}"
@@ -178,14 +180,6 @@ def _check_places(
             f"processing_class: expected a chat template that writes {processor.image_token} for "
             f"each image, {len(images)} in all, got {written} in {shortened(text)}"
         )
-
-
-def _says(prompt: Prompt, word: str) -> bool:
-    """Return whether the texts of a prompt hold ``word``."""
-    if isinstance(prompt, str):
-        return word in prompt
-    texts = [part.get("text") for part in parts_of(_in_parts(prompt))]
-    return any(isinstance(text, str) and word in text for text in texts)
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -174,11 +174,11 @@ class NumberedRow(dict[str, Any]):
         return NumberedRow, (dict(self), self.number)
 
 
+@dataclass(eq=False)
 class Numbered(TorchDataset[NumberedRow]):
     """The rows of a dataset, numbered."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    dataset: Dataset
 
     def __getitem__(self, index: int) -> NumberedRow:
         return NumberedRow(self.dataset[index], index)
@@ -284,12 +284,12 @@ class PromptStream:
         return map(Numbered(dataset).__getitem__, drawn)
 
 
+@dataclass(eq=False)
 class RepeatedStream(TorchIterableDataset):
     """The rows of a streaming dataset, numbered, each ``group_size`` times in a row."""
 
-    def __init__(self, rows: IterableDataset, group_size: int) -> None:
-        self.rows = rows
-        self.group_size = group_size
+    rows: IterableDataset
+    group_size: int
 
     def __iter__(self) -> Iterator[Row]:
         return repeated(map(NumberedRow, self.rows, count()), self.group_size)
