@@ -21,7 +21,7 @@ from grpo_trainer.agents import (
     make_toolbox,
     prompts_by_reset,
 )
-from grpo_trainer.checkpoint import GroupTrainer, settings_of
+from grpo_trainer.checkpoint import ResumableTrainer
 from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, loss_config
 from grpo_trainer.data import (
     MicroBatch,
@@ -30,10 +30,8 @@ from grpo_trainer.data import (
     PromptStream,
     RolloutBuffer,
     Row,
-    as_they_are,
     check_datasets,
     check_images,
-    check_prompts,
     tokenizer_of,
     unopened,
 )
@@ -86,7 +84,7 @@ from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
+class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -177,7 +175,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         super().__init__(
             model=policy,
             args=args,
-            data_collator=as_they_are,
+            data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class or load_processing_class(policy, args),
@@ -366,7 +364,6 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
         if not self.is_in_train:
             self._settings.take_effect()
-        check_prompts(rows)
         scored = self._experience(rows, self.args.eval_group_size)
         self._keep_completions(scored)
         return self._with_logprobs(self._collector.slices(scored, 1)[0])
@@ -460,8 +457,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         }
         if self._completions:
             self._parts["completions"] = self._completions[True]
-        if self._reference is not None and self._placement.sharded:
-            self._parts["reference"] = self._reference
+        self._shared = {}
+        if self._reference is not None:
+            parts = self._parts if self._placement.sharded else self._shared
+            parts["reference"] = self._reference
         if args.use_adaptive_entropy:
             self._parts["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
         if self.train_dataset is not None:
@@ -502,17 +501,4 @@ class GRPOTrainer(LogsRun, TrainerAttributes, GroupTrainer):
         folder = Path(str(self.state.best_model_checkpoint))
         if self._placement.late or not load_older_names(self.model, folder):
             super()._load_best_model()
-        else:
-            self.placed()
-
-    def settings(self) -> dict[str, Any]:
-        return settings_of(self)
-
-    def shared_state(self) -> dict[str, Any]:
-        if self._reference is None or self._placement.sharded:
-            return {"reference": {}}
-        return {"reference": self._reference.state()}
-
-    def load_shared_state(self, state: dict[str, Any]) -> None:
-        if self._reference is not None and not self._placement.sharded:
-            self._reference.restore(state["reference"])
+        self.placed()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -24,104 +22,89 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_trainer.monitor import CARD_NAME
 
-MANIFEST_NAME = "checksums.json"
-
-_EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card: it may be edited
-_CHUNK = 1 << 20  # bytes that are read at once
-
-
-class _File(NamedTuple):
-    """What a file must be."""
-
-    size: int
-    sha256: str
-
-
-class Manifest:
-    """The files of ``folder``, as they were written.
-
-    Raises:
-        ValueError: the list is missing or damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        path = folder / MANIFEST_NAME
-        if not path.is_file():
-            raise ValueError(f"{folder} has no {MANIFEST_NAME}")
-        try:
-            content = json.loads(path.read_text())
-            if _digest_of(content["files"]) != content["sha256"]:
-                raise ValueError("its checksum differs")
-            self._files = {name: _File(**entry) for name, entry in content["files"].items()}
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def check_sizes(self) -> None:
-        """Raise ValueError unless every file is there, as long as it was."""
-        for name, file in self._files.items():
-            path = self._folder / name
-            if not path.is_file():
-                raise ValueError(f"{self._folder} has no {name}")
-            if path.stat().st_size != file.size:
-                raise ValueError(
-                    f"{path} is damaged: expected {file.size} bytes, got {path.stat().st_size}"
-                )
-
-    def check_contents(self, names: Iterable[str] | None = None) -> None:
-        """Raise ValueError unless the files ``names``, by default all, are what was written."""
-        names = list(self._files if names is None else names)
-        paths = [self._folder / name for name in names]
-        for name, path, digest in zip(names, paths, _digests(paths), strict=True):
-            if digest != self._files[name].sha256:
-                raise ValueError(f"{path} is damaged: its checksum is not that in {MANIFEST_NAME}")
-
-
-def write_manifest(folder: Path) -> Path:
-    """List every file below ``folder``, and return where."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    paths = [path for path in paths if path.relative_to(folder).as_posix() not in _EDITABLE]
-    files = {
-        path.relative_to(folder).as_posix(): _File(path.stat().st_size, digest)._asdict()
-        for path, digest in zip(paths, _digests(paths), strict=True)
-    }
-    content = {"files": files, "sha256": _digest_of(files)}
-    (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=2) + "\n")
-    return folder / MANIFEST_NAME
-
-
-def _digests(paths: list[Path]) -> list[str]:
-    """Hash several files at once: that lets other threads run."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(_digest, paths))
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _digest_of(files: dict[str, dict[str, int | str]]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
 logger = logging.getLogger(__name__)
 
+MANIFEST_NAME = "SHA256SUMS"
+SETTINGS_FILE = "grpo_settings.json"
+_EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card: it may be edited
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")  # of the manifest: `sha256sum -c` reads it
 _LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
+_INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
+_REPLACED = "replaced"  # the checkpoint of the same name, in the folder of the new one
+# without these nobody takes a folder for a model
+_ENTRIES = ("config.json", "adapter_config.json")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or a model could not be written."""
 
 
 class StartError(ValueError):
     """Training cannot begin as it was asked for."""
 
 
-def raise_together(accelerator: Accelerator, problem: str | None) -> None:
-    """Raise StartError on all processes if one has a ``problem``. Every process calls it."""
+def write_manifest(folder: Path) -> Path:
+    """List the checksums of all files below ``folder``, and return where."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in paths}.difference(_EDITABLE)
+    # the settings come last: nothing goes on from a list that was cut off and lacks them
+    ordered = sorted(names, key=lambda name: (name == SETTINGS_FILE, name))
+    lines = [f"{digest}  {name}\n" for name, digest in _digests(folder, ordered).items()]
+    (folder / MANIFEST_NAME).write_text("".join(lines))
+    return folder / MANIFEST_NAME
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Return the checksums of the files that were written to ``folder``, by name.
+
+    Raises:
+        ValueError: the list is missing or damaged, or a file that it names is missing.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no {MANIFEST_NAME} (of earlier versions' checksums.json none is read)"
+        )
+    checksums = {}
+    for line in path.read_text(errors="replace").splitlines():
+        entry = _LINE.fullmatch(line)
+        if entry is None:
+            raise ValueError(f"{path} is damaged: expected a checksum and a name, got {line!r}")
+        checksums[entry[2]] = entry[1]
+    for name in checksums:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}")
+    return checksums
+
+
+def check_contents(folder: Path, checksums: dict[str, str]) -> None:
+    """Raise ValueError unless the files of ``folder`` that are named are what was written."""
+    for name, digest in _digests(folder, checksums).items():
+        if digest != checksums[name]:
+            path = folder / name
+            raise ValueError(f"{path} is damaged: its checksum is not that in {MANIFEST_NAME}")
+
+
+def _digests(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Hash several files at once: that lets other threads run."""
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+@contextmanager
+def raised_together(accelerator: Accelerator) -> Iterator[None]:
+    """Raise StartError on all processes if one raises ValueError inside. Every process calls it."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
     problems = [text for text in gather_object([problem]) if text is not None]
     if problems:
         raise StartError(problems[0])
@@ -136,54 +119,29 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
     Raises:
         StartError: another run is there.
     """
-    lock, problem = None, None
-    if accelerator.is_main_process:
-        try:
-            lock = _locked(run_dir)
-        except StartError as error:
-            problem = str(error)
-    raise_together(accelerator, problem)
+    path = run_dir / _LOCK_NAME
+    lock = FileLock(path)
+    with raised_together(accelerator):
+        if accelerator.is_main_process:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=0)
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            except Timeout:
+                raise StartError(
+                    f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, "
+                    f"where {path.read_text() or 'another process'} trains; its {_LOCK_NAME} is "
+                    "locked"
+                ) from None
+            except (OSError, NotImplementedError) as error:  # no locks there, or nothing is written
+                message = "%s cannot be locked, so nothing keeps other runs out: %s"
+                logger.warning(message, run_dir, error)
     try:
         yield
     finally:
-        if lock is not None:
-            (run_dir / _LOCK_NAME).unlink(missing_ok=True)
+        if lock.is_locked:
+            path.unlink(missing_ok=True)
             lock.release()
-
-
-def _locked(run_dir: Path) -> FileLock | None:
-    """Lock ``run_dir``; None where the file system has no locks, or nothing can be written."""
-    path = run_dir / _LOCK_NAME
-    lock = FileLock(path)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    except Timeout:
-        raise StartError(
-            f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, where "
-            f"{path.read_text() or 'another process'} trains; its {_LOCK_NAME} is locked"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked, so nothing keeps other runs out: %s", run_dir, error)
-        return None
-    return lock
-
-
-SETTINGS_FILE = "grpo_settings.json"
-_INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
-_REPLACED = "-replaced"
-# without these nobody takes a folder for a model
-_ENTRIES = ("config.json", "adapter_config.json")
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint or a model could not be written."""
-
-
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 @contextmanager
@@ -195,9 +153,6 @@ def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterato
             earlier checkpoints are untouched.
     """
     aside = run_dir / f"{_INCOMPLETE}{name}"
-    if accelerator.is_local_main_process:
-        shutil.rmtree(aside, ignore_errors=True)  # of a run that was ended while it wrote
-    accelerator.wait_for_everyone()
     with _freed(aside, run_dir / name):
         (aside / name).mkdir(parents=True, exist_ok=True)
         yield aside
@@ -216,11 +171,10 @@ def delete_unfinished(run_dir: Path) -> None:
 
     One that was about to be replaced comes back.
     """
-    for folder in run_dir.glob(f"{_INCOMPLETE}*{_REPLACED}"):
-        final = run_dir / folder.name.removeprefix(_INCOMPLETE).removesuffix(_REPLACED)
-        if not final.exists():
-            folder.rename(final)
     for folder in sorted(run_dir.glob(f"{_INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
+        replaced, final = folder / _REPLACED, run_dir / folder.name.removeprefix(_INCOMPLETE)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         logger.warning("%s is an unfinished checkpoint and is deleted", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -272,35 +226,30 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
     for folder in spare[: max(len(folders) - limit, 0)]:
         # a run that is ended meanwhile leaves nothing that looks like a checkpoint
         doomed = folder.with_name(f"{_INCOMPLETE}{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _publish(aside: Path, final: Path) -> None:
     _sync(write_manifest(aside / final.name))
-    replaced = final.with_name(f"{_INCOMPLETE}{final.name}{_REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # written again, by a run that started over
-        final.rename(replaced)
+        final.rename(aside / _REPLACED)
     (aside / final.name).rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    aside.rmdir()
     _sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _replace(aside: Path, folder: Path) -> None:
     """Move the files of ``aside``. At no time is there a model of new and of old files."""
     names = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-    names.sort(key=lambda name: name.name in _ENTRIES)  # last
-    for name in names:
-        if name.name in _ENTRIES:
-            (folder / name).unlink(missing_ok=True)
+    entries = [name for name in names if name.name in _ENTRIES]
+    stale = [folder / name for name in entries]
     if any(_WEIGHTS.fullmatch(str(name)) for name in names):
-        for old in folder.iterdir():  # of another number of files, and read in place of the new
-            if _WEIGHTS.fullmatch(old.name) and Path(old.name) not in names:
-                old.unlink()
-    for name in names:
+        # those of another number of files would be read in place of the new
+        stale += [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    for name in sorted(names, key=entries.__contains__):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / name).replace(folder / name)
     shutil.rmtree(aside)
@@ -323,12 +272,10 @@ def _sync(path: Path) -> None:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Return folders that look like checkpoints, oldest step first."""
-    found = {}
-    for folder in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdigit() and folder.is_dir():
-            found[int(step)] = folder
-    return [found[step] for step in sorted(found)]
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    steps = {path: path.name.removeprefix(prefix) for path in run_dir.glob(f"{prefix}*")}
+    folders = [path for path, step in steps.items() if step.isdigit() and path.is_dir()]
+    return sorted(folders, key=lambda folder: int(steps[folder]))
 
 
 def models(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -12,75 +13,30 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from grpo_trainer.checkpoint.files import (
+    SETTINGS_FILE,
     checkpoints,
     delete_unfinished,
     model_aside,
     only_run,
-    raise_together,
+    raised_together,
     rotate,
-    write_settings,
     written_aside,
 )
-from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint
+from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint, settings_of
 from grpo_trainer.common import whole
 from grpo_trainer.config import pickled_without_secrets
-from grpo_trainer.data import optimizer_steps
+from grpo_trainer.data import GroupTrainer
 from grpo_trainer.policy import Placement
 
 _NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the run at once\n"
 _STDERR = 2
-
-
-class Interrupt:
-    """Whether somebody asked the run to end, on any of its processes."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._here = False
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
-
-        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
-        """
-        self._here = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._here = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._accelerator.is_main_process:
-            os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
-
-    def asked(self) -> bool:
-        """Return whether any process has noted one. Every process calls it, after a step.
-
-        With several processes it waits for the step: they go on together, or none does.
-        """
-        if self._accelerator.num_processes == 1:
-            return self._here
-        here = torch.tensor([self._here], device=self._accelerator.device)
-        return bool(self._accelerator.gather(here).any())
-
-
-_SHARED_FILE = "shared_state.pt"
 
 
 class Stateful(Protocol):
@@ -93,19 +49,19 @@ class Stateful(Protocol):
     def restore(self, state: Any) -> None: ...
 
 
-class ResumableTrainer(Trainer):
-    """Adds to a checkpoint what the subclass says it needs, and writes it all at once.
+class ResumableTrainer(GroupTrainer):
+    """Adds to a checkpoint the parts that the subclass names, and writes it all at once.
 
     Trainer itself saves parameters, optimizer, schedule, random states and its counters.
     """
 
     _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
-    _interrupt: Interrupt
+    _interrupted = False  # whether this process has noted a Ctrl-C
     _last_saved = _last_ended = 0  # steps
     _has_saved = False  # whether what is in the run's folder may be this trainer's own
 
-    # by name, those that differ from process to process
-    _parts: dict[str, Stateful]
+    _parts: dict[str, Stateful]  # by name, those that differ from process to process
+    _shared: dict[str, Stateful]  # and those that are the same on all, which are saved once
     _placement: Placement
 
     def start(self) -> None:
@@ -116,19 +72,8 @@ class ResumableTrainer(Trainer):
         """End what runs beside the steps, after the last one and after an error."""
         raise NotImplementedError
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on all processes; it is saved once."""
-        raise NotImplementedError
-
-    def load_shared_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
     def placed(self) -> None:
         """Look at the policy after it was placed, or weights were loaded into it."""
-        raise NotImplementedError
-
-    def settings(self) -> dict[str, Any]:
-        """Return what must be the same in a run that resumes, as JSON holds it."""
         raise NotImplementedError
 
     def train(
@@ -154,9 +99,8 @@ class ResumableTrainer(Trainer):
             self.start()
             checkpoint = self._checkpoint(resume_from_checkpoint)
             self._last_saved = self._last_ended = 0
-            self._interrupt = Interrupt(self.accelerator)
             try:
-                with self._interrupt.noted():
+                with self._ctrl_c_noted():
                     asked = str(checkpoint) if checkpoint else None
                     output = super().train(asked, *args, **kwargs)
                     self._stop_if_asked()  # in the last step
@@ -168,19 +112,15 @@ class ResumableTrainer(Trainer):
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
         """Return what training resumes from. Every process calls it; all raise what one finds."""
-        found, problem = None, None
+        checkpoint = None
         overwrite = self.args.overwrite_output_dir or self._has_saved
-        try:
-            found = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
-            if found is not None and self.accelerator.is_local_main_process:  # one of each disk
-                steps = optimizer_steps(self.train_dataset, self.args)
-                check_checkpoint(found, self.args, self.settings(), steps)
-        except ValueError as error:
-            problem = str(error)
-        raise_together(self.accelerator, problem)
+        with raised_together(self.accelerator):
+            checkpoint = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
+            if checkpoint and self.accelerator.is_local_main_process:  # one of each disk
+                check_checkpoint(checkpoint, self.args, settings_of(self), self.steps())
         if self.accelerator.is_local_main_process:
             delete_unfinished(Path(self.args.output_dir))
-        return found
+        return checkpoint
 
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
@@ -188,11 +128,8 @@ class ResumableTrainer(Trainer):
         if resume_from_checkpoint is not None:
             # Trainer's loop looks whether to stop after a step only
             state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
-            if state.global_step >= optimizer_steps(self.train_dataset, self.args):
-                if self._placement.late:
-                    loader = self.get_train_dataloader()
-                    self._prepare_for_training(state.max_steps, loader, resume_from_checkpoint)
-                return self._finished(state)
+            if state.global_step >= self.steps():
+                return self._finished(state, resume_from_checkpoint)
         return super()._inner_training_loop(
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )
@@ -206,8 +143,41 @@ class ResumableTrainer(Trainer):
         if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
             self._stop_if_asked()
 
+    @contextmanager
+    def _ctrl_c_noted(self) -> Iterator[None]:
+        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
+
+        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
+        """
+        self._interrupted = False
+        usual = signal.default_int_handler
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            signal.signal(signal.SIGINT, usual)
+            if self.accelerator.is_main_process:
+                os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGINT) != usual:
+            yield
+            return
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, usual)
+
     def _stop_if_asked(self) -> None:
-        if not self._interrupt.asked():
+        """Save and end the run if a process has noted a Ctrl-C. All call it, after a step.
+
+        With several processes it waits for the step: they go on together, or none does.
+        """
+        interrupted = self._interrupted
+        if self.accelerator.num_processes > 1:
+            own = torch.tensor([interrupted], device=self.accelerator.device)
+            interrupted = bool(self.accelerator.gather(own).any())
+        if not interrupted:
             return
         if self.state.global_step > self._last_saved:
             self._save_checkpoint(self.model, trial=None)
@@ -230,17 +200,16 @@ class ResumableTrainer(Trainer):
         self.placed()
         return prepared
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.placed()
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         if self._placement.place(self.model):
             self.placed()
         return super().evaluation_loop(*args, **kwargs)
 
-    def _finished(self, state: TrainerState) -> TrainOutput:
-        """End a run without a step left. Its model is loaded already."""
+    def _finished(self, state: TrainerState, checkpoint: str) -> TrainOutput:
+        """End a run without a step left."""
+        if self._placement.late:  # else its model is loaded already
+            loader = self.get_train_dataloader()
+            self._prepare_for_training(state.max_steps, loader, checkpoint)
         state.is_local_process_zero = self.is_local_process_zero()
         state.is_world_process_zero = self.is_world_process_zero()
         self.state = state
@@ -257,7 +226,8 @@ class ResumableTrainer(Trainer):
         try:
             with written_aside(run_dir, name, self.accelerator) as aside:
                 self._aside = aside
-                self._save_states(aside / name)
+                if not self.args.save_only_model:
+                    self._save_states(aside / name)
                 super()._save_checkpoint(model, trial)
                 if name == best and self.args.should_save:
                     self.state.best_model_checkpoint = str(run_dir / name)
@@ -310,14 +280,18 @@ class ResumableTrainer(Trainer):
         if self._aside is None:  # an upload reads the folder later, from where it stays
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def _files(self, folder: Path) -> dict[Path, dict[str, Stateful]]:
+        """Return what goes into files of ``folder``: this process's own, and what all share."""
+        own = folder / f"process_state_{self.accelerator.process_index}.pt"
+        return {own: self._parts, folder / "shared_state.pt": self._shared}
+
     def _save_states(self, folder: Path) -> None:
-        if self.args.save_only_model:
-            return
-        states = {name: part.state() for name, part in self._parts.items()}
-        torch.save(states, self._process_file(folder))
+        for path, parts in self._files(folder).items():
+            if parts is self._parts or self.args.should_save:
+                torch.save({name: part.state() for name, part in parts.items()}, path)
         if self.args.should_save:
-            torch.save(self.shared_state(), folder / _SHARED_FILE)
-            write_settings(folder, self.settings())
+            text = json.dumps(settings_of(self), indent=2)
+            (folder / SETTINGS_FILE).write_text(text + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -325,21 +299,15 @@ class ResumableTrainer(Trainer):
             return
         # when to log, evaluate and save: Trainer has taken that from the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
-        states = self._read(self._process_file(Path(checkpoint)))
-        for name, part in self._parts.items():
-            if name in states:  # what is only logged may be switched on later
-                part.restore(states[name])
-        self.load_shared_state(self._read(Path(checkpoint) / _SHARED_FILE))
-
-    def _read(self, path: Path) -> Any:
-        if not path.exists():
-            raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
         device = self.accelerator.device
         where = "cpu" if device.type == "cpu" else device  # torch cannot load to cpu:0
-        return torch.load(path, map_location=where, weights_only=True)
-
-    def _process_file(self, folder: Path) -> Path:
-        return folder / f"process_state_{self.accelerator.process_index}.pt"
+        for path, parts in self._files(Path(checkpoint)).items():
+            if not path.exists():
+                raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
+            states = torch.load(path, map_location=where, weights_only=True)
+            for name, part in parts.items():
+                if name in states:  # what is only logged may be switched on later
+                    part.restore(states[name])
 
 
 def _is_saved(model: Any) -> Callable[[str], bool]:

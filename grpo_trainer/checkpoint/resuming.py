@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,32 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from grpo_trainer.checkpoint.files import SETTINGS_FILE, Manifest, checkpoints, models
+from grpo_trainer.checkpoint.files import (
+    SETTINGS_FILE,
+    StartError,
+    check_contents,
+    checkpoints,
+    models,
+    read_manifest,
+)
 from grpo_trainer.config import GRPOConfig, import_path
 
 # Fields of GRPOConfig that do not change what is trained. All others are compared, so that one that
 # is added later is, too, unless it is named here.
 _FREE_PREFIXES = (
+    "activation_checkpointing",
     "dataloader_",  # of evaluation: training prompts come from a stream
     "ddp_",
+    "do_",
     "eval_",
+    "gradient_checkpointing",
     "hub_",
     "log_",
     "logging_",
     "save_",
     "trackio_",
     "vllm_server_",
+    "vllm_weight",  # how weights are sent
 )
 _FREE = {
     # what is shown and kept
@@ -55,9 +64,6 @@ _FREE = {
     "per_device_eval_batch_size",
     "prediction_loss_only",
     # this start of the process
-    "do_eval",
-    "do_predict",
-    "do_train",
     "enable_jit_checkpoint",
     "ignore_data_skip",
     "local_rank",
@@ -65,24 +71,17 @@ _FREE = {
     "resume_from_checkpoint",
     "trust_remote_code",
     # memory, and the way to the engine
-    "activation_checkpointing",
-    "activation_checkpointing_kwargs",
     "ds3_gather_for_generation",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
     "torch_empty_cache_steps",
     "vllm_enable_sleep_mode",
     "vllm_gpu_memory_utilization",
     "vllm_group_port",
     "vllm_request_timeout",
     "vllm_tensor_parallel_size",
-    "vllm_weight_transfer",
-    "vllm_weights_folder",
     # compared in another form
     "generation_batch_size",
     "max_steps",
     "num_train_epochs",
-    "reward_weights",
 }
 # learning rates that do not depend on how many steps there are
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau")
@@ -92,9 +91,14 @@ _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_versio
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Return those of ``trainer``, by name, as JSON holds them."""
+    """Return what must be the same in a run that resumes, by name, as JSON holds it."""
     args, recipe, data = trainer.args, trainer.recipe, trainer.train_dataset
-    parts = {
+    settings = {
+        name: value
+        for name, value in args.to_dict().items()
+        if name not in _FREE and not name.startswith(_FREE_PREFIXES)
+    }
+    settings |= {
         "number of processes": args.world_size,
         "sharding": trainer._placement.name,
         "rows of train_dataset": len(data) if hasattr(data, "__len__") else None,
@@ -102,50 +106,17 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "reward_weights": list(recipe.rewards.values()),
         "engine": recipe.engine,
         "dtypes of the model": sorted({str(weight.dtype) for weight in trainer.model.parameters()}),
+        "peft_config": None,
     }
-    settings = _compared(args) | parts | trainer.interaction_settings | _adapters(trainer.model)
-    return json.loads(json.dumps(settings, default=_plain))
-
-
-def differences(
-    written: dict[str, Any], settings: dict[str, Any], defaults: dict[str, Any]
-) -> list[str]:
-    """Return where a run differs from the one that wrote a checkpoint.
-
-    A field that was not there yet when the checkpoint was written had the effect of its default.
-    """
-    gone = {name: None for name in written if name.startswith(_ADAPTER)}
-    return [
-        f"{name} = {before!r}, got {value!r}"
-        for name, value in (gone | settings).items()
-        if (before := written.get(name, defaults.get(name))) != value
-    ]
-
-
-def may_end_elsewhere(args: GRPOConfig, before: int, now: int) -> bool:
-    """Return whether the steps taken are alike in runs of ``now`` and of ``before`` steps."""
-    same_warmup = args.get_warmup_steps(before) == args.get_warmup_steps(now)
-    return before == now or (args.lr_scheduler_type in _ENDLESS and same_warmup)
-
-
-def _compared(args: GRPOConfig) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in args.to_dict().items()
-        if name not in _FREE and not name.startswith(_FREE_PREFIXES)
-    }
-
-
-def _adapters(model: Any) -> dict[str, Any]:
-    """Return the fields of the adapters' configs."""
-    if not is_peft_model(model):
-        return {"peft_config": None}
-    return {
-        f"{_ADAPTER}{adapter!r}].{name}": value
-        for adapter, config in model.peft_config.items()
-        for name, value in config.to_dict().items()
-        if name not in _ORIGIN
-    }
+    if is_peft_model(trainer.model):
+        del settings["peft_config"]
+        settings |= {
+            f"{_ADAPTER}{adapter!r}].{name}": value
+            for adapter, config in trainer.model.peft_config.items()
+            for name, value in config.to_dict().items()
+            if name not in _ORIGIN
+        }
+    return json.loads(json.dumps(settings | trainer.interaction_settings, default=_plain))
 
 
 def _plain(value: Any) -> Any:
@@ -169,76 +140,70 @@ def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: b
         ValueError: there is none; or, unless it is to ``overwrite`` them, ``run_dir`` holds a model
             or checkpoints of a run that does not go on.
     """
-    found = _asked_for(run_dir, asked)
-    goes_on = found is not None and found.resolve().parent == run_dir.resolve()
-    kept = [path.name for path in (*models(run_dir), *checkpoints(run_dir))]
+    own = checkpoints(run_dir)
+    folder = None
+    if asked is True:
+        if not own:
+            raise ValueError(
+                f"{_NAME}: expected a checkpoint in output_dir {str(run_dir)!r}, got none"
+            )
+        folder = own[-1]
+    elif asked is not None and asked is not False:
+        folder = Path(asked)
+        if not folder.is_dir():
+            raise ValueError(f"{_NAME}: expected a folder, got {str(asked)!r}")
+    goes_on = folder is not None and folder.resolve().parent == run_dir.resolve()
+    kept = [*models(run_dir), *own]
     if kept and not goes_on and not overwrite:
         raise ValueError(
             "output_dir: expected a folder without a model or checkpoints of another run, got "
-            f"{str(run_dir)!r} with {kept[-1]}; choose another, go on from a checkpoint with "
+            f"{str(run_dir)!r} with {kept[-1].name}; choose another, go on from a checkpoint with "
             "resume_from_checkpoint, or write over what is there with overwrite_output_dir"
         )
-    return found
-
-
-def _asked_for(run_dir: Path, asked: str | Path | bool | None) -> Path | None:
-    if asked is None or asked is False:
-        return None
-    if asked is not True:
-        if not Path(asked).is_dir():
-            raise ValueError(f"{_NAME}: expected a folder, got {str(asked)!r}")
-        return Path(asked)
-    found = checkpoints(run_dir)
-    if not found:
-        raise ValueError(f"{_NAME}: expected a checkpoint in output_dir {str(run_dir)!r}, got none")
-    return found[-1]
+    return folder
 
 
 def check_checkpoint(folder: Path, args: GRPOConfig, settings: dict[str, Any], steps: int) -> None:
-    """Raise ValueError unless a run can go on from ``folder`` exactly. It reads every file.
-
-    Args:
-        folder: the checkpoint.
-        args: of the run.
-        settings: what the checkpoint must have been written with.
-        steps: how many the run takes in all.
-    """
-    with _named(folder):
-        manifest = Manifest(folder)
-        manifest.check_sizes()
-        if SETTINGS_FILE not in manifest:
-            raise ValueError(f"{folder} has no {SETTINGS_FILE} (save_only_model leaves it out)")
-        manifest.check_contents([SETTINGS_FILE, TRAINER_STATE_NAME])
-    _check_settings(folder, args, settings, steps)
-    with _named(folder):  # the large files, for which a wrong setting need not wait
-        manifest.check_contents()
-
-
-@contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Say which argument led to a checkpoint that is not whole, and where an older one is."""
+    """Raise ValueError unless a run of ``settings``, of so many ``steps`` in all, can go on from
+    the checkpoint ``folder`` exactly. It reads every file."""
     try:
-        yield
+        checksums = read_manifest(folder)
+        if SETTINGS_FILE not in checksums:
+            raise ValueError(f"{folder} has no {SETTINGS_FILE} (save_only_model leaves it out)")
+        small = {name: checksums.pop(name, "") for name in (SETTINGS_FILE, TRAINER_STATE_NAME)}
+        check_contents(folder, small)
+        _check_settings(folder, args, settings, steps)
+        check_contents(folder, checksums)  # of large files, which a wrong setting need not wait for
+    except StartError:
+        raise
     except (OSError, ValueError) as error:
-        found = checkpoints(folder.parent)
-        older = found[: found.index(folder)] if folder in found else []
+        own = checkpoints(folder.parent)
+        older = own[: own.index(folder)] if folder in own else []
         advice = f"; to go on from an older one, pass {str(older[-1])!r}" if older else ""
         raise ValueError(f"{_NAME}: expected a whole checkpoint, but {error}{advice}") from error
 
 
 def _check_settings(folder: Path, args: GRPOConfig, settings: dict[str, Any], steps: int) -> None:
+    """Raise StartError unless the steps before and after are those of one run."""
     written = json.loads((folder / SETTINGS_FILE).read_text())
+    # a field that was not there yet had the effect of its default
     defaults = {item.name: item.default for item in fields(args)}
-    wrong = differences(written, settings, defaults)
+    gone = {name: None for name in written if name.startswith(_ADAPTER)}
+    wrong = [
+        f"{name} = {before!r}, got {value!r}"
+        for name, value in (gone | settings).items()
+        if (before := written.get(name, defaults.get(name))) != value
+    ]
     if wrong:
-        raise ValueError(
+        raise StartError(
             f"{_NAME}: {folder} was written with {'; '.join(wrong)}, which cannot go on exactly; "
             "to train its model with other settings, pass the folder as the model of a new run"
         )
     before = json.loads((folder / TRAINER_STATE_NAME).read_text())["max_steps"]
-    if not may_end_elsewhere(args, before, steps):
-        schedule = settings["lr_scheduler_type"]
-        raise ValueError(
+    schedule = settings["lr_scheduler_type"]
+    same_warmup = args.get_warmup_steps(before) == args.get_warmup_steps(steps)
+    if before != steps and not (schedule in _ENDLESS and same_warmup):
+        raise StartError(
             f"{_NAME}: {folder} is of a run of {before} steps, got max_steps or num_train_epochs "
             f"for {steps}: with lr_scheduler_type={schedule!r} the steps taken would have "
             "had other learning rates; a constant one lets a run become longer"

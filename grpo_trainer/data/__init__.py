@@ -1,16 +1,6 @@
 """What is trained on: prompts and their order, completions, micro-batches."""
 
 from grpo_trainer.data.batch import MicroBatch, Rollout, RolloutBuffer, collate, pad_rows
-from grpo_trainer.data.datasets import (
-    Prompts,
-    as_they_are,
-    check_datasets,
-    check_images,
-    check_parts,
-    load_prompts,
-    looks_local,
-    prompt_columns,
-)
 from grpo_trainer.data.images import (
     PROMPT_COLUMNS,
     ImageError,
@@ -29,22 +19,25 @@ from grpo_trainer.data.prompts import (
     ProcessingClass,
     Prompt,
     check_context,
-    check_prompts,
+    check_prompt,
     decode_completions,
     encode_prompts,
     encode_text,
     tokenizer_of,
 )
 from grpo_trainer.data.rows import (
-    Numbered,
+    GroupTrainer,
     NumberedRow,
+    Prompts,
     PromptStream,
     RepeatedStream,
-    RepeatSampler,
     Row,
-    completions_per_epoch,
-    optimizer_steps,
+    check_datasets,
+    check_images,
+    load_prompts,
+    looks_local,
     own_copy,
+    prompt_columns,
     repeated,
     unopened,
 )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import ImageInputs, digest, images_of, in_blocks, parts_of
+from grpo_trainer.data.images import (
+    ImageInputs,
+    digest,
+    image_source,
+    images_of,
+    in_blocks,
+    parts_of,
+)
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -49,27 +56,42 @@ def encode_prompts(
         ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
             its images out, it has no tokens, or one with images has more than ``max_length``.
     """
-    cache: dict[tuple[str, ...], Encoded] = {}  # a group repeats its prompt
-    encoded = []
-    for prompt, schemas in zip(prompts, tools or [[]] * len(prompts), strict=True):
-        key = *_identity(prompt), repr([tool["function"]["name"] for tool in schemas])
-        if key not in cache:
+    encoded: dict[str, Encoded] = {}
+    keys = []
+    for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
+        # a group repeats its prompt, with the same images, which the text of each tells apart
+        keys.append(repr((prompt, [tool["function"]["name"] for tool in shown])))
+        if keys[-1] not in encoded:
             # some templates write an introduction to an empty list
-            options = {"tools": schemas or None} | (chat_template_kwargs or {})
-            cache[key] = _cut(prompt, _encode(prompt, processing_class, options), max_length)
-        encoded.append(cache[key])
-    return encoded
+            options = {"tools": shown or None} | (chat_template_kwargs or {})
+            one = _encode(prompt, processing_class, options)
+            encoded[keys[-1]] = _cut(prompt, one, max_length)
+    return [encoded[key] for key in keys]
 
 
-def check_prompts(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the ``prompt`` of every row that has one is text or messages.
+def check_prompt(row: Mapping[str, Any], name: str = "prompt") -> None:
+    """Raise ValueError unless the prompt of ``row``, if it has one, is text, or messages of text
+    and images.
 
-    An environment makes the prompts of rows that have none.
+    The chat template would write a placeholder for anything else, and the model would not see it.
     """
-    for row in rows:
-        wrong = _wrong(row["prompt"]) if "prompt" in row else None
-        if wrong is not None:
-            raise ValueError(f"{_EXPECTED}, got {wrong} in the row {shortened(row)}")
+    wrong = _wrong(row["prompt"]) if "prompt" in row else None
+    if wrong is not None:
+        raise ValueError(
+            f"{name}: expected text, or a list of messages with role and content, got {wrong} in "
+            f"the row {shortened(row)}"
+        )
+    for part in parts_of(row.get("prompt")):
+        if not isinstance(part, Mapping):
+            raise ValueError(
+                f"{name}: expected parts of messages as {{'type': ...}}, got {shortened(part)}"
+            )
+        kind = part.get("type")
+        if kind not in (None, "text", "image") or (kind is None and image_source(part) is not None):
+            raise ValueError(
+                f"{name}: expected prompts of text and images, got a message with a part of type "
+                f"{kind!r}"
+            )
 
 
 def check_context(
@@ -107,25 +129,8 @@ def decode_completions(
     ]
 
 
-def _identity(prompt: Prompt) -> tuple[str, ...]:
-    """Return what tells a prompt from others; images by what is in them."""
-    images = images_of(prompt)
-    if isinstance(prompt, str) or not images:
-        return (repr(prompt),)
-    bare = [{**message, "content": _without_images(message["content"])} for message in prompt]
-    return repr(bare), *map(digest, images)
-
-
-def _without_images(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return ["image" if "image" in part else part for part in content]
-
-
 def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[str, Any]) -> Encoded:
-    wrong = _wrong(prompt)
-    if wrong is not None:
-        raise ValueError(f"{_EXPECTED}, got {wrong}")
+    check_prompt({"prompt": prompt})
     if isinstance(processing_class, ProcessorMixin):
         encoded = _processed(prompt, processing_class, template)
     elif images_of(prompt):
@@ -229,9 +234,6 @@ def _rendered(
         raise ValueError(
             f"prompt: the chat template fails on {shortened(messages)}: {error}"
         ) from error
-
-
-_EXPECTED = "prompt: expected text, or a list of messages with role and content"
 
 
 def _wrong(prompt: Any) -> str | None:

@@ -1,23 +1,164 @@
-"""Rows of a dataset: numbered, in which order they are drawn, and how often."""
+"""Datasets of prompts: loaded and checked, and their rows in the order in which they are drawn.
+
+The training loop, transformers', counts the items of a loader, and a resumed run skips those that
+were counted. A generation batch draws as many rows as it needs, with dynamic sampling more than are
+trained on. So what the loop counts are mere numbers, one per completion in the loss, and the rows
+come from a stream of their own, whose place a checkpoint holds.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, load_dataset
 from datasets import Image as ImageFeature
+from datasets.exceptions import DatasetsError
+from datasets.features.features import _visit
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import Sampler
+from transformers import ProcessorMixin, Trainer
 
+from grpo_kernels.tools import hub_or_cache
+from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data.datasets import Prompts
-from grpo_trainer.data.images import PROMPT_COLUMNS, Media
+from grpo_trainer.data.images import IMAGE_COLUMNS, PROMPT_COLUMNS, Media, image_parts
+from grpo_trainer.data.prompts import ProcessingClass, check_prompt
+
+Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
+Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_prompts(
+    name: str, split: str = "train", config: str | None = None, **options: Any
+) -> Prompts:
+    """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
+
+    A file is the split that is asked for, of which ``split`` may take a part (``"train[:100]"``).
+    ``options`` are more arguments of ``datasets.load_dataset``, such as ``streaming``.
+
+    Raises:
+        ValueError: there is no such file, folder or dataset, or no such split, it cannot be read
+            or has no rows, or a file has a ``config`` or other files beside it.
+    """
+    path = Path(name)
+    if path.suffix in _FORMATS:
+        if not path.is_file():
+            raise ValueError(f"dataset {name!r}: no such file")
+        asked = {"config": config} | {key: options.get(key) for key in ("data_dir", "data_files")}
+        beside = [f"{key} {value!r}" for key, value in asked.items() if value is not None]
+        if beside:
+            raise ValueError(f"dataset {name!r}: expected a file alone, got {', '.join(beside)}")
+        source = {"data_files": {split.partition("[")[0]: str(path)}, "split": split}
+        return _load(name, _FORMATS[path.suffix], **options | source)
+    if path.suffix and path.is_file():
+        known = ", ".join(_FORMATS)
+        raise ValueError(f"dataset {name!r}: expected one of {known}, got {path.suffix}")
+    if not path.is_dir() and looks_local(name):
+        raise ValueError(f"dataset {name!r}: no such folder")
+    return _load(name, name, config, split=split, **options)
+
+
+def _load(name: str, *source: str | None, **options: Any) -> Prompts:
+    try:
+        with hub_or_cache(name):
+            return load_dataset(*source, **options)
+    except StopIteration as error:  # in a file without a byte it looks for the first row
+        raise ValueError(f"dataset {name!r}: expected rows, got an empty file") from error
+    except RecursionError as error:
+        raise ValueError(f"dataset {name!r} cannot be loaded: it is nested too deep") from error
+    # not found, no connection, no such split, no rows; datasets' own says that something went
+    # wrong, and its cause what
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetsError) else None
+        raise ValueError(f"dataset {name!r} cannot be loaded: {cause or error}") from error
+
+
+def looks_local(name: str) -> bool:
+    """Return whether ``name`` cannot be a hub id, which is ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def check_datasets(
+    train: Prompts | None,
+    evaluation: Prompts | dict[str, Prompts] | None,
+    args: GRPOConfig,
+    environments: bool = False,
+) -> None:
+    """Raise ValueError unless they are datasets of prompts, enough of them for training.
+
+    With ``environments``, which can make the prompts, rows need none.
+    """
+    needed = args.dynamic_prompts_fn is not None or args.remove_unused_columns
+    for name, dataset in _named(train, evaluation):
+        if not isinstance(dataset, Prompts):
+            raise ValueError(
+                f"{name}: expected a datasets.Dataset or IterableDataset, got "
+                f"{type(dataset).__name__}"
+            )
+        columns = _columns(dataset)
+        if "prompt" not in columns and (needed or not environments):
+            raise ValueError(
+                f"{name}: expected a `prompt` column, got columns {', '.join(columns)}; rename the "
+                "one that has the prompts, in the file or by dataset.rename_column(NAME, 'prompt')"
+            )
+        for row in islice(dataset, 1):  # each of them is checked when it is drawn
+            check_prompt(row, name)
+    if isinstance(train, IterableDataset):
+        if args.max_steps < 1:
+            raise ValueError(
+                "max_steps: expected how many steps to take, since a streaming train_dataset has "
+                f"no length, got {args.max_steps}"
+            )
+    elif train is not None and len(train) < args.prompts_per_generation:
+        raise ValueError(
+            f"train_dataset: expected at least {args.prompts_per_generation} prompts, one "
+            f"generation batch, got {len(train)}"
+        )
+
+
+def check_images(
+    train: Prompts | None,
+    evaluation: Prompts | dict[str, Prompts] | None,
+    processing_class: ProcessingClass,
+) -> None:
+    """Raise ValueError if datasets have images and there is no processor for them."""
+    if isinstance(processing_class, ProcessorMixin):
+        return
+    for name, dataset in _named(train, evaluation):
+        for row in islice(dataset, 1):
+            if row.keys() & set(IMAGE_COLUMNS) or any(image_parts(row.get("prompt"))):
+                raise ValueError(
+                    f"{name}: expected no images without a processor as processing_class, got a "
+                    f"row {shortened(row)} and a {type(processing_class).__name__}"
+                )
+
+
+def _named(
+    train: Prompts | None, evaluation: Prompts | dict[str, Prompts] | None
+) -> list[tuple[str, Prompts]]:
+    others = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    datasets = {"train_dataset": train} | others
+    return [(name, dataset) for name, dataset in datasets.items() if dataset is not None]
+
+
+def _columns(dataset: Prompts) -> list[str]:
+    # a stream may not know its columns until a row is read
+    return dataset.column_names or list(next(iter(dataset), {"prompt": None}))
+
+
+def prompt_columns(dataset: Prompts) -> list[str]:
+    """Return the columns that the model sees something of: ``remove_unused_columns`` keeps them."""
+    return [name for name in _columns(dataset) if name in PROMPT_COLUMNS]
 
 
 class NumberedRow(dict[str, Any]):
@@ -33,14 +174,18 @@ class NumberedRow(dict[str, Any]):
         return NumberedRow, (dict(self), self.number)
 
 
+@dataclass(eq=False)
 class Numbered(TorchDataset[NumberedRow]):
     """The rows of a dataset, numbered."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    dataset: Dataset
 
     def __getitem__(self, index: int) -> NumberedRow:
         return NumberedRow(self.dataset[index], index)
+
+    def __getitems__(self, indices: list[int]) -> list[NumberedRow]:
+        rows = {index: self[index] for index in set(indices)}  # a group has one row
+        return [rows[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -56,14 +201,13 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
         return {name: unopened(one, args) for name, one in dataset.items()}
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
         return dataset
-    features = copy.deepcopy(dict(dataset.features))
-    columns = PROMPT_COLUMNS if Media.of(args) == Media() else features
-    seen = {name: feature for name, feature in features.items() if name in columns}
-    images = [image for image in _images(seen) if image.decode]
-    if not images:
+    columns = PROMPT_COLUMNS if Media.of(args) == Media() else dataset.features
+    features = {
+        name: _visit(feature, _undecoded) if name in columns else feature
+        for name, feature in dataset.features.items()
+    }
+    if features == dict(dataset.features):
         return dataset
-    for image in images:
-        image.decode = False
     # a stream of the hub's may open them ahead, in threads
     streams = isinstance(dataset, IterableDataset)
     dataset = dataset.decode(False) if streams else copy.copy(dataset)
@@ -73,19 +217,8 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
     return dataset
 
 
-def _images(feature: Any) -> Iterator[ImageFeature]:
-    if isinstance(feature, ImageFeature):
-        yield feature
-    elif isinstance(feature, dict):
-        for each in feature.values():
-            yield from _images(each)
-    elif isinstance(feature, list):
-        yield from _images(feature[0])
-    elif hasattr(feature, "feature"):  # of a list
-        yield from _images(feature.feature)
-
-
-Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
+def _undecoded(feature: Any) -> Any:
+    return replace(feature, decode=False) if isinstance(feature, ImageFeature) else feature
 
 
 class PromptStream:
@@ -102,10 +235,7 @@ class PromptStream:
     """
 
     def __init__(
-        self,
-        dataset: Prompts,
-        prompts_per_batch: int = 1,
-        seed: int | None = None,
+        self, dataset: Prompts, prompts_per_batch: int = 1, seed: int | None = None
     ) -> None:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
@@ -144,62 +274,30 @@ class PromptStream:
             dataset.set_epoch(self._epoch)
             rows = islice(iter(dataset), self._offset, None)
             return map(NumberedRow, rows, count(self._offset))
-        whole, numbered = len(dataset) - len(dataset) % self._per_batch, Numbered(dataset)
-        return (numbered[index] for index in self._order()[self._offset : whole])
-
-    def _order(self) -> list[int]:
-        size = len(self._dataset)
-        if self._seed is None:
-            return list(range(size))
-        generator = torch.Generator()
-        # consecutive seeds are fine: the generator mixes its seed
-        generator.manual_seed(self._seed + self._epoch)
-        return torch.randperm(size, generator=generator).tolist()
+        size = len(dataset)
+        order = list(range(size))
+        if self._seed is not None:
+            # consecutive seeds are fine: the generator mixes its seed
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(size, generator=generator).tolist()
+        drawn = order[self._offset : size - size % self._per_batch]
+        return map(Numbered(dataset).__getitem__, drawn)
 
 
-def completions_per_epoch(dataset: Prompts, args: GRPOConfig) -> int:
-    """Count the completions in the loss of one pass over ``dataset``; of a stream: of all steps."""
-    if isinstance(dataset, IterableDataset):
-        micro_steps = args.max_steps * args.gradient_accumulation_steps
-    else:
-        batches = len(dataset) // args.prompts_per_generation
-        micro_steps = batches * args.micro_steps_per_generation
-    return micro_steps * args.per_device_train_batch_size * args.world_size
-
-
-def optimizer_steps(dataset: Prompts, args: GRPOConfig) -> int:
-    """Return steps of a whole run, as transformers counts them."""
-    if args.max_steps > 0:
-        return args.max_steps
-    micro_steps = len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
-    return math.ceil(
-        args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps)
-    )
-
-
-class RepeatSampler(Sampler[int]):
-    """Each of ``size`` indices ``group_size`` times in a row: ``0 0 0 1 1 1 2 ...``."""
-
-    def __init__(self, size: int, group_size: int) -> None:
-        self.size = size
-        self.group_size = group_size
-
-    def __iter__(self) -> Iterator[int]:
-        return repeated(range(self.size), self.group_size)
-
-    def __len__(self) -> int:
-        return self.size * self.group_size
-
-
+@dataclass(eq=False)
 class RepeatedStream(TorchIterableDataset):
-    """The same for the rows of a streaming dataset."""
+    """The rows of a streaming dataset, numbered, each ``group_size`` times in a row."""
 
-    def __init__(self, rows: IterableDataset, group_size: int) -> None:
-        self.rows = rows
-        self.group_size = group_size
+    rows: IterableDataset
+    group_size: int
 
     def __iter__(self) -> Iterator[Row]:
         return repeated(map(NumberedRow, self.rows, count()), self.group_size)
+
+
+def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
+    """Yield each item ``times`` times in a row."""
+    return (item for item in items for _ in range(times))
 
 
 def own_copy(value: Any) -> Any:
@@ -211,6 +309,58 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
-    """Yield each item ``times`` times in a row."""
-    return (item for item in items for _ in range(times))
+class GroupTrainer(Trainer):
+    """Counts completions, and evaluates each prompt as often as it is completed."""
+
+    args: GRPOConfig
+
+    def steps(self) -> int:
+        """Return the optimizer steps of a whole run, as transformers counts them."""
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        steps_per_epoch = math.ceil(self._micro_steps() / args.gradient_accumulation_steps)
+        return math.ceil(args.num_train_epochs * steps_per_epoch)
+
+    def _micro_steps(self) -> int:
+        """Return those of a pass over the training prompts; of a stream all that there are."""
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, IterableDataset):
+            return args.max_steps * args.gradient_accumulation_steps
+        return len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return one item per completion in the loss and epoch.
+
+        Raises:
+            ValueError: there is no dataset to train on.
+        """
+        if self.train_dataset is None:
+            raise ValueError(
+                "train_dataset: expected prompts to train on (or one environment_factory, and "
+                "max_steps), got None"
+            )
+        size = self.args.per_device_train_batch_size * self.args.world_size
+        items: Any = range(self._micro_steps() * size)
+        loader = DataLoader(items, batch_size=self._train_batch_size, collate_fn=list)
+        return self.accelerator.prepare(loader)
+
+    def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
+        """Return the rows of an evaluation, a group of each."""
+        self.args.check_eval_batch()
+        rows: Any = unopened(dataset, self.args)
+        if isinstance(rows, IterableDataset):
+            # each process reads for itself: one that reads for all could only send tensors
+            self.accelerator.dataloader_config.dispatch_batches = False
+            rows = RepeatedStream(rows, self.args.eval_group_size)
+        else:
+            rows = Numbered(rows)
+        loader = super()._get_dataloader(rows, *args, **kwargs)
+        loader.device = None  # accelerate makes rows anew to move them, without their number
+        return loader
+
+    def _get_eval_sampler(self, eval_dataset: Numbered) -> list[int]:
+        return list(repeated(range(len(eval_dataset)), self.args.eval_group_size))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = list(PROMPT_COLUMNS)  # what remove_unused_columns keeps

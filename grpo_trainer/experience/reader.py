@@ -14,8 +14,7 @@ from grpo_trainer.data import (
     NumberedRow,
     PromptStream,
     Row,
-    check_parts,
-    check_prompts,
+    check_prompt,
     open_images,
     own_copy,
 )
@@ -44,9 +43,9 @@ class RowReader:
         """Return copies of ``rows``, which functions may edit, the images of each in its prompt.
 
         Raises:
-            ValueError: a prompt has other parts than text and images, or an image cannot be read.
+            ValueError: a prompt is neither text nor messages of text and images, or an image cannot
+                be read.
         """
-        check_parts("prompt", rows)
         once = {id(row): row for row in rows}  # a group has one row
         opened = {key: self._open(row) for key, row in once.items()}
         return [own_copy(opened[id(row)]) for row in rows]
@@ -61,16 +60,13 @@ class RowReader:
             ValueError: images of ten rows in a row cannot be read.
         """
         rows = prompts.take(count)
-        check_prompts(rows)
         if self._args.on_bad_image == "error":
             return rows
         for _ in range(_ROUNDS):
             bad = self._unreadable(rows)
             if not bad:
                 return rows
-            others = prompts.take(len(bad))
-            check_prompts(others)
-            for index, row in zip(bad, others, strict=True):
+            for index, row in zip(bad, prompts.take(len(bad)), strict=True):
                 rows[index] = row
         raise ValueError(
             f"images: expected some that can be read among {_ROUNDS} rows, got none; the log says "
@@ -91,8 +87,10 @@ class RowReader:
         return self._accelerator.reduce(bad).nonzero()[:, 0].tolist()
 
     def _open(self, row: Row) -> Row:
-        if not isinstance(row, NumberedRow):
-            return open_images(row, self._media)
-        if row.opened is None:  # a URL might not answer a second time
-            row.opened = open_images(row, self._media)
-        return row.opened
+        if isinstance(row, NumberedRow) and row.opened is not None:
+            return row.opened  # a URL might not answer a second time
+        check_prompt(row)
+        opened = open_images(row, self._media)
+        if isinstance(row, NumberedRow):
+            row.opened = opened
+        return opened

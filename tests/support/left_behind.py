@@ -16,7 +16,7 @@ from tests.support.trainer import differs_between_runs
 
 STATE = "trainer_state.json"
 # of a checkpoint: where it lies, and lists of what the other files hold
-_OF_A_PLACE = {"training_args.bin", "checksums.json", "README.md"}
+_OF_A_PLACE = {"training_args.bin", "SHA256SUMS", "README.md"}
 
 
 def plain(value: Any) -> Any:

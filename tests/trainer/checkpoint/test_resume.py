@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.checkpoint import CheckpointError, StartError
+from grpo_trainer.checkpoint import CheckpointError, StartError, resumable
 from grpo_trainer.checkpoint import resuming as run_settings
+from grpo_trainer.checkpoint.files import MANIFEST_NAME
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features
@@ -113,8 +115,8 @@ def test_a_part_that_is_gone_is_refused(make):
 
 def test_other_processes_are_refused(make, checkpoint, monkeypatch):
     trainer = make(max_steps=3)
-    other = trainer.settings() | {"number of processes": 77}
-    monkeypatch.setattr(trainer, "settings", lambda: other)
+    other = run_settings.settings_of(trainer) | {"number of processes": 77}
+    monkeypatch.setattr(resumable, "settings_of", lambda _: other)
     with pytest.raises(ValueError, match="was written with number of processes = 1, got 77"):
         trainer.train(resume_from_checkpoint=True)
 
@@ -157,7 +159,9 @@ def test_every_file_of_a_checkpoint_is_needed_as_it_was(make, checkpoint):
         flipped[len(content) // 2] ^= 1
         for damage in (bytes(flipped), content[: len(content) // 2]):
             path.write_bytes(damage)
-            assert_refused(f"whole checkpoint, .*{name} is damaged: ")
+            # of the list itself the line that is damaged says which file is not what it names
+            listed = "(is damaged: |has no )" if name == MANIFEST_NAME else f"{name} is damaged: "
+            assert_refused(f"whole checkpoint, .*{listed}")
         path.unlink()
         assert_refused(f"checkpoint-2 has no {name}")
         path.write_bytes(content)
@@ -165,6 +169,23 @@ def test_every_file_of_a_checkpoint_is_needed_as_it_was(make, checkpoint):
     (checkpoint / "README.md").write_text("# Mine")  # which no run reads
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 3
+
+
+def test_sha256sum_reads_the_list(checkpoint):
+    command = ["sha256sum", "--check", "--strict", "--quiet", MANIFEST_NAME]
+    subprocess.run(command, cwd=checkpoint, check=True)
+
+
+def test_a_list_that_is_cut_off_or_of_earlier_versions_is_refused(make, checkpoint):
+    path = checkpoint / MANIFEST_NAME
+    *lines, _ = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match="checkpoint-2 has no grpo_settings.json"):
+        make(max_steps=3).train(resume_from_checkpoint=checkpoint)
+    path.rename(checkpoint / "checksums.json")
+    message = f"checkpoint-2 has no {MANIFEST_NAME} .*earlier versions' checksums.json"
+    with pytest.raises(ValueError, match=message):
+        make(max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
 def test_an_older_checkpoint_is_only_taken_when_it_is_named(make, checkpoint):
@@ -302,7 +323,9 @@ def test_a_folder_that_cannot_be_locked(make, monkeypatch, caplog):
 
 
 def test_a_checkpoint_that_was_to_be_replaced_comes_back(make, checkpoint):
-    checkpoint.rename(checkpoint.with_name("incomplete-checkpoint-2-replaced"))
+    aside = checkpoint.with_name("incomplete-checkpoint-2")
+    aside.mkdir()
+    checkpoint.rename(aside / "replaced")
     trainer = make(max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in logged(trainer)] == [1, 2, 3]

@@ -139,7 +139,7 @@ def test_a_resumed_run_is_the_straight_one(placement, tmp_path):
         straight, resumed = found["logs"]
         assert straight == resumed
         files = set(found["files"])
-        assert {of.get(placement, shards), "checksums.json", "process_state_1.pt"} <= files
+        assert {of.get(placement, shards), "SHA256SUMS", "process_state_1.pt"} <= files
         weights = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
         assert (weights in files) == whole
 
@@ -236,7 +236,7 @@ def test_the_files_for_accelerate_run(placement, tmp_path):
 
     with ThreadPoolExecutor(machines) as pool:
         list(pool.map(start, range(machines)))
-    assert (tmp_path / "out/checkpoint-2/checksums.json").exists()
+    assert (tmp_path / "out/checkpoint-2/SHA256SUMS").exists()
     assert not (tmp_path / "out/checkpoint-2/model.safetensors").exists()
     assert load_file(tmp_path / "out" / "model.safetensors")
 
