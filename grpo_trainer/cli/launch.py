@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from argparse import Action
+from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,18 @@ class LaunchParser(TrlParser):
 
     def read(self, args: Iterable[str] | None = None) -> tuple[RunFile, list[str]]:
         file, words = super().read(args)
-        rest = self.parse_known_args([*file.words, *words])[1]
         flags = launch_command_parser()._option_string_actions
-        taken = {name: item for name, item in file.unknown.items() if _is_one(name, flags)}
-        others = {name: item for name, item in file.unknown.items() if name not in taken}
-        on_line, words = _split(words, rest, flags)
+        names = {_NAME} | {flag.removeprefix("--") for flag in flags if re.match(r"--\w+$", flag)}
+        names -= {action.dest for action in self._actions}
+        launcher = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+        for name in names:
+            launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*")
+        on_line, words = launcher.parse_known_args(words)
+        in_file = {name: item for name, item in file.unknown.items() if name in names}
         self.launch = []
-        for name, item in (taken | on_line).items():  # the command line overrides the file
+        for name, item in (in_file | vars(on_line)).items():  # the command line overrides the file
             self.launch += _written(name, item, flags)
+        others = {name: item for name, item in file.unknown.items() if name not in names}
         return replace(file, unknown=others), words
 
     def start_if_asked(self, args: Iterable[str]) -> None:
@@ -55,33 +60,6 @@ class LaunchParser(TrlParser):
                 f"{' '.join(self.launch)}: expected no arguments of `accelerate launch` under a "
                 "launcher or in Python, only for the command grpo-train"
             )
-
-
-def _is_one(name: str, flags: dict[str, Action]) -> bool:
-    return name == _NAME or f"--{name}" in flags
-
-
-def _split(
-    words: list[str], rest: list[str], flags: dict[str, Action]
-) -> tuple[dict[str, list[str]], list[str]]:
-    """Take the launcher's arguments, which are among the unknown ``rest``, out of ``words``."""
-    taken: dict[str, list[str]] = {}
-    kept, left, name = [], list(rest), ""
-    for word in words:
-        if not left or word != left[0]:
-            kept.append(word)
-            continue
-        left.pop(0)
-        if word.startswith("--"):
-            option, _, value = word.removeprefix("--").partition("=")
-            name = option.replace("-", "_")
-            if _is_one(name, flags):
-                taken[name] = [value] if value else []
-        elif name in taken:
-            taken[name].append(word)
-        if name not in taken:
-            kept.append(word)
-    return taken, kept
 
 
 def _written(name: str, values: list[str], flags: dict[str, Action]) -> list[str]:

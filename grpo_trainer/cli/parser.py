@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import Action, ArgumentParser
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from grpo_trainer.common import hint, no_such_option, printable
+from grpo_trainer.common import hint, printable
 
 _MOST_VALUES = 100_000  # aliases of aliases grow exponentially in all that is made of them
 
@@ -42,9 +42,7 @@ class RunFile:
     unknown: dict[str, list[str]] = field(default_factory=dict)  # words of each unknown argument
 
 
-def read_run_file(
-    path: Path, actions: Mapping[str, Action], hints: Mapping[str, Any], mappings: Collection[str]
-) -> RunFile:
+def read_run_file(path: str, actions: Mapping[str, Action], hints: Mapping[str, Any]) -> RunFile:
     """Read ``name: value`` lines.
 
     A plain value is taken as written, so that ``save_strategy: no`` is the word and not a boolean.
@@ -53,49 +51,35 @@ def read_run_file(
         path: the file.
         actions: the arguments there are, by name.
         hints: their types, by name.
-        mappings: the names of those that may be mappings.
 
     Raises:
         ValueError: there is no such file, it is not YAML, has an argument more than once, or a
             value of the wrong kind. The message names the file.
     """
-    read, seen = RunFile(path=str(path)), set[str]()
-    for name, node in _entries(path):
+    read = RunFile(path=path)
+    for name, node in _entries(Path(path)):
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        plain = all(isinstance(item, yaml.ScalarNode) for item in items)
         if name == "env" and name not in actions:
             read.environment.update(_environment(path, node))
             continue
         if name not in actions:
-            read.unknown[name] = _words(node)
+            read.unknown[name] = [str(item.value) for item in items]
             continue
-        if name in seen:
-            raise ValueError(f"--config: {path} has {name} more than once")
-        seen.add(name)
         try:
-            value = _value(node)
+            value = _Loader("").construct_document(node)
         except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
             raise ValueError(f"--config: {path}: {name} cannot be read: {error}") from error
         if isinstance(node, yaml.ScalarNode) and value is not None:
             read.words.append(f"--{name}={node.value}")  # one word: it may begin with a dash
-        elif _has_words(node, actions[name]):
-            read.words.extend((f"--{name}", *(item.value for item in node.value)))
-        elif _is_allowed(value, actions[name], hints[name], name in mappings):
+        elif plain and items and node not in items and actions[name].nargs == "+":
+            read.words.extend((f"--{name}", *(item.value for item in items)))
+        elif _is_allowed(value, actions[name], hints[name]):
             read.values[name] = value
         else:
             kind = type(value).__name__ if value is not None else "null"
             raise ValueError(f"--config: {path}: {name} cannot be a {kind}: {value!r}")
     return read
-
-
-def _environment(path: Path, node: yaml.Node) -> dict[str, str]:
-    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
-    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
-        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
-    return {key.value: value.value for key, value in pairs}
-
-
-def _words(node: yaml.Node) -> list[str]:
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return [str(item.value) for item in items]
 
 
 def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
@@ -111,6 +95,10 @@ def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
         raise ValueError(f"--config: expected `name: value` lines in {path}")
+    names = [key.value for key, _ in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--config: {path} has {name} more than once")
     return [(key.value, node) for key, node in entries]
 
 
@@ -120,30 +108,25 @@ def _check_size(root: yaml.Node | None) -> None:
     while left:
         node = left.pop()
         seen += 1
-        if isinstance(node, yaml.SequenceNode):
-            left += node.value
-        elif isinstance(node, yaml.MappingNode):
-            left += [item for pair in node.value for item in pair]
+        if isinstance(node, yaml.CollectionNode):
+            for item in node.value:
+                left += item if isinstance(item, tuple) else [item]
         if seen + len(left) > _MOST_VALUES:
             raise yaml.YAMLError(f"expected at most {_MOST_VALUES:,} values, aliases included")
 
 
-def _value(node: yaml.Node) -> Any:
-    return _Loader("").construct_document(node)
+def _environment(path: str, node: yaml.Node) -> dict[str, str]:
+    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
+    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
+        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
+    return {key.value: value.value for key, value in pairs}
 
 
-def _has_words(node: yaml.Node, action: Action) -> bool:
-    """Return whether it is a list that the command line takes as several words."""
-    if not isinstance(node, yaml.SequenceNode) or action.nargs != "+" or not node.value:
-        return False
-    return all(isinstance(item, yaml.ScalarNode) for item in node.value)
-
-
-def _is_allowed(value: Any, action: Action, hint: Any, may_be_mapping: bool) -> bool:
+def _is_allowed(value: Any, action: Action, hint: Any) -> bool:
     if value is None:
         return type(None) in get_args(hint)
     if isinstance(value, dict):
-        return may_be_mapping
+        return re.search(r"\bdict\b", str(hint)) is not None
     # a list of several words has been read by now, unless it is empty or nested
     if action.nargs != "+" or not value:
         return "list" in str(hint)
@@ -201,7 +184,7 @@ class TrlParser(HfArgumentParser):
         words = [*file.words, *words]
         rest = self.parse_known_args(words)[1]
         if not return_remaining_strings:
-            self.check_known(rest, file if fail_with_unknown_args else RunFile())
+            self._check_known(rest, file, fail_with_unknown_args)
         *found, _, _ = self.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
@@ -219,25 +202,17 @@ class TrlParser(HfArgumentParser):
         first = ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
         first.error = self.error  # type: ignore[method-assign]
         first.add_argument("--config")
-        known, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
-        if known.config is None:
+        named, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
+        if named.config is None:
             return RunFile(), words
-        actions = {action.dest: action for action in self._actions if action.dest != "help"}
-        del actions["config"]
+        others = ("help", "config")
+        actions = {action.dest: action for action in self._actions if action.dest not in others}
         hints: dict[str, Any] = {}
-        mappings: list[str] = []
         for kind in self.dataclass_types:
             hints |= get_type_hints(kind)
-            mappings += getattr(kind, "_VALID_DICT_FIELDS", ())
-        mappings += [name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint))]
-        file = read_run_file(Path(known.config), actions, hints, mappings)
+        file = read_run_file(named.config, actions, hints)
         os.environ.update(file.environment)
         self.set_defaults(**file.values)
-        self._check_words(file)
-        return file, words
-
-    def _check_words(self, file: RunFile) -> None:
-        """Say of what is wrong in the file that it is in the file."""
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False  # the command line may have it
@@ -246,18 +221,20 @@ class TrlParser(HfArgumentParser):
         self._source = ""
         for action in required:
             action.required = action.dest not in file.values
+        return file, words
 
-    def check_known(self, rest: Sequence[str], file: RunFile) -> None:
-        """Raise ValueError if there is a word in ``rest``, or a name in the file, nobody knows."""
+    def _check_known(self, rest: Sequence[str], file: RunFile, whole_file: bool) -> None:
         known = [action.dest for action in self._actions]
-        for name in file.unknown:
+        for name in file.unknown if whole_file else ():
             raise ValueError(
                 f"--config: {file.path} has an unknown argument: {name}{hint(name, known)}"
             )
         for word in rest[:1]:
-            if not word.startswith("--"):
+            option = word.partition("=")[0]
+            if not option.startswith("--"):
                 raise ValueError(f"expected --name value, got {word!r}")
-            raise ValueError(no_such_option(word, known))
+            meant = hint(option.removeprefix("--").replace("-", "_"), known)
+            raise ValueError(f"{option}: there is no such argument{meant}")
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
