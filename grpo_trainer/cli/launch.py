@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from accelerate.commands.launch import launch_command_parser
@@ -40,7 +39,7 @@ class LaunchParser(TrlParser):
         for name, item in (in_file | vars(on_line)).items():  # the command line overrides the file
             self.launch += _written(name, item, flags)
         others = {name: item for name, item in file.unknown.items() if name not in names}
-        return replace(file, unknown=others), words
+        return RunFile(file.path, others), words
 
     def start_if_asked(self, args: Iterable[str]) -> None:
         """Become ``accelerate launch`` of the same run, if there is something for it."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import Action, ArgumentParser
+from argparse import Action, ArgumentError, ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -31,62 +32,19 @@ _Loader.add_implicit_resolver(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """What a file sets."""
+class RunFile(NamedTuple):
+    """The file that ``--config`` names, and the words of each argument in it that is unknown."""
 
     path: str = ""
-    words: list[str] = field(default_factory=list)  # as on the command line
-    values: dict[str, Any] = field(default_factory=dict)  # mappings, and what else has no words
-    environment: dict[str, str] = field(default_factory=dict)  # variables to set
-    unknown: dict[str, list[str]] = field(default_factory=dict)  # words of each unknown argument
+    unknown: Mapping[str, list[str]] = MappingProxyType({})
 
 
-def read_run_file(path: str, actions: Mapping[str, Action], hints: Mapping[str, Any]) -> RunFile:
-    """Read ``name: value`` lines.
-
-    A plain value is taken as written, so that ``save_strategy: no`` is the word and not a boolean.
-
-    Args:
-        path: the file.
-        actions: the arguments there are, by name.
-        hints: their types, by name.
-
-    Raises:
-        ValueError: there is no such file, it is not YAML, has an argument more than once, or a
-            value of the wrong kind. The message names the file.
-    """
-    read = RunFile(path=path)
-    for name, node in _entries(Path(path)):
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        plain = all(isinstance(item, yaml.ScalarNode) for item in items)
-        if name == "env" and name not in actions:
-            read.environment.update(_environment(path, node))
-            continue
-        if name not in actions:
-            read.unknown[name] = [str(item.value) for item in items]
-            continue
-        try:
-            value = _Loader("").construct_document(node)
-        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
-            raise ValueError(f"--config: {path}: {name} cannot be read: {error}") from error
-        if isinstance(node, yaml.ScalarNode) and value is not None:
-            read.words.append(f"--{name}={node.value}")  # one word: it may begin with a dash
-        elif plain and items and node not in items and actions[name].nargs == "+":
-            read.words.extend((f"--{name}", *(item.value for item in items)))
-        elif _is_allowed(value, actions[name], hints[name]):
-            read.values[name] = value
-        else:
-            kind = type(value).__name__ if value is not None else "null"
-            raise ValueError(f"--config: {path}: {name} cannot be a {kind}: {value!r}")
-    return read
-
-
-def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
-    if not path.is_file():
-        raise ValueError(f"--config: no such file {str(path)!r}")
+def _entries(path: str) -> list[tuple[str, yaml.Node]]:
+    """Return the ``name: value`` lines of a file."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config: no such file {path!r}")
     try:
-        root = yaml.compose(path.read_text(), Loader=_Loader)
+        root = yaml.compose(Path(path).read_text(), Loader=_Loader)
         _check_size(root)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from error
@@ -144,8 +102,6 @@ class TrlParser(HfArgumentParser):
         ValueError: a dataclass has a field ``config``.
     """
 
-    _source = ""  # where the words come from, for messages
-
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
         types = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
         for kind in (types := list(types)):
@@ -181,7 +137,6 @@ class TrlParser(HfArgumentParser):
             ValueError: the file is wrong, an argument is unknown, or a value is out of range.
         """
         file, words = self.read(args)
-        words = [*file.words, *words]
         rest = self.parse_known_args(words)[1]
         if not return_remaining_strings:
             self._check_known(rest, file, fail_with_unknown_args)
@@ -195,33 +150,50 @@ class TrlParser(HfArgumentParser):
         return (*found, *lists)
 
     def read(self, args: Iterable[str] | None = None) -> tuple[RunFile, list[str]]:
-        """Return what the file says, and the words of the command line without the file.
+        """Return the file, and the words of the command line without it.
 
-        What has no words in the file becomes a default; a wrong value in it is an error here.
+        What the file sets becomes a default. A plain value is taken as written, so that
+        ``save_strategy: no`` is the word and not a boolean.
         """
         first = ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
         first.error = self.error  # type: ignore[method-assign]
         first.add_argument("--config")
-        named, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
-        if named.config is None:
+        path, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
+        if (path := path.config) is None:
             return RunFile(), words
-        others = ("help", "config")
-        actions = {action.dest: action for action in self._actions if action.dest not in others}
         hints: dict[str, Any] = {}
         for kind in self.dataclass_types:
             hints |= get_type_hints(kind)
-        file = read_run_file(named.config, actions, hints)
-        os.environ.update(file.environment)
-        self.set_defaults(**file.values)
-        required = [action for action in self._actions if action.required]
-        for action in required:
-            action.required = False  # the command line may have it
-        self._source = f"--config: {file.path}: "
-        self.parse_known_args(file.words)
-        self._source = ""
-        for action in required:
-            action.required = action.dest not in file.values
-        return file, words
+        # a flag's own action stands before that of its --no_NAME
+        actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
+        unknown = {}
+        for name, node in _entries(path):
+            if name in actions:
+                self.set_defaults(**{name: self._value(path, node, actions[name], hints[name])})
+                actions[name].required = False
+            elif name == "env":
+                os.environ.update(_environment(path, node))
+            else:
+                items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+                unknown[name] = [str(item.value) for item in items]
+        return RunFile(path, unknown), words
+
+    def _value(self, path: str, node: yaml.Node, action: Action, hint: Any) -> Any:
+        try:
+            value = _Loader("").construct_document(node)
+        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
+            raise ValueError(f"--config: {path}: {action.dest} cannot be read: {error}") from error
+        is_list = isinstance(node, yaml.SequenceNode) and action.nargs == "+"
+        items = node.value if is_list else [node] if value is not None else []
+        if items and all(isinstance(item, yaml.ScalarNode) for item in items):
+            try:
+                return self._get_values(action, [item.value for item in items])
+            except ArgumentError as error:
+                self.error(f"--config: {path}: {error}")
+        if not _is_allowed(value, action, hint):
+            kind = type(value).__name__ if value is not None else "null"
+            raise ValueError(f"--config: {path}: {action.dest} cannot be a {kind}: {value!r}")
+        return value
 
     def _check_known(self, rest: Sequence[str], file: RunFile, whole_file: bool) -> None:
         known = [action.dest for action in self._actions]
@@ -238,6 +210,6 @@ class TrlParser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
-        line = " ".join(f"{self._source}{message}".split())
-        print(f"{self.prog}: error: {printable(line)}", file=sys.stderr)
+        line = printable(" ".join(message.split()))
+        print(f"{self.prog}: error: {line}", file=sys.stderr)
         raise SystemExit(2)

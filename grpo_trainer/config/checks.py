@@ -149,7 +149,6 @@ _INHERITED: dict[str, Rule] = {
 }
 # where a field keeps its default: with another one that is set, or without one; and why
 _RELATIONS = {
-    "generation_batch_size with steps_per_generation": "of which it is a multiple",
     "sync_ref_model without beta": "where there is no reference model",
     "log_completions_hub_repo without log_completions": "which writes what is uploaded",
     "backward_exact_weight without backward_tolerance": "where all gradients are exact",
@@ -200,6 +199,10 @@ def check_fields(args: TrainingArguments) -> None:
             raise ValueError(
                 f"{name}: expected {default!r} {how} {other}, {why}; got {masked_text(repr(value))}"
             )
+    low, high = args.entropy_coef_min, args.entropy_coef_max
+    number(low)("entropy_coef_max", high)
+    if args.use_adaptive_entropy:
+        number(low, high)("entropy_coef", args.entropy_coef)
 
 
 def default_of(args: TrainingArguments, name: str) -> Any:
@@ -266,9 +269,14 @@ def check_inherited(args: TrainingArguments) -> None:
 def set_generation_batch(args: TrainingArguments) -> None:
     """Fill in whichever of generation_batch_size and steps_per_generation is missing."""
     step = args.per_device_train_batch_size * args.world_size
-    size = args.generation_batch_size
+    size, steps = args.generation_batch_size, args.steps_per_generation
+    if size is not None and steps is not None:
+        raise ValueError(
+            "generation_batch_size, steps_per_generation: expected at most one of them, "
+            f"got {size} and {steps}"
+        )
     if size is None:
-        size = step * (args.steps_per_generation or args.gradient_accumulation_steps)
+        size = step * (steps or args.gradient_accumulation_steps)
     if size % step:
         raise ValueError(
             f"generation_batch_size: expected a multiple of {step}, the batch of one step over "

@@ -33,7 +33,6 @@ from grpo_trainer.config.checks import (
     choice,
     expect,
     integer,
-    number,
     numbers,
     parse_json_fields,
     repository,
@@ -316,10 +315,6 @@ class GRPOConfig(
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
         check_fields(self)
-        low, high = self.entropy_coef_min, self.entropy_coef_max
-        number(low)("entropy_coef_max", high)
-        if self.use_adaptive_entropy:
-            number(low, high)("entropy_coef", self.entropy_coef)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x

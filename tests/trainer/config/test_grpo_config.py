@@ -142,7 +142,7 @@ DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
 TWO_DTYPES = {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}}
 # what does not go together, or has no meaning here -> the field that is named, what is said of it
 RELATIONS = [
-    ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size", "None with"),
+    ({"generation_batch_size": 8, "steps_per_generation": 2}, "generation_batch_size", "at most"),
     ({"generation_batch_size": 6}, "generation_batch_size", "multiple of 4"),
     ({"num_generations": 3}, "num_generations", r"divisor of .* 4 completions \(2, 4\)"),
     ({"per_device_train_batch_size": 1}, "num_generations", r"\(none: enlarge the batch\)"),
