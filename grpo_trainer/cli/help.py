@@ -11,7 +11,7 @@ from transformers.hf_argparser import string_to_bool
 
 from grpo_trainer.cli import HELP
 from grpo_trainer.cli.arguments import RunArguments
-from grpo_trainer.cli.launch import own_configs
+from grpo_trainer.cli.parser import own_configs
 from grpo_trainer.cli.train import run_parser
 from grpo_trainer.config import GRPOConfig
 

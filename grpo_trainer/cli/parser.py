@@ -1,24 +1,30 @@
-"""TrlParser: dataclasses from a command line over a YAML file over their defaults."""
+"""Dataclasses from a command line over a YAML file over their defaults, and of the launcher."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from argparse import Action, ArgumentError, ArgumentParser
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from grpo_trainer.common import hint, printable
 
+Words = dict[str, list[str]]  # of arguments, by name
+
 _MOST_VALUES = 100_000  # aliases of aliases grow exponentially in all that is made of them
+_FOLDER = Path(__file__).parents[1] / "accelerate_configs"
+_NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours
+_LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # is set for the processes that are started
+_OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # are set by torchrun and accelerate
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,13 +36,6 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
-
-
-class RunFile(NamedTuple):
-    """The file that ``--config`` names, and the words of each argument in it that is unknown."""
-
-    path: str = ""
-    unknown: Mapping[str, list[str]] = MappingProxyType({})
 
 
 def _entries(path: str) -> list[tuple[str, yaml.Node]]:
@@ -136,21 +135,31 @@ class TrlParser(HfArgumentParser):
         Raises:
             ValueError: the file is wrong, an argument is unknown, or a value is out of range.
         """
-        file, words = self.read(args)
+        path, unknown, words = self.read(args)
         rest = self.parse_known_args(words)[1]
         if not return_remaining_strings:
-            self._check_known(rest, file, fail_with_unknown_args)
+            known = [action.dest for action in self._actions]
+            for name in unknown if fail_with_unknown_args else ():
+                raise ValueError(
+                    f"--config: {path} has an unknown argument: {name}{hint(name, known)}"
+                )
+            for word in rest[:1]:
+                option = word.partition("=")[0]
+                if not option.startswith("--"):
+                    raise ValueError(f"expected --name value, got {word!r}")
+                meant = hint(option.removeprefix("--").replace("-", "_"), known)
+                raise ValueError(f"{option}: there is no such argument{meant}")
         *found, _, _ = self.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
         if not return_remaining_strings:
             return tuple(found)
-        of_file = [word for name, item in file.unknown.items() for word in (f"--{name}", *item)]
+        of_file = [word for name, item in unknown.items() for word in (f"--{name}", *item)]
         lists = [of_file, rest] if separate_remaining_strings else [of_file + rest]
         return (*found, *lists)
 
-    def read(self, args: Iterable[str] | None = None) -> tuple[RunFile, list[str]]:
-        """Return the file, and the words of the command line without it.
+    def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
+        """Return the file's path and the words of what is unknown in it, and the command line's.
 
         What the file sets becomes a default. A plain value is taken as written, so that
         ``save_strategy: no`` is the word and not a boolean.
@@ -160,13 +169,13 @@ class TrlParser(HfArgumentParser):
         first.add_argument("--config")
         path, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
         if (path := path.config) is None:
-            return RunFile(), words
+            return "", {}, words
         hints: dict[str, Any] = {}
         for kind in self.dataclass_types:
             hints |= get_type_hints(kind)
         # a flag's own action stands before that of its --no_NAME
         actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
-        unknown = {}
+        unknown: Words = {}
         for name, node in _entries(path):
             if name in actions:
                 self.set_defaults(**{name: self._value(path, node, actions[name], hints[name])})
@@ -176,7 +185,7 @@ class TrlParser(HfArgumentParser):
             else:
                 items = node.value if isinstance(node, yaml.SequenceNode) else [node]
                 unknown[name] = [str(item.value) for item in items]
-        return RunFile(path, unknown), words
+        return path, unknown, words
 
     def _value(self, path: str, node: yaml.Node, action: Action, hint: Any) -> Any:
         try:
@@ -195,21 +204,70 @@ class TrlParser(HfArgumentParser):
             raise ValueError(f"--config: {path}: {action.dest} cannot be a {kind}: {value!r}")
         return value
 
-    def _check_known(self, rest: Sequence[str], file: RunFile, whole_file: bool) -> None:
-        known = [action.dest for action in self._actions]
-        for name in file.unknown if whole_file else ():
-            raise ValueError(
-                f"--config: {file.path} has an unknown argument: {name}{hint(name, known)}"
-            )
-        for word in rest[:1]:
-            option = word.partition("=")[0]
-            if not option.startswith("--"):
-                raise ValueError(f"expected --name value, got {word!r}")
-            meant = hint(option.removeprefix("--").replace("-", "_"), known)
-            raise ValueError(f"{option}: there is no such argument{meant}")
-
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
         line = printable(" ".join(message.split()))
         print(f"{self.prog}: error: {line}", file=sys.stderr)
         raise SystemExit(2)
+
+
+class LaunchParser(TrlParser):
+    """Takes out what belongs to ``accelerate launch``, in the file and on the command line."""
+
+    launch: list[str]  # words for it
+
+    def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
+        path, unknown, words = super().read(args)
+        flags = launch_command_parser()._option_string_actions
+        names = {_NAME} | {flag.removeprefix("--") for flag in flags if re.match(r"--\w+$", flag)}
+        names -= {action.dest for action in self._actions}
+        launcher = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+        for name in names:
+            launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*")
+        on_line, words = launcher.parse_known_args(words)
+        in_file = {name: item for name, item in unknown.items() if name in names}
+        self.launch = []
+        for name, item in (in_file | vars(on_line)).items():  # the command line overrides the file
+            self.launch += _written(name, item, flags)
+        others = {name: item for name, item in unknown.items() if name not in names}
+        return path, others, words
+
+    def start_if_asked(self, args: Iterable[str]) -> None:
+        """Become ``accelerate launch`` of the same run, if there is something for it."""
+        path, _, words = self.read(args)
+        if not self.launch or any(name in os.environ for name in (_LAUNCHED, *_OTHERS)):
+            return
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+        config = ["--config", path] if path else []
+        command += [*self.launch, "-m", "grpo_trainer.cli", *config, *words]
+        sys.stderr.flush()
+        os.execve(sys.executable, command, os.environ | {_LAUNCHED: "1"})
+
+    def check_started(self) -> None:
+        """Raise ValueError if there is something for a launcher that has not been started."""
+        if self.launch and _LAUNCHED not in os.environ:
+            raise ValueError(
+                f"{' '.join(self.launch)}: expected no arguments of `accelerate launch` under a "
+                "launcher or in Python, only for the command grpo-train"
+            )
+
+
+def _written(name: str, values: list[str], flags: dict[str, Action]) -> list[str]:
+    if name == _NAME:
+        return ["--config_file", _file(*values[:1])]
+    if flags[f"--{name}"].nargs == 0:  # a flag, which a file gives a value
+        return [f"--{name}"] if all(map(string_to_bool, values)) else []
+    return [f"--{name}", *values]
+
+
+def own_configs() -> list[str]:
+    """Return the names of our files for ``accelerate launch``."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def _file(name: str = "") -> str:
+    own = _FOLDER / f"{name}.yaml"
+    if not Path(name).is_file() and not own.is_file():
+        known = ", ".join(own_configs())
+        raise ValueError(f"{_NAME}: expected a file, or one of {known}; got {name!r}")
+    return name if Path(name).is_file() else str(own)

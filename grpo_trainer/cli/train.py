@@ -22,7 +22,7 @@ from grpo_trainer.cli.arguments import (
     get_quantization_config,
     loading_options,
 )
-from grpo_trainer.cli.launch import LaunchParser
+from grpo_trainer.cli.parser import LaunchParser
 from grpo_trainer.common import load_function
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
