@@ -32,6 +32,7 @@ from grpo_trainer.vllm import ServerError
 
 logger = logging.get_logger(__name__)
 
+_FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError)
 _MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
@@ -50,20 +51,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         from grpo_trainer.cli.serve import main as serve
 
         return serve(argv[1:])
-    parser = run_parser()
+    parser, trainer = run_parser(), None
     try:
         if argv and argv[0] == "report":
             return report(argv[1:])
         parser.start_if_asked(argv)
         trainer = build_trainer(argv)
-    except (ValueError, ImportError, OSError, ServerError) as error:
-        parser.error(str(error))
-    try:
         return _train(trainer)
-    except (ImportError, ServerError, CheckpointError, StartError) as error:
-        parser.error(str(error))
-    except (ValueError, OSError) as error:
-        if not _is_for_the_user(error):
+    except (ValueError, OSError, *_FOR_THE_USER) as error:
+        if trainer is not None and not _is_for_the_user(error):
             raise
         parser.error(str(error))
 
@@ -81,14 +77,16 @@ def _train(trainer: GRPOTrainer) -> None:
         trainer.accelerator.end_training()
 
 
-def _is_for_the_user(error: ValueError | OSError) -> bool:
-    """Return whether it is about a file to look at, or a check of this package raised it.
+def _is_for_the_user(error: Exception) -> bool:
+    """Return whether an error of a running training is about what the user can put right.
 
     A ValueError that another package raises while training runs, or a line such as ``int(text)``
     here, is a bug of somebody's and needs its traceback.
     """
+    if isinstance(error, _FOR_THE_USER):
+        return True
     if isinstance(error, OSError):
-        return error.filename is not None
+        return error.filename is not None  # a file that the user can look at
     frame = traceback.extract_tb(error.__traceback__)[-1]
     here = Path(__file__).parents[1]
     return Path(frame.filename).is_relative_to(here) and (frame.line or "").startswith("raise ")
