@@ -125,7 +125,7 @@ def wrong_values(name: str) -> Iterator[Any]:
         yield from (HUGE, -math.inf)
     if bool not in kinds and name not in ("scale_rewards", "sapo_temperature_pos"):
         yield True
-    if type(None) not in kinds and name not in ("top_k", "scale_rewards", "vllm_server_host"):
+    if type(None) not in kinds and name not in ("top_k", "scale_rewards"):
         yield None
 
 
