@@ -12,9 +12,15 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from grpo_kernels import linear_policy_loss
+from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
-from grpo_trainer.agents import EnvironmentFactory, prompts_by_reset
+from grpo_trainer.agents import (
+    Agents,
+    EnvironmentFactory,
+    Environments,
+    make_toolbox,
+    prompts_by_reset,
+)
 from grpo_trainer.checkpoint import GroupTrainer, settings_of
 from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, loss_config
 from grpo_trainer.data import (
@@ -27,20 +33,28 @@ from grpo_trainer.data import (
     as_they_are,
     check_datasets,
     check_images,
+    check_prompts,
+    tokenizer_of,
     unopened,
 )
-from grpo_trainer.engines import EngineContext, RolloutEngine, make_rollouts
+from grpo_trainer.engines import EngineContext, RolloutEngine, Sampling, Source, make_rollouts
 from grpo_trainer.experience import (
     AdaptiveEntropy,
-    Ahead,
+    AdvantageFunction,
+    Begun,
     Collector,
     Curriculum,
-    Interaction,
+    FunctionSource,
+    NextBatch,
     RolloutFunction,
-    Sinks,
+    Scored,
+    check_rollout_func,
+    fill,
+    rollout_metrics,
     training_prompts,
 )
 from grpo_trainer.monitor import (
+    REWARD_PREFIX,
     LogsRun,
     WritesCard,
     close_progress,
@@ -67,8 +81,11 @@ from grpo_trainer.policy import (
     target_logprobs,
 )
 from grpo_trainer.report import ReportWriter
-from grpo_trainer.rewards import RewardSource, Tokenizers
-from grpo_trainer.trl_names import TrainerAttributes, check_overrides
+from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, resolve_rewards, score
+from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
+
+# passed to reward functions under other names
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
@@ -99,6 +116,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         environment_factory: makes an environment for each completion: an object with a method
             ``reset``, whose other public methods the model can call; or a dictionary of such.
         rollout_engine: samples the completions. Default: what ``args`` asks for.
+        advantages: compares the completions, in place of ``scale_rewards`` and
+            ``multi_objective_aggregation``: a function, or an object to call, of ``rewards``
+            (N, F), ``weights`` (F,) and ``group_size``, and, if it takes them, of ``prompts``,
+            ``completions`` and ``completion_ids``, lists of N; groups are consecutive. It returns
+            N numbers, or for each completion a list of one number per token.
 
     Raises:
         ValueError: an argument is wrong, or an unsupported combination is asked for.
@@ -107,7 +129,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     _prompts: PromptStream | Curriculum  # where training takes its prompts from
     _slices: RolloutBuffer  # of the current generation batch
     _entropy: AdaptiveEntropy | None = None
-    _ahead: Ahead | None = None
+    _next_batch: NextBatch | None = None
+    _reward_log: RewardLog  # of the completions that are being scored
     _head_is_checked = False
 
     def __init__(
@@ -127,6 +150,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         rollout_func: RolloutFunction | None = None,
         environment_factory: EnvironmentFactory | None = None,
         rollout_engine: RolloutEngine | None = None,
+        advantages: AdvantageFunction | None = None,
     ) -> None:
         check_overrides(type(self), GRPOTrainer)
         args = args if args is not None else GRPOConfig()
@@ -137,11 +161,19 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             unopened(each, args) for each in (train_dataset, eval_dataset)
         )
         check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
-        self._interaction = Interaction(args, tools, environment_factory, rollout_func)
-        rewards = self._interaction.rewards(reward_funcs, reward_processing_classes)
-        self.loss_config = loss_config(args)
-        if args.use_adaptive_entropy:  # the coefficient comes with each batch: no config changes
-            self.loss_config = replace(self.loss_config, entropy_coef=1.0)
+        self._tools = make_toolbox(tools or ())
+        self._environments = None
+        if environment_factory is not None:
+            self._environments = Environments(environment_factory, self._tools)
+        check_rollout_func(rollout_func, args, bool(self._tools or self._environments))
+        self._rollout_func = rollout_func
+        own = self._environments.rewards if self._environments is not None else []
+        self._rewards = own
+        if reward_funcs or not own:
+            given = resolve_rewards(reward_funcs or [], reward_processing_classes, args)
+            self._rewards = given + own
+        self._settings = Settings(args, self._go_by)
+        self.loss_config = self._loss(args)
         set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
         super().__init__(
@@ -180,17 +212,58 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             engine_context, lambda: self.state.global_step, rollout_engine
         )
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        source = self._interaction.source(self, context)
-        made_of = (args, self.accelerator, self.processing_class, self.rollouts, rewards)
-        self._collector = Collector(*made_of, context, source, self._calculate_rewards)
-        self.interaction_settings = self._interaction.settings
-        weights = args.reward_weights or [1.0] * len(rewards)
-        names = [reward.name for reward in rewards]
+        self._collector = Collector(
+            args,
+            self.accelerator,
+            self.processing_class,
+            self.rollouts,
+            len(self._rewards),
+            context,
+            self._source(context),
+            advantages,
+        )
+        self.interaction_settings = {  # by which a resumed run knows them
+            "tools": tools,
+            "environment_factory": environment_factory,
+            "rollout_func": rollout_func,
+            "advantages": advantages,
+        }
+        weights = args.reward_weights or [1.0] * len(self._rewards)
+        names = self.reward_func_names
         engine = None if rollout_engine is None else type(rollout_engine).__name__
         if args.write_report:
             self.add_callback(ReportWriter(self))
         self.recipe = watch(self, dict(zip(names, weights, strict=True)), engine)
         self.start()
+
+    def _loss(self, args: GRPOConfig) -> LossConfig:
+        loss = loss_config(args)
+        # with adaptive entropy the coefficient comes with each batch: no config changes
+        return replace(loss, entropy_coef=1.0) if args.use_adaptive_entropy else loss
+
+    def _go_by(self, args: GRPOConfig) -> None:
+        """Train and sample by other arguments than the run began with."""
+        self.loss_config = self._loss(args)
+        tokenizer = tokenizer_of(self.processing_class)
+        self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
+
+    def _source(self, context: int | None) -> Source | None:
+        """Return what makes the completions; None: one call of the engine."""
+        function, args = self._rollout_func, self.args
+        if function is not None:
+            tokenizer = tokenizer_of(self.processing_class)
+            return FunctionSource(lambda prompts: function(prompts, self), args, tokenizer, context)
+        if not self._tools and self._environments is None:
+            return None
+        return Agents(
+            args,
+            self.accelerator,
+            self.processing_class,
+            self._tools,
+            self._environments,
+            self.rollouts.eos_token_ids,
+            context,
+        )
 
     @property
     def _buffer(self) -> list[MicroBatch]:
@@ -263,6 +336,67 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         self._metrics[False].add(step_metric("loss", loss, last=True))
         return loss, None, None
 
+    # The experience: draw, generate, score, compare, slice.
+
+    def _generation_batch(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next prompts."""
+        args, metrics = self.args, self._metrics[True]
+        self._settings.take_effect()
+        with phase("score"):
+            if self._next_batch is None:
+                scored = self._draw_and_score(args.prompts_per_generation)
+            else:
+                rows, begun = self._next_batch.take(self.state, metrics)
+                scored = self._experience(rows, args.num_generations, begun)
+            if args.dynamic_sampling:
+                more = self._draw_and_score
+                scored, counts = fill(scored, more, self._collector, args, self.accelerator)
+                metrics.add(counts)
+                if self._next_batch is not None:  # the engine was needed until now
+                    self._next_batch.begin(self.state)
+            if isinstance(self._prompts, Curriculum):
+                totals = scored.compared.rewards
+                self._prompts.rewrite(scored.rollouts, totals, args.num_generations)
+            self._keep_completions(scored)
+            assert args.steps_per_generation is not None  # set on construction
+            batches = self._collector.slices(scored, args.steps_per_generation)
+        self.state.num_input_tokens_seen += int(scored.num_tokens)
+        moves = args.policy_moves_within_generation
+        return [self._with_logprobs(batch, old=moves) for batch in batches]
+
+    def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
+        """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
+        if not self.is_in_train:
+            self._settings.take_effect()
+        check_prompts(rows)
+        scored = self._experience(rows, self.args.eval_group_size)
+        self._keep_completions(scored)
+        return self._with_logprobs(self._collector.slices(scored, 1)[0])
+
+    def _draw_and_score(self, count: int) -> Scored:
+        rows = self._collector.draw(self._prompts, count)
+        return self._experience(rows, self.args.num_generations)
+
+    def _experience(self, rows: list[Row], group_size: int, begun: Begun | None = None) -> Scored:
+        """Generate a completion per row, score it, and compare it with those of its group."""
+        collector, metrics = self._collector, self._metrics[self.model.training]
+        own = collector.read(rows)
+        sampled = collector.generate(own, begun)
+        rollouts = sampled.rollouts
+        self._reward_log = log = RewardLog(len(rows))
+        rewards = collector.score(own, sampled, self._calculate_rewards)
+        for index, rollout in enumerate(rollouts):
+            rollout.row = rows[index]
+            rollout.extra = {name: values[index] for name, values in log.columns.items()}
+            rollout.left_out = self.args.mask_truncated_completions and rollout.truncated
+        prompts, lengths, truncated = collector.measure(rollouts).unbind(1)
+        compared = collector.compare(rewards, rollouts, group_size)
+        names = self.reward_func_names
+        metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
+        metrics.add(log.metrics(self.accelerator))
+        metrics.add(sampled.metrics)
+        return Scored(rollouts, rewards, compared, prompts.sum() + lengths.sum())
+
     def _calculate_rewards(
         self,
         inputs: list[Row],
@@ -272,21 +406,36 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
     ) -> Tensor:  # (N, F)
         """Return the rewards of all processes' completions by each function; NaN: it does not
         apply. A subclass may change them; what it is given is this process's."""
-        given = (inputs, prompts, completions, completion_ids_list)
-        return self._collector.scorer.calculate_rewards(*given)
+        names = [name for name in inputs[0] if name not in _NOT_COLUMNS]
+        columns: dict[str, Any] = {name: [row[name] for row in inputs] for name in names}
+        arguments = columns | {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids_list,
+            "trainer_state": self.state,
+            "log_extra": self._reward_log.log_extra,
+            "log_metric": self._reward_log.log_metric,
+        }
+        rewards = score(self._rewards, len(inputs), arguments)
+        return self.accelerator.gather(rewards.to(self.accelerator.device))
 
-    def _generation_batch(self) -> list[MicroBatch]:
-        """Return the micro-batches of the next prompts."""
-        sinks = Sinks(self.state, self._metrics[True], self._completions.get(True))
-        with phase("score"):
-            batches, num_tokens = self._collector.train(self._prompts, sinks, self._ahead)
-        self.state.num_input_tokens_seen += num_tokens
-        moves = self.args.policy_moves_within_generation
-        return [self._with_logprobs(batch, old=moves) for batch in batches]
-
-    def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
-        sinks = Sinks(self.state, self._metrics[False], self._completions.get(False))
-        return self._with_logprobs(self._collector.evaluate(rows, sinks))
+    def _keep_completions(self, scored: Scored) -> None:
+        """Add this process's completions to the table, if there is one."""
+        table = self._completions.get(self.model.training)
+        if table is None:
+            return
+        own = self._collector.own(scored)
+        advantages = scored.compared.advantages[own]
+        if advantages.dim() == 2:  # of a completion's tokens their mean
+            lengths = [len(rollout.completion_ids) for rollout in scored.rollouts]
+            advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
+        names = [f"{REWARD_PREFIX}{name}" for name in self.reward_func_names]
+        columns = dict(zip(names, scored.rewards[own].T.tolist(), strict=True))
+        columns |= {
+            "reward": scored.compared.rewards[own].tolist(),
+            "advantage": advantages.tolist(),
+        }
+        table.add(scored.rollouts, columns)
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature
@@ -306,7 +455,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
         assert args.steps_per_generation is not None  # set on construction
         self.start_logs()
         self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        self._parts = {"slices": self._slices, "metrics": self._metrics[True]}
+        self._parts = {
+            "slices": self._slices,
+            "metrics": self._metrics[True],
+            "settings": self._settings,
+        }
         if self._completions:
             self._parts["completions"] = self._completions[True]
         if self._reference is not None and self._placement.sharded:
@@ -317,12 +470,14 @@ class GRPOTrainer(LogsRun, TrainerAttributes, WritesCard, GroupTrainer):
             self._prompts = training_prompts(self.train_dataset, args, self.accelerator)
             self._parts["prompts"] = self._prompts
             if args.overlap_generation:
-                self._parts["ahead"] = self._ahead = self._collector.ahead(self._prompts)
+                assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
+                made_of = (args, self._prompts, self._collector, self.rollouts)
+                self._parts["ahead"] = self._next_batch = NextBatch(*made_of)
 
     def stop(self) -> None:
         close_progress(self)
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self._next_batch is not None:
+            self._next_batch.stop()
         self.end_logs()
 
     def placed(self) -> None:

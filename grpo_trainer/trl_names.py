@@ -11,43 +11,114 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_kernels import LossConfig
+from grpo_trainer.agents import Environments, Toolbox
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.engines import Rollouts
 from grpo_trainer.experience import AdaptiveEntropy, Collector
 from grpo_trainer.policy import Reference
-from grpo_trainer.rewards import RewardModel
+from grpo_trainer.rewards import RewardFunction, RewardModel
 from grpo_trainer.vllm import VLLMClient
 
-_SETTINGS = (
+_READ = (
     "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal",
     "log_unique_prompts", "loss_type",
-    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "min_p",
+    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations",
     "multi_objective_aggregation", "num_completions_to_print", "num_generations", "num_iterations",
-    "off_policy_mask_threshold", "pad_to_multiple_of", "repetition_penalty", "scale_rewards",
-    "shuffle_dataset", "temperature", "top_entropy_quantile", "top_k", "top_p",
+    "pad_to_multiple_of", "scale_rewards", "shuffle_dataset",
     "use_adaptive_entropy", "use_transformers_continuous_batching", "use_vllm",
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode", "vllm_mode", "vllm_tensor_parallel_size",
 )  # fmt: skip
-_PLACES = {name: f"args.{name}" for name in _SETTINGS} | {
-    "beta": "loss_config.beta",
-    "epsilon_low": "args.epsilon",
+_PLACES = {name: f"args.{name}" for name in _READ} | {
     "num_generations_eval": "args.eval_group_size",
     "router_aux_loss_coef": "_router_coef",
-    "environments": "_interaction.environments",
-    "rollout_func": "_interaction.rollout_func",
-    "tools": "_interaction.tools",
+    "rollout_func": "_rollout_func",
+}
+# attribute -> field of the configuration that it sets
+_OF_SAMPLING = {
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+}
+_SET = _OF_SAMPLING | {
+    "beta": "beta",
+    "entropy_coef": "entropy_coef",
+    "epsilon_low": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "off_policy_mask_threshold": "off_policy_mask_threshold",
+    "top_entropy_quantile": "top_entropy_quantile",
 }
 
 
+class Settings:
+    """The arguments of a run, some of which a callback may set between two steps.
+
+    What is set takes effect with the next generation batch, so that completions are trained on by
+    the values that they were drawn by. A checkpoint holds it.
+
+    Args:
+        args: as the run began.
+        apply: makes the run go by other arguments.
+    """
+
+    def __init__(self, args: GRPOConfig, apply: Callable[[GRPOConfig], None]) -> None:
+        self.args = args
+        self._began = args
+        self._apply = apply
+        self._set: dict[str, Any] = {}
+        self._in_effect: dict[str, Any] = {}
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a field for the generation batches to come.
+
+        Raises:
+            ValueError: the run cannot go on with it.
+        """
+        if name in _OF_SAMPLING and self.args.overlap_generation:
+            raise ValueError(
+                f"{name}: expected no other value with overlap_generation, whose next completions "
+                f"are being drawn, got {value!r}"
+            )
+        if name == "beta" and value != 0 and self._began.beta == 0:
+            raise ValueError(
+                f"beta: expected 0 in a run that began with it, without a reference, got {value!r}"
+            )
+        if name == "entropy_coef" and self.args.use_adaptive_entropy:
+            raise ValueError(
+                f"entropy_coef: expected no other value with use_adaptive_entropy, got {value!r}"
+            )
+        self.args = self.args.changed(name, value)
+        self._set = self._set | {name: value}
+
+    def take_effect(self) -> None:
+        """Go by what was set, before a generation batch."""
+        if self._set != self._in_effect:
+            self._in_effect = self._set
+            self._apply(self.args)
+
+    def state(self) -> dict[str, Any]:
+        return {"set": self._set, "in_effect": self._in_effect}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for values in (state["in_effect"], state["set"]):
+            self.args, self._set = self._began, {}
+            for name, value in values.items():
+                self.set(name, value)
+            if values is state["in_effect"]:
+                self.take_effect()
+
+
 class TrainerAttributes:
-    """Attributes to read; setting one is an error, since a run has taken its settings by then."""
+    """Attributes to read. Those of the loss and of sampling a callback may set between two steps;
+    setting another is an error, since a run has taken its settings by then."""
 
     args: GRPOConfig
     loss_config: LossConfig
     rollouts: Rollouts
+    _settings: Settings
     _collector: Collector
+    _environments: Environments | None
+    _rewards: list[RewardFunction]
+    _tools: Toolbox
     _entropy: AdaptiveEntropy | None
     _reference: Reference | None
     _router_coef: float
@@ -60,18 +131,18 @@ class TrainerAttributes:
     @property
     def reward_funcs(self) -> list[Callable[..., Any] | nn.Module]:
         """Reward functions and models; those of environments come last."""
-        functions = [reward.function for reward in self._collector.scorer.rewards]
+        functions = [reward.function for reward in self._rewards]
         return [one.model if isinstance(one, RewardModel) else one for one in functions]
 
     @property
     def reward_func_names(self) -> list[str]:
         """The names that they are logged with."""
-        return [reward.name for reward in self._collector.scorer.rewards]
+        return [reward.name for reward in self._rewards]
 
     @property
     def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
         """The tokenizers of reward models; None for functions."""
-        functions = [reward.function for reward in self._collector.scorer.rewards]
+        functions = [reward.function for reward in self._rewards]
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in functions]
 
     @property
@@ -80,21 +151,24 @@ class TrainerAttributes:
         return self._collector.weights
 
     @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What completions can call: functions, then methods of environments."""
+        boxes = [self._tools]
+        if self._environments is not None:
+            boxes += self._environments.toolboxes
+        functions = [tool.function for box in boxes for tool in box.values()]
+        return [one for index, one in enumerate(functions) if one not in functions[:index]]
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the last batch, one per completion of this process; None without any."""
+        return None if self._environments is None else self._environments.taken
+
+    @property
     def importance_sampling_level(self) -> str:
         """The one given, or that of the named loss."""
         config = self.loss_config
         return config.importance_sampling_level or config.loss.importance_sampling_level
-
-    @property
-    def epsilon_high(self) -> float:
-        """The upper clip distance, that of cispo the bound itself."""
-        args = self.args
-        return args.epsilon if args.epsilon_high is None else args.epsilon_high
-
-    @property
-    def entropy_coef(self) -> float:
-        """The coefficient of the entropy bonus, with use_adaptive_entropy where it is now."""
-        return self.args.entropy_coef if self._entropy is None else self._entropy.state()["coef"]
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -114,6 +188,27 @@ class TrainerAttributes:
 
 for _name, _place in _PLACES.items():
     setattr(TrainerAttributes, _name, property(attrgetter(_place)))
+
+
+def _settable(name: str) -> property:
+    """Return an attribute that reads and sets a field."""
+
+    def read(self: TrainerAttributes) -> Any:
+        args = self._settings.args
+        if name == "entropy_coef" and self._entropy is not None:
+            return self._entropy.state()["coef"]  # where it is now
+        if name == "epsilon_high" and args.epsilon_high is None:
+            return args.epsilon
+        return getattr(args, _SET[name])
+
+    def write(self: TrainerAttributes, value: Any) -> None:
+        self._settings.set(_SET[name], value)
+
+    return property(read, write)
+
+
+for _name in _SET:
+    setattr(TrainerAttributes, _name, _settable(_name))
 
 
 # method -> its arguments; these are called

@@ -3,4 +3,4 @@
 from grpo_trainer.agents.environment import EnvironmentFactory, Environments, prompts_by_reset
 from grpo_trainer.agents.loop import Agents
 from grpo_trainer.agents.parse import TurnParser
-from grpo_trainer.agents.toolbox import make_toolbox
+from grpo_trainer.agents.toolbox import Toolbox, make_toolbox

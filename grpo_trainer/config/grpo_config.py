@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -345,6 +346,18 @@ class GRPOConfig(
         # a checkpoint holds a pickle of the arguments, which a function may not have
         state = self.__dict__ | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
         return masked(state, named=False) if _on_disk.get() else state
+
+    def changed(self, name: str, value: Any) -> GRPOConfig:
+        """Return a copy with another value of a field of the loss or of sampling.
+
+        Raises:
+            ValueError: it is out of range, or does not go with the other fields.
+        """
+        args = copy.copy(self)
+        setattr(args, name, value)
+        check_fields(args)
+        check_engine(args, loss_config(args))
+        return args
 
     @property
     def eval_group_size(self) -> int:

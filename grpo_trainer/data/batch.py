@@ -58,7 +58,7 @@ class MicroBatch:
     input_ids: Tensor  # (B, L) int64
     attention_mask: Tensor  # (B, L) int64
     target: Tensor  # (B, L) int64
-    advantages: Tensor  # (B,) fp32
+    advantages: Tensor  # (B,) fp32; (B, L) one per element of `target`
     num_items: Tensor  # () what token-sum losses divide by, per micro-batch of the window
     num_tokens: Tensor  # () what means over this micro-batch divide by
     old_logprobs: Tensor | None = None  # (B, L)
@@ -87,7 +87,7 @@ class MicroBatch:
 
 def collate(
     rollouts: Sequence[Rollout],
-    advantages: Tensor,  # (B,)
+    advantages: Tensor,  # (B,); (B, C) one per completion token
     num_items: Tensor,  # ()
     num_tokens: Tensor,  # ()
     pad_token_id: int,
@@ -109,6 +109,10 @@ def collate(
         pad_rows(part, value, multiple=pad_to_multiple_of).to(advantages.device)
         for part, value in pads
     )
+    if advantages.dim() == 2:
+        lengths = [len(rollout.completion_ids) for rollout in rollouts]
+        values = [row[:length] for row, length in zip(advantages, lengths, strict=True)]
+        advantages = _at_targets(rollouts, values, input_ids)
     return MicroBatch(
         input_ids,
         attention_mask,
@@ -127,17 +131,21 @@ def collate(
     )
 
 
-def _logprobs(
+def _logprobs(rollouts: Sequence[Rollout], input_ids: Tensor) -> Tensor | None:  # (B, L)
+    columns = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
+    return _at_targets(rollouts, columns, input_ids) if len(columns) == len(rollouts) else None
+
+
+def _at_targets(
     rollouts: Sequence[Rollout],
+    columns: Sequence[Any],  # of each completion a tensor or a list, one value per token
     input_ids: Tensor,  # (B, L)
-) -> Tensor | None:  # (B, L)
-    """Put the engine's where ``target`` has the tokens that they belong to, 0 elsewhere."""
+) -> Tensor:  # (B, L) fp32
+    """Put values where ``target`` has the tokens that they belong to, 0 elsewhere."""
     placed = torch.zeros(input_ids.shape)
-    for row, rollout in zip(placed, rollouts, strict=True):
-        if rollout.logprobs is None:
-            return None
+    for row, rollout, values in zip(placed, rollouts, columns, strict=True):
         start = len(rollout.prompt_ids) - 1
-        row[start : start + len(rollout.logprobs)] = torch.tensor(rollout.logprobs)
+        row[start : start + len(values)] = torch.as_tensor(values)
     return placed.to(input_ids.device)
 
 

@@ -2,81 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import AGGREGATIONS, SCALES
-from grpo_trainer.data import Rollout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """n completions of this process, and what all N completions of all processes were worth."""
-
-    rollouts: list[Rollout]  # n
-    rewards: Tensor  # (N, F) NaN: the reward does not apply
-    compared: Advantages  # each (N,)
-    num_tokens: Tensor  # () of prompts and completions, all processes'
-
-
-def share(count: int, accelerator: Accelerator) -> slice:
-    """Return the rows of ``count`` that belong to this process."""
-    process, processes = accelerator.process_index, accelerator.num_processes
-    return slice(process * count // processes, (process + 1) * count // processes)
-
-
-def rollout_metrics(
-    names: list[str],
-    scored: Scored,
-    lengths: Tensor,  # (N,) tokens of the policy
-    truncated: Tensor,  # (N,) 1: ended without an end-of-sequence token
-) -> Metrics:
-    """Say what a generation batch tells of rewards and completion lengths."""
-    stats = _reward_stats(names, scored.rewards, scored.compared)
-    stats["completions/clipped_ratio"] = _mean(truncated)
-    for kind in ("mean", "min", "max"):
-        stats[f"completions/{kind}_length"] = _stat(kind, lengths)
-        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, truncated == 0)
-    return Metrics(stats)
-
-
-def _reward_stats(names: list[str], rewards: Tensor, compared: Advantages) -> dict[str, Stat]:
-    stats = {}
-    for name, values in zip(names, rewards.unbind(1), strict=True):
-        stats[f"rewards/{name}/mean"] = _mean(values)
-        stats[f"rewards/{name}/std"] = _mean(nan_std(values, 0))
-    stats["reward"] = _mean(compared.rewards)
-    stats["reward_std"] = _mean(nan_std(compared.rewards, 0))
-    stats["frac_reward_zero_std"] = _mean(compared.zero_std)
-    return stats
-
-
-def _mean(values: Tensor) -> Stat:
-    return _stat("mean", values, ~values.isnan())
-
-
-def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
-    values = values.double()
-    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
-    neutral = {"mean": 0.0, "min": torch.inf, "max": -torch.inf}[kind]
-    kept = torch.where(valid, values, neutral)
-    total = {"mean": kept.sum(), "min": kept.amin(), "max": kept.amax()}[kind]
-    return Stat(kind, total, valid.double().sum())
-
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
+
+# (rewards, weights, group_size, ...) -> a number per completion, or one per token of each
+AdvantageFunction: TypeAlias = Callable[..., Tensor | Sequence[Any]]
+# what such a function may ask for beside them, of the completions of all processes
+COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Advantages(NamedTuple):
     """What the group comparison yields for N completions."""
 
-    advantages: Tensor  # (N,) finite
+    advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
     rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
     zero_std: Tensor  # (N,) bool: the spread that the completion is compared with is 0
     signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
@@ -107,13 +56,99 @@ def compute_advantages(
     centred, std = _AGGREGATE[aggregation](grouped, weights, scale)
     zero_std = (std < NO_SPREAD).expand_as(centred)
     # equal rewards stay equal when centred, while their standard deviation may be rounding
-    highest = centred.masked_fill(centred.isnan(), -torch.inf).amax(1)
-    lowest = centred.masked_fill(centred.isnan(), torch.inf).amin(1)
+    signal = _differ(centred)
     if scale != "none" or aggregation == "normalize_then_sum":
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
     advantages = torch.where(advantages.isfinite(), advantages, 0.0)
-    return Advantages(advantages, total, zero_std.reshape(-1), highest - lowest >= NO_SPREAD)
+    return Advantages(advantages, total, zero_std.reshape(-1), signal)
+
+
+def advantages_by(
+    function: AdvantageFunction,
+    rewards: Tensor,  # (N, F)
+    weights: Tensor,  # (F,)
+    group_size: int,
+    completions: dict[str, list[Any]],
+) -> Advantages:
+    """Ask a function of the user's for the advantages, and check what it returns.
+
+    Args:
+        function: called with ``rewards``, ``weights`` and ``group_size`` as
+            :func:`compute_advantages` has them, and with those of ``completions``. It returns N
+            numbers, or N lists with a number for each completion token.
+        rewards, weights, group_size: as in :func:`compute_advantages`.
+        completions: lists of N by the names in COMPLETION_ARGUMENTS that the function takes.
+
+    Raises:
+        ValueError: it returns something else.
+    """
+    answer = function(rewards=rewards, weights=weights, group_size=group_size, **completions)
+    values = _values(answer, len(rewards), completions.get("completion_ids"))
+    values = values.to(rewards.device, torch.float32)
+    total = _weighted_sum(rewards, weights)
+    grouped = total.reshape(-1, group_size)
+    zero_std = (nan_std(grouped, 1) < NO_SPREAD).expand_as(grouped).reshape(-1)
+    signal = _differ(values.reshape(len(grouped), group_size, -1)).any(-1)
+    return Advantages(values, total, zero_std, signal)
+
+
+def taken_by(function: AdvantageFunction) -> list[str]:
+    """Return which of COMPLETION_ARGUMENTS a function takes.
+
+    Raises:
+        ValueError: it cannot be called with the other arguments.
+    """
+    if not callable(function):
+        raise ValueError(f"advantages: expected a function or an object to call, got {function!r}")
+    signature = inspect.signature(function)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    names = [name for name in COMPLETION_ARGUMENTS if takes_all or name in signature.parameters]
+    try:
+        signature.bind(rewards=None, weights=None, group_size=None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ValueError(
+            "advantages: expected a function of rewards, weights and group_size, and of "
+            f"{', '.join(COMPLETION_ARGUMENTS)} if it likes, got {signature}: {error}"
+        ) from error
+    return names
+
+
+def _values(answer: Any, count: int, completion_ids: list[list[int]] | None) -> Tensor:
+    """Return a function's answer, (N,) or (N, C)."""
+    rows = list(answer) if isinstance(answer, Tensor | list | tuple) else []
+    if len(rows) != count:
+        got = len(rows) if rows else type(answer).__name__
+        raise ValueError(f"advantages: expected {count} entries, one per completion, got {got}")
+    try:
+        columns = [torch.as_tensor(row, dtype=torch.float32) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"advantages: expected numbers, or lists of them: {error}") from error
+    dims = {column.dim() for column in columns}
+    if dims not in ({0}, {1}):
+        raise ValueError(
+            "advantages: expected a number for each completion, or a list of one per token for "
+            f"each, got values of {sorted(dims)} dimensions"
+        )
+    if dims == {1} and completion_ids is not None:
+        for index, (column, ids) in enumerate(zip(columns, completion_ids, strict=True)):
+            if len(column) != len(ids):
+                raise ValueError(
+                    f"advantages: expected one value per token of completion {index}, {len(ids)}, "
+                    f"got {len(column)}"
+                )
+    values = torch.stack(columns) if dims == {0} else pad_sequence(columns, batch_first=True)
+    if not values.isfinite().all():
+        raise ValueError("advantages: expected finite numbers, got NaN or infinity")
+    return values
+
+
+def _differ(values: Tensor) -> Tensor:  # (groups, G, ...) -> (groups, ...)
+    """Return whether a group's values differ by more than rounding; NaN: none."""
+    highest = values.masked_fill(values.isnan(), -torch.inf).amax(1)
+    lowest = values.masked_fill(values.isnan(), torch.inf).amin(1)
+    return highest - lowest >= NO_SPREAD
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:
@@ -151,3 +186,38 @@ def _batch_std(rewards: Tensor) -> Tensor:
 _AGGREGATE = dict(zip(AGGREGATIONS, (_sum_then_normalize, _normalize_then_sum), strict=True))
 # "none" reports the group's spread, for the log, without dividing by it
 _SCALE = dict(zip(SCALES, (_group_std, _batch_std, _group_std), strict=True))
+
+
+def rollout_metrics(
+    names: list[str],
+    rewards: Tensor,  # (N, F)
+    compared: Advantages,
+    lengths: Tensor,  # (N,) tokens of the policy
+    truncated: Tensor,  # (N,) 1: ended without an end-of-sequence token
+) -> Metrics:
+    """Say what a generation batch tells of rewards and completion lengths."""
+    stats = {}
+    for name, values in zip(names, rewards.unbind(1), strict=True):
+        stats[f"rewards/{name}/mean"] = _mean(values)
+        stats[f"rewards/{name}/std"] = _mean(nan_std(values, 0))
+    stats["reward"] = _mean(compared.rewards)
+    stats["reward_std"] = _mean(nan_std(compared.rewards, 0))
+    stats["frac_reward_zero_std"] = _mean(compared.zero_std)
+    stats["completions/clipped_ratio"] = _mean(truncated)
+    for kind in ("mean", "min", "max"):
+        stats[f"completions/{kind}_length"] = _stat(kind, lengths)
+        stats[f"completions/{kind}_terminated_length"] = _stat(kind, lengths, truncated == 0)
+    return Metrics(stats)
+
+
+def _mean(values: Tensor) -> Stat:
+    return _stat("mean", values, ~values.isnan())
+
+
+def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
+    values = values.double()
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+    neutral = {"mean": 0.0, "min": torch.inf, "max": -torch.inf}[kind]
+    kept = torch.where(valid, values, neutral)
+    total = {"mean": kept.sum(), "min": kept.amin(), "max": kept.amax()}[kind]
+    return Stat(kind, total, valid.double().sum())

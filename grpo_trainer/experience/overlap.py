@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerState
@@ -10,10 +9,11 @@ from transformers import TrainerState
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
 from grpo_trainer.engines import Completions, Rollouts, Started
+from grpo_trainer.experience.collector import Begun, Collector
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
-class Ahead:
+class NextBatch:
     """Draws the rows of the next generation batch, and has an engine start on them.
 
     Training on a batch begins when its completions are there; by then the policy has trained on the
@@ -22,31 +22,25 @@ class Ahead:
     Args:
         args: how long a batch serves, and where metrics are kept.
         prompts: the training prompts.
-        draw: takes this process's rows of a generation batch from them.
-        encode: the rows' prompts, encoded.
+        collector: draws this process's rows from them, and encodes them.
         rollouts: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
     """
 
     def __init__(
-        self,
-        args: GRPOConfig,
-        prompts: PromptStream,
-        draw: Callable[[], list[Row]],
-        encode: Callable[[list[Row]], list[Encoded]],
-        rollouts: Rollouts,
+        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, rollouts: Rollouts
     ) -> None:
         self._args = args
         self._prompts = prompts
-        self._draw = draw
-        self._encode = encode
+        self._collector = collector
         self._rollouts = rollouts
         self._rows: list[Row] = []
+        self._encoded: list[Encoded] = []
         self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], Completions]:
+    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], Begun]:
         """Return this process's part of the batch that was begun last, or else of the next one.
 
         With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
@@ -54,7 +48,7 @@ class Ahead:
         """
         if self._started is None:
             self._begin()
-        rows, started, self._started = self._rows, self._started, None
+        rows, encoded, started, self._started = self._rows, self._encoded, self._started, None
         assert started is not None
         with phase("generate"):
             completions = started.result()
@@ -67,7 +61,7 @@ class Ahead:
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
             self.begin(state)
-        return rows, completions
+        return rows, Begun(encoded, completions)
 
     def begin(self, state: TrainerState) -> None:
         """Send the weights and start on the next rows, if training goes on for so long."""
@@ -92,14 +86,17 @@ class Ahead:
         """Go on from there. The rows are drawn again from the prompts."""
         self._started = None
         if state is not None:
-            self._before = state["before"]
-            self._prompts.restore(self._before)
-            self._rows = self._draw()
+            self._prompts.restore(state["before"])
+            self._draw()
             completions = Completions(**state["completions"])
             self._started = self._rollouts.restored(completions, state["step"])
 
-    def _begin(self) -> None:
+    def _draw(self) -> None:
         self._before = self._prompts.state()
-        self._rows = self._draw()
-        prompt_ids, images = map(list, zip(*self._encode(self._rows), strict=True))
+        self._rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
+        self._encoded = self._collector.encode(self._collector.read(self._rows))
+
+    def _begin(self) -> None:
+        self._draw()
+        prompt_ids, images = map(list, zip(*self._encoded, strict=True))
         self._started = self._rollouts.start(prompt_ids, images)

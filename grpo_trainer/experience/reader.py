@@ -17,13 +17,19 @@ from grpo_trainer.data import (
     check_parts,
     check_prompts,
     open_images,
+    own_copy,
 )
-from grpo_trainer.experience.advantages import share
 from grpo_trainer.experience.curriculum import Curriculum
 
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 10  # of rows that are tried, one after the other, in the same place
+
+
+def share(count: int, accelerator: Accelerator) -> slice:
+    """Return the rows of ``count`` that belong to this process."""
+    process, processes = accelerator.process_index, accelerator.num_processes
+    return slice(process * count // processes, (process + 1) * count // processes)
 
 
 class RowReader:
@@ -35,7 +41,7 @@ class RowReader:
         self._media = Media.of(args)
 
     def read(self, rows: list[Row]) -> list[Row]:
-        """Return ``rows`` with the images of each in its prompt.
+        """Return copies of ``rows``, which functions may edit, the images of each in its prompt.
 
         Raises:
             ValueError: a prompt has other parts than text and images, or an image cannot be read.
@@ -43,7 +49,7 @@ class RowReader:
         check_parts("prompt", rows)
         once = {id(row): row for row in rows}  # a group has one row
         opened = {key: self._open(row) for key, row in once.items()}
-        return [opened[id(row)] for row in rows]
+        return [own_copy(opened[id(row)]) for row in rows]
 
     def draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """Return the next ``count`` rows, the same on every process.

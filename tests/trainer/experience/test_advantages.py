@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_trainer.experience import compute_advantages
+from tests.support.trainer import CannedEngine
 
 NAN = float("nan")
 ONE = torch.ones(1)
@@ -102,3 +103,84 @@ def test_oracle(scale: str, aggregation: str, problem: Any) -> None:
 def test_rounding_is_no_signal() -> None:
     large = torch.full((3, 1), 1e5) + 0.1  # whose mean is rounded
     assert compute_advantages(large, ONE, 3).signal.tolist() == [False]
+
+
+def leave_one_out(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return RLOO's: the reward less the mean of the group's others."""
+    totals = (rewards * weights).sum(1).reshape(-1, group_size)
+    others = (totals.sum(1, keepdim=True) - totals) / (group_size - 1)
+    return (totals - others).flatten()
+
+
+class LaterTokens:
+    """Give each token the advantage of its completion, rising to the last token's."""
+
+    def __init__(self) -> None:
+        self.ids: list[list[int]] = []
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[torch.Tensor]:
+        self.ids = completion_ids
+        values = leave_one_out(**{k: kwargs[k] for k in ("rewards", "weights", "group_size")})
+        return [
+            value * torch.arange(1.0, len(ids) + 1) / len(ids)
+            for value, ids in zip(values, completion_ids, strict=True)
+        ]
+
+
+def by_length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def test_a_function_compares(make_trainer: Any) -> None:
+    trainer = make_trainer(by_length, advantages=leave_one_out, max_steps=1, engine=CannedEngine())
+    trainer.train()
+    [batch] = trainer._buffer
+    rewards = [
+        float(ids[target != -100].sum())
+        for ids, target in zip(batch.input_ids[:, 1:], batch.target[:, :-1], strict=True)
+    ]
+    expected = leave_one_out(torch.tensor(rewards)[:, None], ONE, trainer.num_generations)
+    torch.testing.assert_close(batch.advantages, expected)
+
+
+def test_a_function_gives_each_token_its_own(make_trainer: Any) -> None:
+    compare = LaterTokens()
+    settings = {"max_steps": 1, "shuffle_dataset": False, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(by_length, advantages=compare, engine=CannedEngine(), **settings)
+    trainer.train()
+    [batch] = trainer._buffer
+    assert batch.advantages.shape == batch.target.shape
+    for row, target, ids in zip(batch.advantages, batch.target, compare.ids, strict=True):
+        assert target[target != -100].tolist() == ids
+        values = row[target != -100]
+        steps = torch.arange(1.0, len(ids) + 1) / len(ids)
+        torch.testing.assert_close(values, values[-1] * steps)
+        assert (row[target == -100] == 0).all()
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (1, "advantages: expected a function or an object to call, got 1"),
+        (lambda rewards: rewards, "advantages: expected a function of rewards, weights and group"),
+        (lambda rewards, **_: rewards[:1, 0], "advantages: expected 4 entries, .* got 1"),
+        (lambda rewards, **_: "no", "advantages: expected 4 entries, .* got str"),
+        (lambda rewards, **_: ["no"] * 4, "advantages: expected numbers, or lists of them"),
+        (lambda rewards, **_: rewards[:, None], "a number for each completion, or a list"),
+        (lambda rewards, **_: [[1.0]] * 4, "one value per token of completion 0, [2-9], got 1"),
+        (lambda rewards, **_: [math.nan] * 4, "advantages: expected finite numbers"),
+    ],
+)
+def test_functions_that_cannot(make_trainer: Any, function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(by_length, advantages=function, max_steps=1, engine=CannedEngine()).train()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"}]
+)
+def test_settings_that_a_function_replaces(make_trainer: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected .* with advantages"):
+        make_trainer(by_length, advantages=leave_one_out, **setting)
