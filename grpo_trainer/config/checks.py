@@ -189,9 +189,8 @@ def check_fields(args: TrainingArguments) -> None:
             continue
         if name in _INHERITED:
             _INHERITED[name](name, value)
-        for part in (annotation, *get_args(annotation)):  # of ``Annotated[...] | None``, too
-            for rule in getattr(part, "__metadata__", ()):
-                rule(name, value)
+        for rule in filter(callable, marks(annotation)):
+            rule(name, value)
     for relation, why in _RELATIONS.items():
         name, how, other = relation.split()
         value, default = getattr(args, name), default_of(args, name)
@@ -203,6 +202,12 @@ def check_fields(args: TrainingArguments) -> None:
     number(low)("entropy_coef_max", high)
     if args.use_adaptive_entropy:
         number(low, high)("entropy_coef", args.entropy_coef)
+
+
+def marks(annotation: Any) -> list[Any]:
+    """Return what an annotation says by ``Annotated``, in its parts too."""
+    inner = [mark for part in get_args(annotation) for mark in marks(part)]
+    return [*getattr(annotation, "__metadata__", ()), *inner]
 
 
 def default_of(args: TrainingArguments, name: str) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, TypeVar, get_type_hints
 
 from transformers import GenerationConfig, TrainingArguments
 
@@ -20,11 +20,20 @@ from grpo_trainer.config.checks import (
     Text,
     check_url,
     choice,
+    default_of,
+    marks,
     options,
     setting,
 )
 
 _IMPLEMENTATIONS = ("auto", "vllm", "transformers")
+_EITHER = "colocate or server"
+
+# settings of vLLM in one of its modes
+T = TypeVar("T")
+Colocated = Annotated[T, "colocate"]
+Served = Annotated[T, "server"]
+EitherMode = Annotated[T, _EITHER]
 
 
 @dataclass
@@ -57,45 +66,47 @@ class RolloutFields:
         "colocate: vLLM inside the training processes. server: a vLLM server that was started "
         "with `grpo-train serve`.",
     )
-    vllm_model_impl: Annotated[str, choice(_IMPLEMENTATIONS)] = setting(
+    vllm_model_impl: Colocated[Annotated[str, choice(_IMPLEMENTATIONS)]] = setting(
         "vllm", f"Whose model code a colocated vLLM runs: {', '.join(_IMPLEMENTATIONS)}."
     )
-    vllm_enable_sleep_mode: bool = setting(
+    vllm_enable_sleep_mode: Colocated[bool] = setting(
         False, "Free the memory of a colocated vLLM between generations. Needs a GPU."
     )
-    vllm_structured_outputs_regex: Text | None = setting(
+    vllm_structured_outputs_regex: EitherMode[Text | None] = setting(
         None, "Regular expression that the text of every completion matches."
     )
-    vllm_server_base_url: Annotated[str | None, check_url] = setting(
+    vllm_server_base_url: Served[Annotated[str | None, check_url]] = setting(
         None, "URL of the server, in place of vllm_server_host and vllm_server_port."
     )
-    vllm_server_host: Text = setting("127.0.0.1", "Host of the server.")
-    vllm_server_port: Port = setting(8000, "Port of the server.")
-    vllm_server_timeout: Positive = setting(
+    vllm_server_host: Served[Text] = setting("127.0.0.1", "Host of the server.")
+    vllm_server_port: Served[Port] = setting(8000, "Port of the server.")
+    vllm_server_timeout: Served[Positive] = setting(
         240.0, "Seconds to wait for a server that is not up yet, or is gone."
     )
-    vllm_request_timeout: Positive = setting(
+    vllm_request_timeout: Served[Positive] = setting(
         1800.0, "Seconds that the server may take for one generation batch."
     )
-    vllm_group_port: Port = setting(51216, "Port on which weights reach a server on other GPUs.")
-    vllm_weight_transfer: Annotated[str, choice(("auto", "file", "nccl"))] = setting(
+    vllm_group_port: Served[Port] = setting(
+        51216, "Port on which weights reach a server on other GPUs."
+    )
+    vllm_weight_transfer: Served[Annotated[str, choice(("auto", "file", "nccl"))]] = setting(
         "auto",
         "How weights reach the server. nccl: from GPU to GPU. file: through a folder that both "
         "see. auto: nccl if both sides are on GPUs and the server was started for it.",
     )
-    vllm_weights_folder: Text | None = setting(
+    vllm_weights_folder: Served[Text | None] = setting(
         None, "Folder for weight files. Default: vllm_weights in output_dir."
     )
-    vllm_gpu_memory_utilization: Share = setting(
+    vllm_gpu_memory_utilization: Colocated[Share] = setting(
         0.3, "Share of the GPU's memory for a colocated vLLM."
     )
-    vllm_max_model_length: AtLeastOne | None = setting(
+    vllm_max_model_length: Colocated[AtLeastOne | None] = setting(
         None, "Longest prompt plus completion of a colocated vLLM. Default: the model's."
     )
-    vllm_tensor_parallel_size: AtLeastOne = setting(
+    vllm_tensor_parallel_size: Colocated[AtLeastOne] = setting(
         1, "Processes that share one colocated vLLM, split over their GPUs."
     )
-    vllm_engine_kwargs: Options = setting(
+    vllm_engine_kwargs: Colocated[Options] = setting(
         None, "More arguments of a colocated vLLM engine (vllm.LLM), over the ones set here."
     )
     vllm_importance_sampling_correction: bool = setting(
@@ -113,25 +124,6 @@ class RolloutFields:
         None, "Lower bound; None: none."
     )
 
-
-_COLOCATED = (
-    "vllm_model_impl",
-    "vllm_enable_sleep_mode",
-    "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "vllm_engine_kwargs",
-)
-_SERVER = (
-    "vllm_server_base_url",
-    "vllm_server_host",
-    "vllm_server_port",
-    "vllm_server_timeout",
-    "vllm_request_timeout",
-    "vllm_group_port",
-    "vllm_weight_transfer",
-    "vllm_weights_folder",
-)
 
 # what generation shares with the loss is set once, in the field named here
 _SHARED_WITH_THE_LOSS = {
@@ -184,17 +176,17 @@ def _check_correction(args: TrainingArguments, loss: LossConfig) -> None:
 
 def _check_unused(args: TrainingArguments) -> None:
     """Raise for vLLM's settings that have no effect in the mode; warn of others."""
-    defaults = {item.name: item.default for item in fields(RolloutFields)}
-    changed = {name for name, default in defaults.items() if getattr(args, name) != default}
-    if not args.use_vllm:
-        unused = sorted(changed & {*_COLOCATED, *_SERVER, "vllm_structured_outputs_regex"})
-        if unused and args.rollout_engine is None:
-            warnings.warn(f"{', '.join(unused)}: no effect without use_vllm", stacklevel=5)
-        return
-    others, mode = (_COLOCATED, "colocate") if args.vllm_mode == "server" else (_SERVER, "server")
-    wrong = sorted(changed & set(others))
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}: expected only with vllm_mode={mode!r}")
+    unused = []
+    for name, annotation in get_type_hints(RolloutFields, include_extras=True).items():
+        for mode in (mark for mark in marks(annotation) if isinstance(mark, str)):
+            if getattr(args, name) == default_of(args, name):
+                continue
+            if not args.use_vllm:
+                unused.append(name)
+            elif mode not in (_EITHER, args.vllm_mode):
+                raise ValueError(f"{name}: expected only with vllm_mode={mode!r}")
+    if unused and args.rollout_engine is None:
+        warnings.warn(f"{', '.join(unused)}: no effect without use_vllm", stacklevel=5)
 
 
 def _check_generation(args: TrainingArguments) -> None:
