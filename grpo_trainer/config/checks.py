@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -180,16 +181,16 @@ def check_fields(args: TrainingArguments) -> None:
     One that is true or false has to be one of the two: any text would pass for true. The command
     line has read its words by now.
     """
-    kinds = get_type_hints(type(args))
-    for name, annotation in get_type_hints(type(args), include_extras=True).items():
-        value, kind = getattr(args, name), kinds[name]
+    config: Any = type(args)
+    for name, (kind, marks) in annotated_fields(config).items():
+        value = getattr(args, name)
         if value not in (choices := _BOOLEANS.get(kind, (value,))):
             raise ValueError(f"{name}: expected {' or '.join(map(str, choices))}, got {value!r}")
         if value is None and type(None) in get_args(kind):
             continue
         if name in _INHERITED:
             _INHERITED[name](name, value)
-        for rule in filter(callable, marks(annotation)):
+        for rule in filter(callable, marks):
             rule(name, value)
     for relation, why in _RELATIONS.items():
         name, how, other = relation.split()
@@ -204,9 +205,18 @@ def check_fields(args: TrainingArguments) -> None:
         number(low, high)("entropy_coef", args.entropy_coef)
 
 
-def marks(annotation: Any) -> list[Any]:
-    """Return what an annotation says by ``Annotated``, in its parts too."""
-    inner = [mark for part in get_args(annotation) for mark in marks(part)]
+@cache
+def annotated_fields(config: type) -> dict[str, tuple[Any, list[Any]]]:
+    """Return the type of each field, and what ``Annotated`` says of it or of a part of it."""
+    kinds = get_type_hints(config)
+    return {
+        name: (kinds[name], _marks(annotation))
+        for name, annotation in get_type_hints(config, include_extras=True).items()
+    }
+
+
+def _marks(annotation: Any) -> list[Any]:
+    inner = [mark for part in get_args(annotation) for mark in _marks(part)]
     return [*getattr(annotation, "__metadata__", ()), *inner]
 
 

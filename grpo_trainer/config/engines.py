@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, TypeVar
 
 from transformers import GenerationConfig, TrainingArguments
 
@@ -18,10 +18,10 @@ from grpo_trainer.config.checks import (
     Positive,
     Share,
     Text,
+    annotated_fields,
     check_url,
     choice,
     default_of,
-    marks,
     options,
     setting,
 )
@@ -177,8 +177,8 @@ def _check_correction(args: TrainingArguments, loss: LossConfig) -> None:
 def _check_unused(args: TrainingArguments) -> None:
     """Raise for vLLM's settings that have no effect in the mode; warn of others."""
     unused = []
-    for name, annotation in get_type_hints(RolloutFields, include_extras=True).items():
-        for mode in (mark for mark in marks(annotation) if isinstance(mark, str)):
+    for name, (_, marks) in annotated_fields(RolloutFields).items():
+        for mode in (mark for mark in marks if isinstance(mark, str)):
             if getattr(args, name) == default_of(args, name):
                 continue
             if not args.use_vllm:
