@@ -45,22 +45,16 @@ def help_text() -> str:
     for kind in (*reversed(RunArguments.__mro__), *GRPOConfig.__mro__):
         own = [actions.pop(name) for name in inspect.get_annotations(kind) if name in actions]
         if own:
-            formatter.start_section(_heading(kind))
-            formatter.add_arguments(_shown(action, _is_ours(kind)) for action in own)
+            package = kind.__module__.partition(".")[0]
+            is_ours = package == "grpo_trainer"
+            heading = (kind.__doc__ or "").partition(".")[0].replace("``", "")
+            if not is_ours:
+                where = f"`python -m pydoc {package}.{kind.__name__}` has more"
+                heading = f"Of {package} {version(package)}; {where}"
+            formatter.start_section(heading)
+            formatter.add_arguments(_shown(action, is_ours) for action in own)
             formatter.end_section()
     return _START.replace("CONFIGS", ", ".join(own_configs())) + "\n" + formatter.format_help()
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "grpo_trainer"
-
-
-def _heading(kind: type) -> str:
-    if not _is_ours(kind):
-        package = kind.__module__.partition(".")[0]
-        where = f"python -m pydoc {package}.{kind.__name__}"
-        return f"Of {package} {version(package)}; `{where}` has more"
-    return (kind.__doc__ or "").partition(".")[0].replace("``", "")
 
 
 def _shown(action: Action, described: bool) -> Action:
