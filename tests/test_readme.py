@@ -27,7 +27,7 @@ from grpo_kernels.losses.terms import CORRECTION_MODES
 from grpo_trainer import DatasetMixtureConfig, GRPOConfig, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
-from grpo_trainer.config.old_names import OldNames
+from grpo_trainer.config.checks import OldNames
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.report.command import report_arguments

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from grpo_trainer.cli.errors import fail
-from grpo_trainer.cli.help import answer
-
+HELP = Path(__file__).with_name("help.txt")  # made from the parser, whose imports take seconds
 _ENDED_BY_SIGINT = 130  # as a shell says
 
 
@@ -31,17 +30,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(words: Sequence[str]) -> None:
     if words and words[0].startswith("-"):  # else it is a command
-        try:
-            answer(words)
-        except ValueError as error:
-            fail(str(error))
+        if "--version" in words:
+            from grpo_kernels.version import VERSION
+
+            print(f"grpo-train {VERSION}")
+            return
+        if "--help" in words or "-h" in words:
+            print(HELP.read_text(), end="")
+            return
     try:
         from grpo_trainer.cli.train import main as run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("grpo_"):
             raise
-        from grpo_kernels.tools import install_command
+        from grpo_kernels.tools import OneLineParser, install_command
 
         missing, command = error.name.split(".")[0], install_command("tools", "trainer")
-        fail(f"expected the package {missing} to be installed; {command}")
+        OneLineParser(prog="grpo-train").error(
+            f"expected the package {missing} to be installed; {command}"
+        )
     run(words)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from transformers import BitsAndBytesConfig
-from transformers.hf_argparser import HfArg
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
+from grpo_kernels.arguments import check_name
 from grpo_kernels.tools import install_command
-from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.common import load_module
+from grpo_trainer.config import GRPOConfig, options, setting
 from grpo_trainer.data import Prompts, load_prompts
 
 
@@ -19,20 +22,16 @@ from grpo_trainer.data import Prompts, load_prompts
 class ScriptArguments:
     """The dataset of a script."""
 
-    dataset_name: str | None = HfArg(
-        default=None, help="Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
+    dataset_name: str | None = setting(
+        None, "Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
     )
-    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
-    dataset_train_split: str = HfArg(
-        default="train", help="Split for training, of a folder or a hub dataset."
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = setting("train", "Split for training, of a folder or a hub dataset.")
+    dataset_test_split: str = setting("test", "Split for evaluation, of a folder or a hub dataset.")
+    dataset_streaming: bool = setting(
+        False, "Read the dataset while training, in its own order; needs max_steps."
     )
-    dataset_test_split: str = HfArg(
-        default="test", help="Split for evaluation, of a folder or a hub dataset."
-    )
-    dataset_streaming: bool = HfArg(
-        default=False, help="Read the dataset while training, in its own order; needs max_steps."
-    )
-    ignore_bias_buffers: bool = HfArg(default=False, help="Is there for scripts written for TRL.")
+    ignore_bias_buffers: bool = setting(False, "Is there for scripts written for TRL.")
 
 
 @dataclass
@@ -54,17 +53,7 @@ class DatasetConfig:
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
     columns: list[str] | None = None
-    fraction: float | None = None
-
-
-# what a file may have in the fields of a dataset
-_TYPES: dict[str, Any] = {
-    "path": str,
-    "name": str | None,
-    "split": str,
-    "columns": list | None,
-    "fraction": int | float | None,
-}
+    fraction: int | float | None = None
 
 
 @dataclass
@@ -79,9 +68,9 @@ class DatasetMixtureConfig:
         default_factory=list,
         metadata={"help": "Datasets to train on as one; in a file with path, split, columns, ..."},
     )
-    streaming: bool = HfArg(default=False, help="Read `datasets` while training; needs max_steps.")
-    test_split_size: float | None = HfArg(
-        default=None, help="Rows of `datasets` for evaluation: how many, or which share below 1."
+    streaming: bool = setting(False, "Read `datasets` while training; needs max_steps.")
+    test_split_size: float | None = setting(
+        None, "Rows of `datasets` for evaluation: how many, or which share below 1."
     )
 
     def __post_init__(self) -> None:
@@ -109,11 +98,12 @@ def _described(item: DatasetConfig | dict[str, Any]) -> DatasetConfig:
         raise ValueError(
             f"datasets: expected a path, and beside it some of {known}; got {item!r}"
         ) from error
-    for name, kind in _TYPES.items():
-        value = getattr(described, name)
-        if not isinstance(value, kind):
-            shown = getattr(kind, "__name__", str(kind))
-            raise ValueError(f"datasets: expected {shown} as {name}, got {value!r}")
+    for name, hint in get_type_hints(DatasetConfig).items():
+        kinds = tuple(get_origin(kind) or kind for kind in get_args(hint) or (hint,))
+        if not isinstance(getattr(described, name), kinds):
+            raise ValueError(
+                f"datasets: expected {hint} as {name}, got {getattr(described, name)!r}"
+            )
     return described
 
 
@@ -172,62 +162,54 @@ class ModelConfig:
         ValueError: an argument has no effect without another one, or a package is missing.
     """
 
-    model_name_or_path: str | None = HfArg(default=None, help="Model folder or hub id.")
-    model_revision: str = HfArg(
-        default="main", help="Branch, tag or commit of a model from the hub."
+    model_name_or_path: str | None = setting(None, "Model folder or hub id.")
+    model_revision: str = setting("main", "Branch, tag or commit of a model from the hub.")
+    dtype: str | None = setting(
+        "float32",
+        "Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
+        choices=["auto", "bfloat16", "float16", "float32"],
     )
-    dtype: str | None = HfArg(
-        default="float32",
-        help="Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
-        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
+    attn_implementation: str | None = setting(
+        None, "Kind of attention, such as sdpa or flash_attention_2."
     )
-    attn_implementation: str | None = HfArg(
-        default=None, help="Kind of attention, such as sdpa or flash_attention_2."
+    use_peft: bool = setting(False, "Train a LoRA adapter in place of the whole model.")
+    lora_r: int = setting(16, "Rank of the adapter.")
+    lora_alpha: int = setting(32, "The update is scaled by lora_alpha / lora_r.")
+    lora_dropout: float = setting(
+        0.05, "Dropout on the adapter's input; 0 with one on the LM head."
     )
-    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter in place of the whole model.")
-    lora_r: int = HfArg(default=16, help="Rank of the adapter.")
-    lora_alpha: int = HfArg(default=32, help="The update is scaled by lora_alpha / lora_r.")
-    lora_dropout: float = HfArg(
-        default=0.05, help="Dropout on the adapter's input; 0 with one on the LM head."
+    lora_target_modules: list[str] | None = setting(
+        None, "Names of adapted layers, or all-linear. Default: what peft has for it."
     )
-    lora_target_modules: list[str] | None = HfArg(
-        default=None, help="Names of adapted layers, or all-linear. Default: what peft has for it."
+    lora_target_parameters: list[str] | None = setting(
+        None, "Names of adapted parameters, such as those of experts."
     )
-    lora_target_parameters: list[str] | None = HfArg(
-        default=None, help="Names of adapted parameters, such as those of experts."
+    lora_modules_to_save: list[str] | None = setting(
+        None, "Layers that are trained and saved as a whole."
     )
-    lora_modules_to_save: list[str] | None = HfArg(
-        default=None, help="Layers that are trained and saved as a whole."
-    )
-    lora_task_type: str = HfArg(default="CAUSAL_LM", help="The adapter's task for peft.")
-    use_rslora: bool = HfArg(default=False, help="Scale by lora_alpha / sqrt(lora_r) instead.")
-    use_dora: bool = HfArg(default=False, help="Train magnitudes apart from directions (DoRA).")
-    load_in_8bit: bool = HfArg(
-        default=False, help="Keep the frozen weights in 8 bits; needs use_peft."
-    )
-    load_in_4bit: bool = HfArg(
-        default=False, help="Keep the frozen weights in 4 bits; needs use_peft."
-    )
-    bnb_4bit_quant_type: str = HfArg(default="nf4", help="Number format of 4 bits: nf4 or fp4.")
-    use_bnb_nested_quant: bool = HfArg(
-        default=False, help="Quantise the scales of 4-bit weights too."
-    )
-    bnb_4bit_quant_storage: str | None = HfArg(
-        default=None, help="Dtype in which 4-bit weights are stored. Default: uint8."
+    lora_task_type: str = setting("CAUSAL_LM", "The adapter's task for peft.")
+    use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(lora_r) instead.")
+    use_dora: bool = setting(False, "Train magnitudes apart from directions (DoRA).")
+    load_in_8bit: bool = setting(False, "Keep the frozen weights in 8 bits; needs use_peft.")
+    load_in_4bit: bool = setting(False, "Keep the frozen weights in 4 bits; needs use_peft.")
+    bnb_4bit_quant_type: str = setting("nf4", "Number format of 4 bits: nf4 or fp4.")
+    use_bnb_nested_quant: bool = setting(False, "Quantise the scales of 4-bit weights too.")
+    bnb_4bit_quant_storage: str | None = setting(
+        None, "Dtype in which 4-bit weights are stored. Default: uint8."
     )
 
     def __post_init__(self) -> None:
-        if not self.use_peft:
-            needs_peft = ("lora_", "use_rslora", "use_dora", "load_in_")
-            self._refuse([name for name in self._set() if name.startswith(needs_peft)], "use_peft")
-        if not self.load_in_4bit:
-            self._refuse([name for name in self._set() if "bnb_" in name], "load_in_4bit")
+        changed = [f.name for f in fields(ModelConfig) if getattr(self, f.name) != f.default]
+        needs_peft = ("lora_", "use_rslora", "use_dora", "load_in_")
+        for needed, starts in (("use_peft", needs_peft), ("load_in_4bit", ("bnb_", "use_bnb_"))):
+            names = [name for name in changed if name.startswith(starts)]
+            if names and not getattr(self, needed):
+                raise ValueError(
+                    f"{', '.join(names)}: expected {needed} with it, got {needed}=False"
+                )
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit, load_in_4bit: expected at most one of them, got both")
-        if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
-            raise ValueError(
-                f"bnb_4bit_quant_type: expected nf4 or fp4, got {self.bnb_4bit_quant_type!r}"
-            )
+        check_name("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("nf4", "fp4"))
         if self.use_peft and not is_peft_available():
             raise ValueError(
                 f"use_peft: expected the package peft to be installed; {install_command('peft')}"
@@ -236,15 +218,6 @@ class ModelConfig:
             raise ValueError(
                 "load_in_4bit, load_in_8bit: expected the package bitsandbytes to be installed"
             )
-
-    def _set(self) -> list[str]:
-        """Return which arguments of this class differ from their defaults."""
-        own = fields(ModelConfig)
-        return [item.name for item in own if getattr(self, item.name) != item.default]
-
-    def _refuse(self, names: list[str], needed: str) -> None:
-        if names:
-            raise ValueError(f"{', '.join(names)}: expected {needed} with it, got {needed}=False")
 
 
 def loading_options(model_args: ModelConfig) -> dict[str, Any]:
@@ -301,3 +274,65 @@ def get_quantization_config(
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
     )
+
+
+@dataclass
+class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
+    """Rewards, tools and modules of a run, beside its model and its dataset.
+
+    Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
+    the losses that are registered by then.
+    """
+
+    reward_funcs: list[str] | None = setting(
+        None,
+        "Built-in rewards, import paths package.module.function, reward models (a folder or a "
+        "hub id owner/name). Settings stand in parentheses: name(key=value, ...).",
+    )
+    reward_model_name_or_path: str | None = setting(
+        None, "A reward model: a folder or a hub id. It comes before reward_funcs."
+    )
+    tools: list[str] | None = setting(None, "Import paths of functions that the model can call.")
+    environment_factory: str | None = setting(
+        None, "Import path of a class: each completion acts upon one of its objects."
+    )
+    rollout_func: str | None = setting(
+        None, "Import path of a function (prompts, trainer) that makes completions."
+    )
+    import_modules: list[str] | None = setting(
+        None, "Modules to import first: they register losses that loss_type may name."
+    )
+    eval_dataset_name: str | None = setting(None, "Prompts for evaluation, named in the same way.")
+
+    def __post_init__(self) -> None:
+        alone = bool(self.environment_factory)  # which may have prompts and a reward
+        for name, given in {
+            "model_name_or_path": bool(self.model_name_or_path),
+            "dataset_name": bool(self.dataset_name or self.datasets) or alone,
+            "reward_funcs": bool(self.rewards) or alone,
+        }.items():
+            if not given:
+                raise ValueError(f"--{name} is required")
+        if self.ignore_bias_buffers:
+            raise ValueError(
+                "ignore_bias_buffers: expected False, no model here needs it, got True"
+            )
+        if not self.datasets and (self.streaming or self.test_split_size is not None):
+            name = "streaming" if self.streaming else "test_split_size"
+            raise ValueError(
+                f"{name}: expected it with datasets, got {getattr(self, name)} without; of "
+                "dataset_name there are dataset_streaming and eval_dataset_name"
+            )
+        ModelConfig.__post_init__(self)
+        DatasetMixtureConfig.__post_init__(self)
+        if os.getcwd() not in sys.path:
+            # modules beside the user's data; at the end: a file there replaces no installed module
+            sys.path.append(os.getcwd())
+        for name in self.import_modules or ():
+            load_module(name, "--import_modules")
+
+    @property
+    def rewards(self) -> list[str]:
+        """Reward functions and models, by name."""
+        first = self.reward_model_name_or_path
+        return ([first] if first else []) + (self.reward_funcs or [])

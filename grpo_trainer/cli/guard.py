@@ -11,7 +11,7 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_trainer.common import is_loopback
@@ -24,13 +24,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _FOR_EVERYBODY = "/health"  # whether the server is up
 _READING = ("GET", "HEAD", "OPTIONS")
 _POLICY_VIOLATION = 1008  # code of a websocket's end
-
-
-class Refusal(NamedTuple):
-    """Why a request is not passed on."""
-
-    status: int
-    reason: str
 
 
 class Guard:
@@ -49,31 +42,31 @@ class Guard:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            body = json.dumps({"error": refusal.reason}).encode()
+            status, reason = refusal
             headers = [(b"content-type", b"application/json")]
-            await send(
-                {"type": "http.response.start", "status": refusal.status, "headers": headers}
-            )
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            body = json.dumps({"error": reason}).encode()
             await send({"type": "http.response.body", "body": body})
         else:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
 
 
-def _refusal(scope: Scope, args: Any) -> Refusal | None:
+def _refusal(scope: Scope, args: Any) -> tuple[int, str] | None:
+    """Return the status and the reason of a request that is not passed on."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get("host", "")
     # the name of another site can be made to lead here (DNS rebinding)
     if is_loopback(args.host) and not is_loopback(_hostname(host)):
-        return Refusal(403, f"Host: expected localhost or an address of it, got {host!r}")
+        return 403, f"Host: expected localhost or an address of it, got {host!r}"
     scheme = "https" if scope["scheme"] in ("https", "wss") else "http"
     if headers.get("origin", f"{scheme}://{host}") != f"{scheme}://{host}":
-        return Refusal(403, f"Origin: expected none but {scheme}://{host}")
+        return 403, f"Origin: expected none but {scheme}://{host}"
     if not _has_key(scope, headers, args):
-        return Refusal(401, "Authorization: expected `Bearer KEY` with the server's VLLM_API_KEY")
+        return 401, "Authorization: expected `Bearer KEY` with the server's VLLM_API_KEY"
     sent = headers.get("content-type", "").partition(";")[0].strip().lower()
     # other types a page can post to any origin without asking first (CORS)
     if scope.get("method", "GET") not in _READING and sent != "application/json":
-        return Refusal(415, f"Content-Type: expected application/json, got {sent!r}")
+        return 415, f"Content-Type: expected application/json, got {sent!r}"
     return None
 
 

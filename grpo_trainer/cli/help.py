@@ -1,58 +1,75 @@
-"""``grpo-train --help`` and ``--version``, and options that are misspelled: without the trainer.
-
-Its imports take seconds. So the help is a file, made from the parser by ``cli.help_file``; it has
-the names of all options, too.
-"""
+"""``python -m grpo_trainer.cli.help`` writes the file that ``grpo-train --help`` prints."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
+import copy
+import inspect
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from importlib.metadata import version
 
-from grpo_trainer.common import name_of, no_such_option
+from transformers.hf_argparser import string_to_bool
 
-HELP = Path(__file__).with_name("help.txt")
-# where other packages name options: those of another version are not in the file
-_ELSEWHERE = {
-    ("transformers", "training_args.py"): "^    {}:",
-    ("accelerate", "commands/launch.py"): '"--{}"',
-}
+from grpo_trainer.cli import HELP
+from grpo_trainer.cli.arguments import RunArguments
+from grpo_trainer.cli.parser import own_configs
+from grpo_trainer.cli.train import run_parser
+from grpo_trainer.config import GRPOConfig
 
+_KINDS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
+_WIDTH = 80
+_START = """\
+usage: grpo-train --model_name_or_path MODEL --dataset_name DATA --reward_funcs NAME ...
+                  [--name value ...] [--config RUN.yaml]
+       grpo-train serve --model MODEL   a vLLM server to sample from
+       grpo-train report RUN [RUN ...]  the report of a run, or of several side by side
 
-def answer(words: Sequence[str]) -> None:
-    """Print what the words ask for and leave, if it takes no more than the file.
+Trains a model by GRPO. A boolean without a value is true; --no_NAME is short for
+--NAME false. A dash may stand for each underscore.
 
-    Raises:
-        ValueError: one of the words is no option.
-    """
-    text = HELP.read_text()
-    if "--version" in words:
-        from grpo_kernels.version import VERSION
-
-        print(f"grpo-train {VERSION}")
-    elif "--help" in words or "-h" in words:
-        print(text, end="")
-    else:
-        known = re.findall(r"^  --(\w+)", text, re.M)
-        # words with a space are values to argparse
-        for word in (word for word in words if re.match(r"--\S+$", word)):
-            name = name_of(word)
-            if not any(_is_known(each, known) for each in (name, name.removeprefix("no_"))):
-                raise ValueError(no_such_option(word, known))
-        return
-    raise SystemExit(0)
+The command:
+  --config FILE         YAML file with arguments; the command line overrides it.
+  --accelerate_config FILE
+                        Start processes by `accelerate launch`, with its file or
+                        one of ours:
+                        CONFIGS.
+                        Its options, such as --num_processes, are taken too.
+  --version             Print the version.
+  --help                Print this.
+"""
 
 
-def _is_known(name: str, known: Sequence[str]) -> bool:
-    return name in known or any(
-        re.search(pattern.format(re.escape(name)), _source(*where), re.M)
-        for where, pattern in _ELSEWHERE.items()
-    )
+def help_text() -> str:
+    """Return the help, with a section for each class that has arguments."""
+    formatter = ArgumentDefaultsHelpFormatter("grpo-train", width=_WIDTH)
+    actions = {item.dest: item for item in reversed(run_parser()._actions)}
+    for kind in (*reversed(RunArguments.__mro__), *GRPOConfig.__mro__):
+        own = [actions.pop(name) for name in inspect.get_annotations(kind) if name in actions]
+        if own:
+            package = kind.__module__.partition(".")[0]
+            is_ours = package == "grpo_trainer"
+            heading = (kind.__doc__ or "").partition(".")[0].replace("``", "")
+            if not is_ours:
+                where = f"`python -m pydoc {package}.{kind.__name__}` has more"
+                heading = f"Of {package} {version(package)}; {where}"
+            formatter.start_section(heading)
+            formatter.add_arguments(_shown(action, is_ours) for action in own)
+            formatter.end_section()
+    return _START.replace("CONFIGS", ", ".join(own_configs())) + "\n" + formatter.format_help()
 
 
-def _source(package: str, file: str) -> str:
-    spec = find_spec(package)  # imports nothing
-    folders = spec.submodule_search_locations if spec else None
-    return Path(folders[0], file).read_text() if folders else ""
+def _shown(action: Action, described: bool) -> Action:
+    """Return the argument as the help shows it: one spelling, what it takes, a default if any."""
+    action = copy.copy(action)
+    action.option_strings = action.option_strings[:1]
+    action.metavar = _KINDS.get(action.type, "TEXT")
+    if not described:
+        action.help = None
+    elif action.choices is not None:
+        action.help = f"{action.help} One of %(choices)s."
+    if action.default is None:
+        action.default = SUPPRESS
+    return action
+
+
+if __name__ == "__main__":
+    HELP.write_text(help_text())

@@ -1,23 +1,30 @@
-"""TrlParser: dataclasses from a command line over a YAML file over their defaults."""
+"""Dataclasses from a command line over a YAML file over their defaults, and of the launcher."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from argparse import Action, ArgumentParser
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
+from collections.abc import Iterable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from grpo_trainer.common import hint, no_such_option, printable
+from grpo_trainer.common import hint, printable
+
+Words = dict[str, list[str]]  # of arguments, by name
 
 _MOST_VALUES = 100_000  # aliases of aliases grow exponentially in all that is made of them
+_FOLDER = Path(__file__).parents[1] / "accelerate_configs"
+_NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours
+_LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # is set for the processes that are started
+_OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # are set by torchrun and accelerate
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,78 +38,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """What a file sets."""
-
-    path: str = ""
-    words: list[str] = field(default_factory=list)  # as on the command line
-    values: dict[str, Any] = field(default_factory=dict)  # mappings, and what else has no words
-    environment: dict[str, str] = field(default_factory=dict)  # variables to set
-    unknown: dict[str, list[str]] = field(default_factory=dict)  # words of each unknown argument
-
-
-def read_run_file(
-    path: Path, actions: Mapping[str, Action], hints: Mapping[str, Any], mappings: Collection[str]
-) -> RunFile:
-    """Read ``name: value`` lines.
-
-    A plain value is taken as written, so that ``save_strategy: no`` is the word and not a boolean.
-
-    Args:
-        path: the file.
-        actions: the arguments there are, by name.
-        hints: their types, by name.
-        mappings: the names of those that may be mappings.
-
-    Raises:
-        ValueError: there is no such file, it is not YAML, has an argument more than once, or a
-            value of the wrong kind. The message names the file.
-    """
-    read, seen = RunFile(path=str(path)), set[str]()
-    for name, node in _entries(path):
-        if name == "env" and name not in actions:
-            read.environment.update(_environment(path, node))
-            continue
-        if name not in actions:
-            read.unknown[name] = _words(node)
-            continue
-        if name in seen:
-            raise ValueError(f"--config: {path} has {name} more than once")
-        seen.add(name)
-        try:
-            value = _value(node)
-        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
-            raise ValueError(f"--config: {path}: {name} cannot be read: {error}") from error
-        if isinstance(node, yaml.ScalarNode) and value is not None:
-            read.words.append(f"--{name}={node.value}")  # one word: it may begin with a dash
-        elif _has_words(node, actions[name]):
-            read.words.extend((f"--{name}", *(item.value for item in node.value)))
-        elif _is_allowed(value, actions[name], hints[name], name in mappings):
-            read.values[name] = value
-        else:
-            kind = type(value).__name__ if value is not None else "null"
-            raise ValueError(f"--config: {path}: {name} cannot be a {kind}: {value!r}")
-    return read
-
-
-def _environment(path: Path, node: yaml.Node) -> dict[str, str]:
-    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
-    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
-        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
-    return {key.value: value.value for key, value in pairs}
-
-
-def _words(node: yaml.Node) -> list[str]:
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return [str(item.value) for item in items]
-
-
-def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
-    if not path.is_file():
-        raise ValueError(f"--config: no such file {str(path)!r}")
+def _entries(path: str) -> list[tuple[str, yaml.Node]]:
+    """Return the ``name: value`` lines of a file."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config: no such file {path!r}")
     try:
-        root = yaml.compose(path.read_text(), Loader=_Loader)
+        root = yaml.compose(Path(path).read_text(), Loader=_Loader)
         _check_size(root)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from error
@@ -111,6 +52,10 @@ def _entries(path: Path) -> list[tuple[str, yaml.Node]]:
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
         raise ValueError(f"--config: expected `name: value` lines in {path}")
+    names = [key.value for key, _ in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--config: {path} has {name} more than once")
     return [(key.value, node) for key, node in entries]
 
 
@@ -120,30 +65,25 @@ def _check_size(root: yaml.Node | None) -> None:
     while left:
         node = left.pop()
         seen += 1
-        if isinstance(node, yaml.SequenceNode):
-            left += node.value
-        elif isinstance(node, yaml.MappingNode):
-            left += [item for pair in node.value for item in pair]
+        if isinstance(node, yaml.CollectionNode):
+            for item in node.value:
+                left += item if isinstance(item, tuple) else [item]
         if seen + len(left) > _MOST_VALUES:
             raise yaml.YAMLError(f"expected at most {_MOST_VALUES:,} values, aliases included")
 
 
-def _value(node: yaml.Node) -> Any:
-    return _Loader("").construct_document(node)
+def _environment(path: str, node: yaml.Node) -> dict[str, str]:
+    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
+    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
+        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
+    return {key.value: value.value for key, value in pairs}
 
 
-def _has_words(node: yaml.Node, action: Action) -> bool:
-    """Return whether it is a list that the command line takes as several words."""
-    if not isinstance(node, yaml.SequenceNode) or action.nargs != "+" or not node.value:
-        return False
-    return all(isinstance(item, yaml.ScalarNode) for item in node.value)
-
-
-def _is_allowed(value: Any, action: Action, hint: Any, may_be_mapping: bool) -> bool:
+def _is_allowed(value: Any, action: Action, hint: Any) -> bool:
     if value is None:
         return type(None) in get_args(hint)
     if isinstance(value, dict):
-        return may_be_mapping
+        return re.search(r"\bdict\b", str(hint)) is not None
     # a list of several words has been read by now, unless it is empty or nested
     if action.nargs != "+" or not value:
         return "list" in str(hint)
@@ -160,8 +100,6 @@ class TrlParser(HfArgumentParser):
     Raises:
         ValueError: a dataclass has a field ``config``.
     """
-
-    _source = ""  # where the words come from, for messages
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
         types = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
@@ -197,70 +135,139 @@ class TrlParser(HfArgumentParser):
         Raises:
             ValueError: the file is wrong, an argument is unknown, or a value is out of range.
         """
-        file, words = self.read(args)
-        words = [*file.words, *words]
+        path, unknown, words = self.read(args)
         rest = self.parse_known_args(words)[1]
         if not return_remaining_strings:
-            self.check_known(rest, file if fail_with_unknown_args else RunFile())
+            known = [action.dest for action in self._actions]
+            for name in unknown if fail_with_unknown_args else ():
+                raise ValueError(
+                    f"--config: {path} has an unknown argument: {name}{hint(name, known)}"
+                )
+            for word in rest[:1]:
+                option = word.partition("=")[0]
+                if not option.startswith("--"):
+                    raise ValueError(f"expected --name value, got {word!r}")
+                meant = hint(option.removeprefix("--").replace("-", "_"), known)
+                raise ValueError(f"{option}: there is no such argument{meant}")
         *found, _, _ = self.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
         if not return_remaining_strings:
             return tuple(found)
-        of_file = [word for name, item in file.unknown.items() for word in (f"--{name}", *item)]
+        of_file = [word for name, item in unknown.items() for word in (f"--{name}", *item)]
         lists = [of_file, rest] if separate_remaining_strings else [of_file + rest]
         return (*found, *lists)
 
-    def read(self, args: Iterable[str] | None = None) -> tuple[RunFile, list[str]]:
-        """Return what the file says, and the words of the command line without the file.
+    def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
+        """Return the file's path and the words of what is unknown in it, and the command line's.
 
-        What has no words in the file becomes a default; a wrong value in it is an error here.
+        What the file sets becomes a default. A plain value is taken as written, so that
+        ``save_strategy: no`` is the word and not a boolean.
         """
         first = ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
         first.error = self.error  # type: ignore[method-assign]
         first.add_argument("--config")
-        known, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
-        if known.config is None:
-            return RunFile(), words
-        actions = {action.dest: action for action in self._actions if action.dest != "help"}
-        del actions["config"]
+        path, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
+        if (path := path.config) is None:
+            return "", {}, words
         hints: dict[str, Any] = {}
-        mappings: list[str] = []
         for kind in self.dataclass_types:
             hints |= get_type_hints(kind)
-            mappings += getattr(kind, "_VALID_DICT_FIELDS", ())
-        mappings += [name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint))]
-        file = read_run_file(Path(known.config), actions, hints, mappings)
-        os.environ.update(file.environment)
-        self.set_defaults(**file.values)
-        self._check_words(file)
-        return file, words
+        # a flag's own action stands before that of its --no_NAME
+        actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
+        unknown: Words = {}
+        for name, node in _entries(path):
+            if name in actions:
+                self.set_defaults(**{name: self._value(path, node, actions[name], hints[name])})
+                actions[name].required = False
+            elif name == "env":
+                os.environ.update(_environment(path, node))
+            else:
+                items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+                unknown[name] = [str(item.value) for item in items]
+        return path, unknown, words
 
-    def _check_words(self, file: RunFile) -> None:
-        """Say of what is wrong in the file that it is in the file."""
-        required = [action for action in self._actions if action.required]
-        for action in required:
-            action.required = False  # the command line may have it
-        self._source = f"--config: {file.path}: "
-        self.parse_known_args(file.words)
-        self._source = ""
-        for action in required:
-            action.required = action.dest not in file.values
-
-    def check_known(self, rest: Sequence[str], file: RunFile) -> None:
-        """Raise ValueError if there is a word in ``rest``, or a name in the file, nobody knows."""
-        known = [action.dest for action in self._actions]
-        for name in file.unknown:
-            raise ValueError(
-                f"--config: {file.path} has an unknown argument: {name}{hint(name, known)}"
-            )
-        for word in rest[:1]:
-            if not word.startswith("--"):
-                raise ValueError(f"expected --name value, got {word!r}")
-            raise ValueError(no_such_option(word, known))
+    def _value(self, path: str, node: yaml.Node, action: Action, hint: Any) -> Any:
+        try:
+            value = _Loader("").construct_document(node)
+        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
+            raise ValueError(f"--config: {path}: {action.dest} cannot be read: {error}") from error
+        is_list = isinstance(node, yaml.SequenceNode) and action.nargs == "+"
+        items = node.value if is_list else [node] if value is not None else []
+        if items and all(isinstance(item, yaml.ScalarNode) for item in items):
+            try:
+                return self._get_values(action, [item.value for item in items])
+            except ArgumentError as error:
+                self.error(f"--config: {path}: {error}")
+        if not _is_allowed(value, action, hint):
+            kind = type(value).__name__ if value is not None else "null"
+            raise ValueError(f"--config: {path}: {action.dest} cannot be a {kind}: {value!r}")
+        return value
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
-        line = " ".join(f"{self._source}{message}".split())
-        print(f"{self.prog}: error: {printable(line)}", file=sys.stderr)
+        line = printable(" ".join(message.split()))
+        print(f"{self.prog}: error: {line}", file=sys.stderr)
         raise SystemExit(2)
+
+
+class LaunchParser(TrlParser):
+    """Takes out what belongs to ``accelerate launch``, in the file and on the command line."""
+
+    launch: list[str]  # words for it
+
+    def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
+        path, unknown, words = super().read(args)
+        flags = launch_command_parser()._option_string_actions
+        names = {_NAME} | {flag.removeprefix("--") for flag in flags if re.match(r"--\w+$", flag)}
+        names -= {action.dest for action in self._actions}
+        launcher = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+        for name in names:
+            launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*")
+        on_line, words = launcher.parse_known_args(words)
+        in_file = {name: item for name, item in unknown.items() if name in names}
+        self.launch = []
+        for name, item in (in_file | vars(on_line)).items():  # the command line overrides the file
+            self.launch += _written(name, item, flags)
+        others = {name: item for name, item in unknown.items() if name not in names}
+        return path, others, words
+
+    def start_if_asked(self, args: Iterable[str]) -> None:
+        """Become ``accelerate launch`` of the same run, if there is something for it."""
+        path, _, words = self.read(args)
+        if not self.launch or any(name in os.environ for name in (_LAUNCHED, *_OTHERS)):
+            return
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+        config = ["--config", path] if path else []
+        command += [*self.launch, "-m", "grpo_trainer.cli", *config, *words]
+        sys.stderr.flush()
+        os.execve(sys.executable, command, os.environ | {_LAUNCHED: "1"})
+
+    def check_started(self) -> None:
+        """Raise ValueError if there is something for a launcher that has not been started."""
+        if self.launch and _LAUNCHED not in os.environ:
+            raise ValueError(
+                f"{' '.join(self.launch)}: expected no arguments of `accelerate launch` under a "
+                "launcher or in Python, only for the command grpo-train"
+            )
+
+
+def _written(name: str, values: list[str], flags: dict[str, Action]) -> list[str]:
+    if name == _NAME:
+        return ["--config_file", _file(*values[:1])]
+    if flags[f"--{name}"].nargs == 0:  # a flag, which a file gives a value
+        return [f"--{name}"] if all(map(string_to_bool, values)) else []
+    return [f"--{name}", *values]
+
+
+def own_configs() -> list[str]:
+    """Return the names of our files for ``accelerate launch``."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def _file(name: str = "") -> str:
+    own = _FOLDER / f"{name}.yaml"
+    if not Path(name).is_file() and not own.is_file():
+        known = ", ".join(own_configs())
+        raise ValueError(f"{_NAME}: expected a file, or one of {known}; got {name!r}")
+    return name if Path(name).is_file() else str(own)

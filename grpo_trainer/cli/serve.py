@@ -69,7 +69,11 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         "VLLM_SERVER_DEV_MODE": "1",  # without it a server takes no weights
         "PYTHONSAFEPATH": "1",  # no module of the working directory replaces one of vLLM's
     }
-    return ServeCommand(words, environment, _warning(known.host))
+    warning = (
+        f"--host {known.host}: whoever has the API key can replace the weights and have files "
+        "read, and without --ssl-keyfile it crosses the network as it is. Use a closed network."
+    )
+    return ServeCommand(words, environment, None if is_loopback(known.host) else warning)
 
 
 def _as_vllm_says(words: Sequence[str]) -> list[str]:
@@ -86,22 +90,12 @@ def _as_vllm_says(words: Sequence[str]) -> list[str]:
     return said
 
 
-def _warning(host: str) -> str | None:
-    if is_loopback(host):
-        return None
-    return (
-        f"--host {host}: whoever has the API key can replace the weights and have files read, and "
-        "without --ssl-keyfile it crosses the network as it is. Use a closed network."
-    )
-
-
 def main(argv: Sequence[str]) -> None:
     """Become the server."""
     command = serve_command(argv)
     if importlib.util.find_spec("vllm") is None:
-        said = f"vllm is not installed; {install_command('vllm')}"
-        print(f"grpo-train serve: error: {said}", file=sys.stderr)
-        raise SystemExit(2)
+        missing = f"vllm is not installed; {install_command('vllm')}"
+        OneLineParser(prog="grpo-train serve").error(missing)
     if command.warning is not None:
         print(f"grpo-train serve: warning: {command.warning}", file=sys.stderr)
     sys.stderr.flush()

@@ -7,27 +7,23 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers.hf_argparser import HfArg
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
 from grpo_trainer.cli.arguments import (
-    DatasetMixtureConfig,
-    ModelConfig,
-    ScriptArguments,
+    RunArguments,
     get_dataset,
     get_peft_config,
     get_quantization_config,
     loading_options,
 )
-from grpo_trainer.cli.errors import fail
-from grpo_trainer.cli.launch import LaunchParser
-from grpo_trainer.common import load_function, load_module
+from grpo_trainer.cli.parser import LaunchParser
+from grpo_trainer.common import load_function
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
 from grpo_trainer.report import main as report
@@ -36,74 +32,9 @@ from grpo_trainer.vllm import ServerError
 
 logger = logging.get_logger(__name__)
 
+_FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError)
 _MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
-
-
-@dataclass
-class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
-    """Rewards, tools and modules of a run, beside its model and its dataset.
-
-    Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
-    the losses that are registered by then.
-    """
-
-    reward_funcs: list[str] | None = HfArg(
-        default=None,
-        help="Built-in rewards, import paths package.module.function, reward models (a folder or a "
-        "hub id owner/name). Settings stand in parentheses: name(key=value, ...).",
-    )
-    reward_model_name_or_path: str | None = HfArg(
-        default=None, help="A reward model: a folder or a hub id. It comes before reward_funcs."
-    )
-    tools: list[str] | None = HfArg(
-        default=None, help="Import paths of functions that the model can call."
-    )
-    environment_factory: str | None = HfArg(
-        default=None, help="Import path of a class: each completion acts upon one of its objects."
-    )
-    rollout_func: str | None = HfArg(
-        default=None, help="Import path of a function (prompts, trainer) that makes completions."
-    )
-    import_modules: list[str] | None = HfArg(
-        default=None, help="Modules to import first: they register losses that loss_type may name."
-    )
-    eval_dataset_name: str | None = HfArg(
-        default=None, help="Prompts for evaluation, named in the same way."
-    )
-
-    def __post_init__(self) -> None:
-        alone = bool(self.environment_factory)  # which may have prompts and a reward
-        for name, given in {
-            "model_name_or_path": bool(self.model_name_or_path),
-            "dataset_name": bool(self.dataset_name or self.datasets) or alone,
-            "reward_funcs": bool(self.rewards) or alone,
-        }.items():
-            if not given:
-                raise ValueError(f"--{name} is required")
-        if self.ignore_bias_buffers:
-            raise ValueError(
-                "ignore_bias_buffers: expected False, no model here needs it, got True"
-            )
-        if not self.datasets and (self.streaming or self.test_split_size is not None):
-            name = "streaming" if self.streaming else "test_split_size"
-            raise ValueError(
-                f"{name}: expected it with datasets, got {getattr(self, name)} without; of "
-                "dataset_name there are dataset_streaming and eval_dataset_name"
-            )
-        ModelConfig.__post_init__(self)
-        DatasetMixtureConfig.__post_init__(self)
-        if os.getcwd() not in sys.path:
-            # modules beside the user's data; at the end: a file there replaces no installed module
-            sys.path.append(os.getcwd())
-        for name in self.import_modules or ():
-            load_module(name, "--import_modules")
-
-    @property
-    def rewards(self) -> list[str]:
-        """Reward functions and models, by name."""
-        first = self.reward_model_name_or_path
-        return ([first] if first else []) + (self.reward_funcs or [])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -120,32 +51,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         from grpo_trainer.cli.serve import main as serve
 
         return serve(argv[1:])
+    parser, trainer = run_parser(), None
     try:
         if argv and argv[0] == "report":
-            report(argv[1:])
-            return None
-        run_parser().start_if_asked(argv)
+            return report(argv[1:])
+        parser.start_if_asked(argv)
         trainer = build_trainer(argv)
-    except (ValueError, ImportError, OSError, ServerError) as error:
-        fail(str(error))
-    try:
-        _train(trainer)
-    except (ImportError, ServerError, CheckpointError, StartError) as error:
-        fail(str(error))
-    except ValueError as error:
-        if not _raised_by_a_check(error):
+        return _train(trainer)
+    except (ValueError, OSError, *_FOR_THE_USER) as error:
+        if trainer is not None and not _is_for_the_user(error):
             raise
-        fail(str(error))
-    except OSError as error:
-        if error.filename is None:  # then it is no file that the user could look at
-            raise
-        fail(str(error))
+        parser.error(str(error))
 
 
 def _train(trainer: GRPOTrainer) -> None:
-    resume = trainer.args.resume_from_checkpoint
-    newest = str(resume).lower() == "true"
-    output = trainer.train(resume_from_checkpoint=True if newest else resume)
+    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
     state = Path(trainer.args.output_dir) / TRAINER_STATE_NAME
     if output.metrics or not state.exists():  # without a step it is the one that is there
@@ -157,12 +77,16 @@ def _train(trainer: GRPOTrainer) -> None:
         trainer.accelerator.end_training()
 
 
-def _raised_by_a_check(error: ValueError) -> bool:
-    """Return whether a ``raise`` of this package made it, about what the user gave.
+def _is_for_the_user(error: Exception) -> bool:
+    """Return whether an error of a running training is about what the user can put right.
 
-    One that another package raises while training runs, or a line such as ``int(text)`` here, is a
-    bug of somebody's and needs its traceback.
+    A ValueError that another package raises while training runs, or a line such as ``int(text)``
+    here, is a bug of somebody's and needs its traceback.
     """
+    if isinstance(error, _FOR_THE_USER):
+        return True
+    if isinstance(error, OSError):
+        return error.filename is not None  # a file that the user can look at
     frame = traceback.extract_tb(error.__traceback__)[-1]
     here = Path(__file__).parents[1]
     return Path(frame.filename).is_relative_to(here) and (frame.line or "").startswith("raise ")
@@ -177,7 +101,8 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     run, args = parse(argv)
     _check_output(args.output_dir)
     model = _existing_model(run.model_name_or_path)
-    _check_resumed(args)
+    # whether a run can begin or go on there, before anything is loaded
+    find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint, args.overwrite_output_dir)
     train, evaluation = _datasets(run, args)
     names = [run.dataset_name, run.eval_dataset_name, *(item.path for item in run.datasets)]
     if any(name is not None and not Path(name).exists() for name in names):
@@ -217,8 +142,8 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
             )
     if named:
         args.model_init_kwargs = named | own
-    if str(args.resume_from_checkpoint).lower() == "false":  # a field of text, to transformers
-        args.resume_from_checkpoint = None
+    resume = args.resume_from_checkpoint  # a field of text, to transformers
+    args.resume_from_checkpoint = {"true": True, "false": None}.get(str(resume).lower(), resume)
     return run, args
 
 
@@ -244,13 +169,6 @@ def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prom
         config = None if Path(run.eval_dataset_name).is_file() else config
         evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, config)
     return train, evaluation
-
-
-def _check_resumed(args: GRPOConfig) -> None:
-    """Raise ValueError if a run cannot begin or go on there, before anything is loaded."""
-    asked = args.resume_from_checkpoint
-    newest = str(asked).lower() == "true"
-    find_checkpoint(Path(str(args.output_dir)), newest or asked, args.overwrite_output_dir)
 
 
 def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:

@@ -22,8 +22,12 @@ def load_module(name: str, argument: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # it runs the user's code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        file = Path(frame.filename)  # none in the import machinery, as for a missing module
+        where = f" ({file.name}, line {frame.lineno})" if file.is_file() else ""
         raise ValueError(
-            f"{argument}: module {name!r} cannot be imported: {_described(error)}"
+            f"{argument}: module {name!r} cannot be imported: {type(error).__name__}: "
+            f"{error}{where}"
         ) from error
 
 
@@ -47,11 +51,3 @@ def load_function(path: str, argument: str) -> Callable[..., Any]:
             f"{argument}: expected {path!r} to be callable, got {type(function).__name__}"
         )
     return function
-
-
-def _described(error: BaseException) -> str:
-    """Say what was raised, and in which line."""
-    text = f"{type(error).__name__}: {error}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    inside = Path(frame.filename).is_file()  # not in the import machinery, as for a missing module
-    return f"{text} ({Path(frame.filename).name}, line {frame.lineno})" if inside else text

@@ -1,26 +1,30 @@
-"""What GRPOConfig checks on construction: ranges, names, and combinations that cannot work."""
+"""How GRPOConfig is checked: each field by the rules in its annotation, in one loop."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import sys
 import warnings
-from collections.abc import Iterable
-from dataclasses import field, fields
-from typing import Any, Self, get_type_hints
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import GenerationConfig, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_trainer.common import hint, masked_text
+from grpo_kernels.arguments import check_name, check_number
+from grpo_trainer.common import masked_text, masked_url
+
+Rule = Callable[[str, Any], None]  # takes the name of a field and its value
 
 # for a field that is true or false and None by default: a flag without a value is true
 FLAG = {"nargs": "?", "const": True}
@@ -31,162 +35,75 @@ def setting(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-class NamedFields:
-    """Says which field was meant, as the command line does, where the constructor knows none.
-
-    Raises:
-        TypeError: there is no such argument.
-    """
-
-    def __new__(cls, *args: Any, **values: Any) -> Self:
-        taken = inspect.signature(cls.__init__).parameters
-        takes_all = any(item.kind is item.VAR_KEYWORD for item in taken.values())
-        for name in values:
-            if name not in taken and not takes_all:
-                raise TypeError(
-                    f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
-                    f"{hint(name, taken)}"
-                )
-        return super().__new__(cls)
+def number_in(expected: str, accepts: Callable[[float], bool]) -> Rule:
+    """Return the rule of a finite number as expected."""
+    return lambda name, value: check_number(name, value, expected, accepts)
 
 
-def check_inherited(args: TrainingArguments) -> None:
-    """Raise ValueError if one is set that cannot work here, and warn of one without effect."""
-    _check_trackers(args)
-    _check_loading(args)
-    _check_what_trainer_would_ignore(args)
+def number(low: float, high: float = math.inf, above: bool = False) -> Rule:
+    """Return the rule of a number in [low, high], or with ``above`` in (low, high]."""
+    return number_in(
+        f"a number {'>' if above else '>='} {low:g}" + _up_to(high),
+        lambda value: low <= value <= high and not (above and value == low),
+    )
 
 
-def check_accelerator(args: TrainingArguments) -> None:
-    """Raise ValueError if accelerate has no such setting."""
-    given = args.accelerator_config
-    known = [item.name for item in fields(AcceleratorConfig)]
-    for name in given if isinstance(given, dict) else ():
-        check_choice("accelerator_config", name, known)
+def integer(low: int, high: float = math.inf) -> Rule:
+    """Return the rule of an integer in [low, high]."""
+    return number_in(
+        f"an integer >= {low}" + _up_to(high),
+        lambda value: isinstance(value, int) and low <= value <= high,
+    )
 
 
-def leave_the_head_to_us(args: TrainingArguments) -> None:
-    """Keep Liger from patching the head, whose forward computes our loss."""
-    if not args.use_liger_kernel:
-        return
-    patches: dict[str, Any] = dict(args.liger_kernel_config or {})
-    for name in ("fused_linear_cross_entropy", "cross_entropy"):
-        if patches.setdefault(name, False):
-            raise ValueError(
-                f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
-                "trainer is fused already"
-            )
-    args.liger_kernel_config = patches
+def _up_to(high: float) -> str:
+    return f" and <= {high:g}" if math.isfinite(high) else ""
 
 
-def _check_loading(args: TrainingArguments) -> None:
-    """Check settings of loaders, which do not read the training prompts: each process does."""
-    reasons = {
-        "dispatch_batches": "the main process can send tensors alone, and prompts are none",
-        "split_batches": "batch sizes are those of one process",
-    }
-    for name, reason in reasons.items():
-        if getattr(args.accelerator_config, name):
-            raise ValueError(f"accelerator_config: expected {name}=False ({reason}), got True")
-    if args.dataloader_num_workers:
-        warnings.warn(
-            "dataloader_num_workers: no effect on training, whose prompts each process reads "
-            "itself when it needs them; evaluation has these workers",
-            stacklevel=5,
-        )
+def choice(names: Collection[str]) -> Rule:
+    """Return the rule of a field that is one of ``names``."""
+    return lambda name, value: check_name(name, value, names)
 
 
-def _check_what_trainer_would_ignore(args: TrainingArguments) -> None:
-    """Check arguments of transformers' Trainer that have no meaning here."""
-    reasons = {
-        "auto_find_batch_size": (False, "a smaller batch would split groups"),
-        "label_smoothing_factor": (0.0, "there are no labels"),
-        "parallelism_config": (None, "each process has the whole model and whole sequences"),
-        "train_sampling_strategy": ("random", "prompts are sampled in groups"),
-    }
-    for name, (expected, reason) in reasons.items():
-        value = getattr(args, name, expected)
-        if value != expected:
-            raise ValueError(f"{name}: expected {expected!r} ({reason}), got {value!r}")
+def expect(expected: str, accepts: Callable[[Any], bool]) -> Rule:
+    """Return the rule of a field whose value is accepted."""
+
+    def check(name: str, value: Any) -> None:
+        if not accepts(value):
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+    return check
 
 
-def _check_trackers(args: TrainingArguments) -> None:
-    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-    for tracker in trackers:
-        check_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
-    installed = get_available_reporting_integrations()
-    missing = sorted(set(trackers) - set(installed))
-    if missing:
-        raise ValueError(
-            f"report_to: expected trackers that are installed ({', '.join(installed) or 'none'}), "
-            f"got {', '.join(missing)}; pip install {' '.join(missing)}"
-        )
+def _only(value: Any, why: str) -> Rule:
+    return expect(f"{value!r} ({why})", lambda other: other == value)
 
 
-# the advantages have a function for each of them
-SCALES = ("group", "batch", "none")
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-
-# fields that are integers of at least so much, or None where that is the default
-_AT_LEAST = {
-    "num_generations": 2,
-    "num_generations_eval": 1,
-    "num_iterations": 1,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "max_prompt_length": 1,
-    "max_completion_length": 1,
-    "steps_per_generation": 1,
-    "generation_batch_size": 1,
-    "num_completions_to_print": 0,
-    "max_resampling_rounds": 1,
-    "ref_model_sync_steps": 1,
-    "max_tool_calling_iterations": 0,
-    "top_k": 0,
-    "activation_bytes": 0,
-    "vllm_tensor_parallel_size": 1,
-    "vllm_max_model_length": 1,
-    "vllm_server_port": 1,
-    "vllm_group_port": 1,
-}
-
-# what generation shares with the loss is set once, in the field named here
-_SHARED_WITH_THE_LOSS = {
-    "temperature": "temperature",
-    "max_new_tokens": "max_completion_length",
-    "max_length": "max_completion_length",
-    "max_tokens": "max_completion_length",
-    "n": "num_generations",
-    "num_return_sequences": "num_generations",
-}
+def numbers(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a list of numbers."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name}: expected a list of numbers, got {value!r}")
+    for item in value:
+        check_number(name, item)
 
 
-def check_booleans(args: TrainingArguments) -> None:
-    """Raise ValueError unless every field that is true or false is one of the two.
-
-    Any text would pass for true. The command line has read its words by now.
-    """
-    for name, annotation in get_type_hints(type(args)).items():
-        value = getattr(args, name)
-        known = {bool: (True, False), bool | None: (True, False, None)}.get(annotation)
-        if known is not None and value not in known:
-            raise ValueError(f"{name}: expected {' or '.join(map(str, known))}, got {value!r}")
+def repository(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` can be the name of a repository of the hub."""
+    try:
+        validate_repo_id(value)
+    except HFValidationError as error:
+        raise ValueError(f"{name}: expected owner/name or name, got {value!r}: {error}") from error
 
 
-def check_config(args: TrainingArguments) -> None:
-    """Raise ValueError unless every field is in range and all of them fit together."""
-    _check_integers(args)
-    check_number("learning_rate", args.learning_rate, 0)
-    check_number("num_train_epochs", args.num_train_epochs, 0)
-    check_choice("scale_rewards", args.scale_rewards, SCALES)
-    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, AGGREGATIONS)
-    _check_reference(args)
-    _check_entropy(args)
-    _check_rewards(args)
-    _check_logs(args)
-    _check_model(args)
-    _check_generation(args)
+def check_url(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is the URL of a web server."""
+    try:
+        parts = urlsplit(str(value))
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        good = False
+    if not good:
+        raise ValueError(f"{name}: expected http://host:port, got {masked_url(str(value))!r}")
 
 
 def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -202,11 +119,117 @@ def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     )
 
 
+AtLeastOne = Annotated[int, integer(1)]
+Count = Annotated[int, integer(0)]
+Port = Annotated[int, integer(1, 65535)]
+NotNegative = Annotated[float, number(0)]
+Positive = Annotated[float, number(0, above=True)]
+Fraction = Annotated[float, number(0, 1)]
+Share = Annotated[float, number(0, 1, above=True)]
+Text = Annotated[str, expect("a text", lambda value: isinstance(value, str))]
+Folder = Annotated[
+    str, expect("a folder", lambda value: isinstance(value, str) and Path(value).is_dir())
+]
+Options = Annotated[dict[str, Any] | str | None, options]
+
+_BOOLEANS = {bool: (True, False), bool | None: (True, False, None)}
+# rules of fields of transformers' own
+_INHERITED: dict[str, Rule] = {
+    "num_train_epochs": number(0),
+    "max_steps": expect(
+        "at least 1, or -1 to go by num_train_epochs",
+        lambda value: isinstance(value, int) and (value == -1 or value >= 1),
+    ),
+    "per_device_train_batch_size": integer(1),
+    "per_device_eval_batch_size": integer(1),
+    "gradient_accumulation_steps": integer(1),
+    "auto_find_batch_size": _only(False, "a smaller batch would split groups"),
+    "label_smoothing_factor": _only(0.0, "there are no labels"),
+    "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
+    "train_sampling_strategy": _only("random", "prompts are sampled in groups"),
+}
+# where a field keeps its default: with another one that is set, or without one; and why
+_RELATIONS = {
+    "sync_ref_model without beta": "where there is no reference model",
+    "log_completions_hub_repo without log_completions": "which writes what is uploaded",
+    "backward_exact_weight without backward_tolerance": "where all gradients are exact",
+    "backward_tolerance with entropy_coef": "whose gradient is exact alone",
+    "backward_tolerance with use_adaptive_entropy": "whose gradient is exact alone",
+    "backward_tolerance with use_sampling_mask": "whose gradient is exact alone",
+    "cache_implementation with use_vllm": "which has a cache of its own",
+    "cache_implementation with use_transformers_continuous_batching": "which has its own",
+    "use_vllm with use_transformers_continuous_batching": "which is an engine, too",
+    "use_vllm with rollout_engine": "which is an engine, too",
+    "use_transformers_continuous_batching with rollout_engine": "which is an engine, too",
+    "transformers_continuous_batching_config without use_transformers_continuous_batching": "whose "
+    "settings they are",
+    "use_sampling_mask with use_transformers_continuous_batching": "which does not report what its "
+    "filters left",
+    "overlap_generation without vllm_importance_sampling_correction": "which corrects for "
+    "completions of older weights",
+    "on_bad_image with overlap_generation": "which draws the rows of a checkpoint's completions "
+    "once more and has to find the same ones",
+    "dynamic_prompts_fn with overlap_generation": "which needs the next prompts before the current "
+    "completions are scored",
+    "dynamic_prompts_form without dynamic_prompts_fn": "whose form it is",
+}
+
+
+def check_fields(args: TrainingArguments) -> None:
+    """Raise ValueError unless each field is as its annotation says, and fits to the others.
+
+    One that is true or false has to be one of the two: any text would pass for true. The command
+    line has read its words by now.
+    """
+    config: Any = type(args)
+    for name, (kind, marks) in annotated_fields(config).items():
+        value = getattr(args, name)
+        if value not in (choices := _BOOLEANS.get(kind, (value,))):
+            raise ValueError(f"{name}: expected {' or '.join(map(str, choices))}, got {value!r}")
+        if value is None and type(None) in get_args(kind):
+            continue
+        if name in _INHERITED:
+            _INHERITED[name](name, value)
+        for rule in filter(callable, marks):
+            rule(name, value)
+    for relation, why in _RELATIONS.items():
+        name, how, other = relation.split()
+        value, default = getattr(args, name), default_of(args, name)
+        if value != default and bool(getattr(args, other)) is (how == "with"):
+            raise ValueError(
+                f"{name}: expected {default!r} {how} {other}, {why}; got {masked_text(repr(value))}"
+            )
+    low, high = args.entropy_coef_min, args.entropy_coef_max
+    number(low)("entropy_coef_max", high)
+    if args.use_adaptive_entropy:
+        number(low, high)("entropy_coef", args.entropy_coef)
+
+
+@cache
+def annotated_fields(config: type) -> dict[str, tuple[Any, list[Any]]]:
+    """Return the type of each field, and what ``Annotated`` says of it or of a part of it."""
+    kinds = get_type_hints(config)
+    return {
+        name: (kinds[name], _marks(annotation))
+        for name, annotation in get_type_hints(config, include_extras=True).items()
+    }
+
+
+def _marks(annotation: Any) -> list[Any]:
+    inner = [mark for part in get_args(annotation) for mark in _marks(part)]
+    return [*getattr(annotation, "__metadata__", ()), *inner]
+
+
+def default_of(args: TrainingArguments, name: str) -> Any:
+    """Return what a field is by default."""
+    return type(args).__dataclass_fields__[name].default
+
+
 def parse_json_fields(args: TrainingArguments) -> None:
     """Turn the dictionaries that the command line gives as JSON into dictionaries.
 
     Raises:
-        ValueError: one is not JSON.
+        ValueError: one is not JSON, or accelerate has no such setting.
     """
     for name in args._VALID_DICT_FIELDS:
         value = getattr(args, name)
@@ -216,6 +239,46 @@ def parse_json_fields(args: TrainingArguments) -> None:
             except (json.JSONDecodeError, RecursionError) as error:
                 shown = masked_text(repr(value))
                 raise ValueError(f"{name}: expected JSON, got {shown}: {error}") from error
+    of_accelerate = args.accelerator_config
+    for name in of_accelerate if isinstance(of_accelerate, dict) else ():
+        check_name("accelerator_config", name, [item.name for item in fields(AcceleratorConfig)])
+
+
+def check_inherited(args: TrainingArguments) -> None:
+    """Raise ValueError if transformers has set what cannot work here; warn of one without effect.
+
+    Liger is kept from patching the head, whose forward computes our loss.
+    """
+    for tracker in args.report_to:
+        check_name("report_to", tracker, INTEGRATION_TO_CALLBACK)
+    installed = get_available_reporting_integrations()
+    if missing := sorted(set(args.report_to) - set(installed)):
+        raise ValueError(
+            f"report_to: expected trackers that are installed ({', '.join(installed) or 'none'}), "
+            f"got {', '.join(missing)}; pip install {' '.join(missing)}"
+        )
+    reasons = {
+        "dispatch_batches": "the main process can send tensors alone, and prompts are none",
+        "split_batches": "batch sizes are those of one process",
+    }
+    for name, reason in reasons.items():
+        if getattr(args.accelerator_config, name):
+            raise ValueError(f"accelerator_config: expected {name}=False ({reason}), got True")
+    if args.dataloader_num_workers:
+        warnings.warn(
+            "dataloader_num_workers: no effect on training, whose prompts each process reads "
+            "itself when it needs them; evaluation has these workers",
+            stacklevel=4,
+        )
+    if args.use_liger_kernel:
+        patches = dict.fromkeys(("fused_linear_cross_entropy", "cross_entropy"), False)
+        args.liger_kernel_config = patches | (args.liger_kernel_config or {})
+        for name in patches:
+            if args.liger_kernel_config[name]:
+                raise ValueError(
+                    f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
+                    "trainer is fused already"
+                )
 
 
 def set_generation_batch(args: TrainingArguments) -> None:
@@ -227,13 +290,13 @@ def set_generation_batch(args: TrainingArguments) -> None:
             "generation_batch_size, steps_per_generation: expected at most one of them, "
             f"got {size} and {steps}"
         )
-    if size is not None and size % step:
+    if size is None:
+        size = step * (steps or args.gradient_accumulation_steps)
+    if size % step:
         raise ValueError(
             f"generation_batch_size: expected a multiple of {step}, the batch of one step over "
             f"all processes, got {size}"
         )
-    if size is None:
-        size = step * (steps or args.gradient_accumulation_steps)
     if size % args.num_generations:
         valid = [n for n in range(2, size + 1) if size % n == 0]
         raise ValueError(
@@ -252,12 +315,10 @@ def set_padding(args: TrainingArguments) -> None:
         ValueError: it is none of these.
     """
     value = args.pad_to_multiple_of
-    if value == "auto":
-        args.pad_to_multiple_of = 128 if args.device.type == "neuron" else None
-        return
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    value = None if value in ("none", "null", "None") else value
+    words = {"auto": 128 if args.device.type == "neuron" else None}
+    words |= dict.fromkeys(("none", "null", "None"))
+    if isinstance(value, str):
+        value = int(value) if value.isdecimal() else words.get(value, value)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(
             f"pad_to_multiple_of: expected an integer >= 1, auto or none, got {value!r}"
@@ -265,121 +326,80 @@ def set_padding(args: TrainingArguments) -> None:
     args.pad_to_multiple_of = value
 
 
-def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``known``."""
-    if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
-        raise ValueError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
+def _old(advice: str, **metadata: Any) -> Any:
+    return setting(None, f"Deprecated: {advice}", **metadata)
 
 
-def check_number(
-    name: str, value: Any, low: float, high: float = math.inf, above: bool = False
-) -> None:
-    """Raise ValueError unless ``value`` is a finite number in [low, high].
+@dataclass
+class OldNames:
+    """Deprecated fields; None means not set, and each is None after construction."""
 
-    With ``above`` the range is (low, high].
+    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **FLAG)
+    use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **FLAG)
+    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.", **FLAG)
+    vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
+    vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
+
+
+_NEW_NAMES = {
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "use_transformers_paged": "use_transformers_continuous_batching",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+
+
+def adopt_old_names(args: TrainingArguments) -> None:
+    """Move deprecated values to the fields that took their place.
+
+    Raises:
+        ValueError: an old and its new name are both set, to different values.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    finite = number and abs(value) <= sys.float_info.max  # an int may be larger
-    if finite and low <= value <= high and not (above and value == low):
-        return
-    expected = f"a number {'>' if above else '>='} {low:g}"
-    expected += f" and <= {high:g}" if math.isfinite(high) else ""
-    raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-
-def _check_integers(args: TrainingArguments) -> None:
-    if args.max_steps != -1 and args.max_steps < 1:
-        raise ValueError(
-            "max_steps: expected at least 1, or -1 to go by num_train_epochs, got "
-            f"{args.max_steps!r}"
-        )
-    for name, least in _AT_LEAST.items():
-        value, default = getattr(args, name), type(args).__dataclass_fields__[name].default
-        if value is None and default is None:
+    for item in fields(OldNames):
+        value, new = getattr(args, item.name), _NEW_NAMES.get(item.name)
+        if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+        _warn_of_old(f"{item.name}: {item.metadata['help']}")
+        setattr(args, item.name, None)
+        if new is None:
+            continue
+        if getattr(args, new) not in (default_of(args, new), value):
+            raise ValueError(
+                f"{item.name}, {new}: expected one of them (they are the same), "
+                f"got {value!r} and {getattr(args, new)!r}"
+            )
+        setattr(args, new, value)
+    if args.top_k is None:
+        _warn_of_old("top_k: Deprecated: use 0 for None.")
+        args.top_k = 0
+    init = args.model_init_kwargs
+    if isinstance(init, dict) and "torch_dtype" in init:  # from_pretrained ignores it beside dtype
+        _warn_of_old("model_init_kwargs['torch_dtype']: Deprecated: use dtype.")
+        old, init = init["torch_dtype"], {k: v for k, v in init.items() if k != "torch_dtype"}
+        if _dtype_name(init.setdefault("dtype", old)) != _dtype_name(old):
+            raise ValueError(
+                "model_init_kwargs: expected one of dtype and torch_dtype (they are the same), got "
+                f"{init['dtype']!r} and {old!r}"
+            )
+        args.model_init_kwargs = init
 
 
-def _check_reference(args: TrainingArguments) -> None:
-    check_number("ref_model_mixup_alpha", args.ref_model_mixup_alpha, 0, 1)
-    if args.sync_ref_model and args.beta == 0:
-        raise ValueError(
-            "sync_ref_model: expected False with beta=0, which uses no reference model, got True"
-        )
+def _warn_of_old(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=5)
 
 
-def _check_entropy(args: TrainingArguments) -> None:
-    if args.router_aux_loss_coef is not None:
-        check_number("router_aux_loss_coef", args.router_aux_loss_coef, 0)
-    for name in ("entropy_coef_min", "entropy_coef_delta", "entropy_target"):
-        check_number(name, getattr(args, name), 0)
-    check_number("entropy_coef_max", args.entropy_coef_max, args.entropy_coef_min)
-    if args.use_adaptive_entropy:
-        low, high = args.entropy_coef_min, args.entropy_coef_max
-        check_number("entropy_coef", args.entropy_coef, low, high)
-
-
-def _check_rewards(args: TrainingArguments) -> None:
-    weights = args.reward_weights
-    if weights is not None and not isinstance(weights, list | tuple):
-        raise ValueError(f"reward_weights: expected a list of numbers, got {weights!r}")
-    for weight in weights or ():
-        check_number("reward_weights", weight, -math.inf)
-
-
-def _check_logs(args: TrainingArguments) -> None:
-    repository = args.log_completions_hub_repo
-    if repository is None:
-        return
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ValueError(
-            f"log_completions_hub_repo: expected owner/name or name, got {repository!r}: {error}"
-        ) from error
-    if not args.log_completions:
-        raise ValueError(
-            "log_completions_hub_repo: expected log_completions with it, which writes what is "
-            f"uploaded; got {repository!r} alone"
-        )
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return ``bfloat16`` for that text and for ``torch.bfloat16``."""
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_model(args: TrainingArguments) -> None:
-    dtype = options("model_init_kwargs", args.model_init_kwargs).get("dtype", "auto")
+def check_model_dtype(name: str, value: Any) -> None:
+    """Raise ValueError unless from_pretrained takes the dtype among its arguments."""
+    dtype = options(name, value).get("dtype", "auto")
     if dtype is None or dtype == "auto" or isinstance(dtype, dict):  # one for each part
         return
-    known = getattr(torch, dtype_name(dtype), None)
+    known = getattr(torch, _dtype_name(dtype), None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise ValueError(
-            "model_init_kwargs['dtype']: expected auto or a floating-point dtype of torch such as "
-            f"bfloat16, got {dtype!r}"
+            f"{name}['dtype']: expected auto or a floating-point dtype of torch such as bfloat16, "
+            f"got {dtype!r}"
         )
-
-
-def _check_generation(args: TrainingArguments) -> None:
-    check_number("top_p", args.top_p, 0, 1, above=True)
-    check_number("repetition_penalty", args.repetition_penalty, 0, above=True)
-    if args.min_p is not None:
-        check_number("min_p", args.min_p, 0, 1)
-    options("chat_template_kwargs", args.chat_template_kwargs)
-    own_names = args.use_vllm or args.rollout_engine is not None  # checked by that engine
-    known = GenerationConfig(cache_implementation=args.cache_implementation)  # checks it
-    for name in options("generation_kwargs", args.generation_kwargs):
-        if name in _SHARED_WITH_THE_LOSS:
-            raise ValueError(
-                f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
-                "instead, which the loss reads too"
-            )
-        if not own_names and name in ("stop", "stop_strings"):
-            raise ValueError(
-                f"generation_kwargs[{name!r}]: expected no text where transformers generates; "
-                "token ids that end a completion are its 'stop_token_ids'"
-            )
-        if not own_names and name != "stop_token_ids" and not hasattr(known, name):
-            raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.common import masked
+from grpo_trainer.common import hint, masked
 from grpo_trainer.config.checks import (
-    AGGREGATIONS,
     FLAG,
-    SCALES,
-    NamedFields,
-    check_accelerator,
-    check_booleans,
-    check_config,
+    AtLeastOne,
+    Count,
+    Folder,
+    Fraction,
+    NotNegative,
+    OldNames,
+    Options,
+    Positive,
+    Share,
+    adopt_old_names,
+    check_fields,
     check_inherited,
-    leave_the_head_to_us,
+    check_model_dtype,
+    choice,
+    expect,
+    integer,
+    numbers,
     parse_json_fields,
+    repository,
     set_generation_batch,
     set_padding,
     setting,
 )
-from grpo_trainer.config.engines import RolloutFields, check_rollout
+from grpo_trainer.config.engines import RolloutFields, check_engine
 from grpo_trainer.config.loss import (
     BackwardFields,
     LossFields,
@@ -37,9 +49,16 @@ from grpo_trainer.config.loss import (
     check_level,
     loss_config,
 )
-from grpo_trainer.config.media import MediaFields, check_media
-from grpo_trainer.config.old_names import OldNames, adopt_old_names
-from grpo_trainer.config.tools import ToolFields, check_tools, import_path
+
+# the advantages have a function for each of them
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
+
+PromptsFunction = Annotated[
+    Callable[..., Any] | str,
+    expect("a function or its import path", lambda fn: isinstance(fn, str) or callable(fn)),
+]
 
 _on_disk = ContextVar("_on_disk", default=False)
 
@@ -55,6 +74,70 @@ def pickled_without_secrets() -> Iterator[None]:
         yield
     finally:
         _on_disk.reset(before)
+
+
+class NamedFields:
+    """Says which field was meant, as the command line does, where the constructor knows none."""
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        for name in values:
+            if name not in parameters and not takes_all:
+                raise TypeError(
+                    f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
+                    f"{hint(name, parameters)}"
+                )
+        return super().__new__(cls)
+
+
+@dataclass
+class ToolFields:
+    """How long completions go on with tools, and where the next prompts come from."""
+
+    max_tool_calling_iterations: Count | None = setting(
+        None,
+        "How often a completion may call tools and go on with their answers. Default: until "
+        "max_completion_length.",
+    )
+    tool_timeout: Positive | None = setting(
+        60.0,
+        "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
+        "thread of their own for that; null in the file: no limit, and no other thread.",
+    )
+    dynamic_prompts_fn: PromptsFunction | None = setting(
+        None,
+        "Import path of a function (prompts, completions, rewards, metas) that returns the "
+        "prompts of the next generation batch, each text, messages, or None: the dataset's "
+        "next.",
+    )
+    dynamic_prompts_form: Annotated[str, choice(PROMPT_FORMS)] = setting(
+        "samples",
+        "What dynamic_prompts_fn is given and returns: samples (one entry per completion, with "
+        "the dataset's prompt) or groups (one per prompt, with all its completions).",
+    )
+
+
+@dataclass
+class MediaFields:
+    """Which images rows may name, and what becomes of a row whose images cannot be read."""
+
+    allow_remote_images: bool | None = setting(
+        None,
+        "Whether rows may name images by URLs. Default: yes, but not where grpo-train loads a "
+        "dataset of the hub.",
+        **FLAG,
+    )
+    allowed_media_path: Folder | None = setting(
+        None,
+        "Folder whose files rows may name as images. Default: any file, but where grpo-train loads "
+        "a dataset of the hub only the files that came with it.",
+    )
+    on_bad_image: Annotated[str, choice(("error", "skip"))] = setting(
+        "error",
+        "What a training row does whose images cannot be read: error, or skip, which logs it and "
+        "takes the next row.",
+    )
 
 
 @dataclass
@@ -75,6 +158,7 @@ class GRPOConfig(
     count completions, not prompts.
 
     Raises:
+        TypeError: there is no such argument; the message says which one was meant.
         ValueError: values are out of range or do not fit together.
     """
 
@@ -88,7 +172,7 @@ class GRPOConfig(
         "vllm_engine_kwargs",
     ]
 
-    learning_rate: float = setting(1e-6, "Initial learning rate.")
+    learning_rate: NotNegative = setting(1e-6, "Initial learning rate.")
     logging_steps: float = setting(10, "Log every so many steps, or this share if below 1.")
     gradient_checkpointing: bool | None = setting(True, "Recompute activations in backward.")
     bf16: bool | None = setting(
@@ -103,7 +187,7 @@ class GRPOConfig(
         False, "Drop all columns but `prompt`; reward functions then do not see the others."
     )
 
-    model_init_kwargs: dict[str, Any] | str | None = setting(
+    model_init_kwargs: Annotated[Options, check_model_dtype] = setting(
         None,
         "Arguments of from_pretrained for the model and reward models that are given by name. The "
         "model's dtype is float32 by default.",
@@ -117,28 +201,36 @@ class GRPOConfig(
         "inputs' precision; they are summed in float32 and not rounded either way.",
     )
     shuffle_dataset: bool = setting(True, "Shuffle the training prompts in every epoch.")
-    num_generations: int = setting(8, "Completions per prompt: the group size.")
-    num_generations_eval: int | None = setting(None, "The same in evaluation. Default: the same.")
-    max_prompt_length: int | None = setting(None, "Keep only the last so many prompt tokens.")
-    max_completion_length: int = setting(512, "Longest completion, in tokens.")
+    num_generations: Annotated[int, integer(2)] = setting(
+        8, "Completions per prompt: the group size."
+    )
+    num_generations_eval: AtLeastOne | None = setting(
+        None, "The same in evaluation. Default: the same."
+    )
+    max_prompt_length: AtLeastOne | None = setting(
+        None, "Keep only the last so many prompt tokens."
+    )
+    max_completion_length: AtLeastOne = setting(512, "Longest completion, in tokens.")
     pad_to_multiple_of: int | str | None = setting(
         "auto", "Pad sequences to a multiple of this length; auto: 128 on Neuron, none elsewhere."
     )
 
-    generation_batch_size: int | None = setting(
+    generation_batch_size: AtLeastOne | None = setting(
         None, "Completions generated at once, over all processes. Excludes steps_per_generation."
     )
-    steps_per_generation: int | None = setting(
+    steps_per_generation: AtLeastOne | None = setting(
         None, "Micro-batches per generation. Default: gradient_accumulation_steps."
     )
-    top_p: float = setting(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
-    top_k: int = setting(0, "Sample from the so many likeliest tokens; 0: from all.")
-    min_p: float | None = setting(None, "Least probability, as a share of the likeliest token's.")
-    repetition_penalty: float = setting(1.0, "Above 1 makes tokens that occurred less likely.")
-    generation_kwargs: dict[str, Any] | str | None = setting(
+    top_p: Share = setting(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
+    top_k: Count = setting(0, "Sample from the so many likeliest tokens; 0: from all.")
+    min_p: Fraction | None = setting(
+        None, "Least probability, as a share of the likeliest token's."
+    )
+    repetition_penalty: Positive = setting(1.0, "Above 1 makes tokens that occurred less likely.")
+    generation_kwargs: Options = setting(
         None, "More transformers GenerationConfig fields; they override the ones above."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = setting(
+    chat_template_kwargs: Options = setting(
         None, "Arguments of apply_chat_template for conversational prompts."
     )
 
@@ -151,7 +243,7 @@ class GRPOConfig(
         None, "Kind of key-value cache, as in transformers' generation."
     )
 
-    num_iterations: int = setting(1, "Passes over each generation batch.")
+    num_iterations: AtLeastOne = setting(1, "Passes over each generation batch.")
     mask_truncated_completions: bool = setting(
         False, "Leave completions out of the loss that ended without an end-of-sequence token."
     )
@@ -159,7 +251,7 @@ class GRPOConfig(
         False,
         "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476).",
     )
-    max_resampling_rounds: int = setting(
+    max_resampling_rounds: AtLeastOne = setting(
         10, "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
     )
     use_adaptive_entropy: bool = setting(
@@ -168,40 +260,44 @@ class GRPOConfig(
         "or below entropy_target and fall after others; the bonus applies after the former "
         "(Skywork-OR1, arXiv:2505.22312).",
     )
-    entropy_coef_min: float = setting(0.0, "Least coefficient of use_adaptive_entropy.")
+    entropy_coef_min: NotNegative = setting(0.0, "Least coefficient of use_adaptive_entropy.")
     entropy_coef_max: float = setting(1.0, "Largest coefficient of use_adaptive_entropy.")
-    entropy_coef_delta: float = setting(
+    entropy_coef_delta: NotNegative = setting(
         0.005, "How far use_adaptive_entropy moves the coefficient."
     )
-    entropy_target: float = setting(
+    entropy_target: NotNegative = setting(
         0.2, "Entropy per token, in nats, that use_adaptive_entropy keeps."
     )
-    router_aux_loss_coef: float | None = setting(
+    router_aux_loss_coef: NotNegative | None = setting(
         None, "Weight of a mixture-of-experts model's load-balancing loss. Default: its config's."
     )
-    reward_weights: list[float] | None = setting(None, "One per reward function. Default: all 1.")
-    scale_rewards: str = setting(
+    reward_weights: Annotated[list[float] | None, numbers] = setting(
+        None, "One per reward function. Default: all 1."
+    )
+    scale_rewards: Annotated[str, choice(SCALES)] = setting(
         "group", f"Divide advantages by a standard deviation: {', '.join(SCALES)}."
     )
-    multi_objective_aggregation: str = setting(
+    multi_objective_aggregation: Annotated[str, choice(AGGREGATIONS)] = setting(
         "sum_then_normalize", f"How several rewards are joined: {', '.join(AGGREGATIONS)}."
     )
 
     sync_ref_model: bool = setting(False, "Let the reference model of beta != 0 follow the policy.")
-    ref_model_mixup_alpha: float = setting(
+    ref_model_mixup_alpha: Fraction = setting(
         0.6, "Share of the policy in the reference after a sync."
     )
-    ref_model_sync_steps: int = setting(512, "Optimizer steps from one sync to the next.")
+    ref_model_sync_steps: AtLeastOne = setting(512, "Optimizer steps from one sync to the next.")
 
     log_completions: bool = setting(
         False, "Print completions when logging and write them to output_dir/completions."
     )
-    num_completions_to_print: int | None = setting(None, "How many of them to print. Default: all.")
+    num_completions_to_print: Count | None = setting(
+        None, "How many of them to print. Default: all."
+    )
     log_unique_prompts: bool = setting(False, "Of each prompt print and write one completion only.")
     log_multimodal: bool = setting(
         True, "Keep small copies of a prompt's images with its completions, for the report."
     )
-    log_completions_hub_repo: str | None = setting(
+    log_completions_hub_repo: Annotated[str | None, repository] = setting(
         None,
         "Hub dataset, made if there is none, that the files of completions are uploaded to during "
         "the run. It is public unless hub_private_repo is set.",
@@ -215,31 +311,25 @@ class GRPOConfig(
     )
 
     def __post_init__(self) -> None:
-        check_booleans(self)
+        parse_json_fields(self)
+        adopt_old_names(self)
+        scale = str(self.scale_rewards).lower()
+        self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
+        check_fields(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x
             self.activation_checkpointing = self.gradient_checkpointing
-        parse_json_fields(self)
-        check_accelerator(self)
         super().__post_init__()
-        adopt_old_names(self)
-        booleans = {"true": "group", "false": "none"}
-        scale = str(self.scale_rewards).lower()
-        self.scale_rewards = booleans.get(scale, scale)
         set_padding(self)
-        check_config(self)
         check_inherited(self)
-        leave_the_head_to_us(self)
         set_generation_batch(self)
         if self.eval_strategy != "no":
             self.check_eval_batch()
         loss = loss_config(self)
         check_level(self, loss)
-        backward_options(self)  # which checks them
-        check_rollout(self, loss)
-        check_tools(self)
-        check_media(self)
+        backward_options(self)  # which checks the seed
+        check_engine(self, loss)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, and without secrets, those in dictionaries too."""
@@ -265,8 +355,8 @@ class GRPOConfig(
         """
         args = copy.copy(self)
         setattr(args, name, value)
-        check_config(args)
-        check_rollout(args, loss_config(args))
+        check_fields(args)
+        check_engine(args, loss_config(args))
         return args
 
     @property
@@ -307,15 +397,17 @@ class GRPOConfig(
 def check_arguments(args: Any, processing_class: Any) -> None:
     """Raise ValueError unless they are a configuration of this trainer, and what makes tokens."""
     if not isinstance(args, GRPOConfig):
-        raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {_kind(args)}")
-    kinds = (PreTrainedTokenizerBase, ProcessorMixin)
-    if processing_class is not None and not isinstance(processing_class, kinds):
+        raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {type(args)}")
+    kinds = (PreTrainedTokenizerBase, ProcessorMixin, NoneType)
+    if not isinstance(processing_class, kinds):
         raise ValueError(
-            "processing_class: expected a tokenizer or a processor, got a "
-            f"{_kind(processing_class)}"
+            f"processing_class: expected a tokenizer or a processor, got a {type(processing_class)}"
         )
 
 
-def _kind(value: Any) -> str:
-    kind = type(value)
-    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+def import_path(function: Callable[..., Any] | str | None) -> str | None:
+    """Return the import path of a function, where only text can stand."""
+    if function is None or isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{function.__module__}.{name}"

@@ -5,51 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-from accelerate.commands.launch import launch_command_parser
-
-from grpo_trainer.cli import help as helping
-from grpo_trainer.cli import main
-from grpo_trainer.cli.help_file import help_text
-from grpo_trainer.config import GRPOConfig
+from grpo_trainer.cli import HELP, main
+from grpo_trainer.cli.help import help_text
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
 
 
 def test_the_file_is_what_the_parser_takes():
-    assert helping.HELP.read_text() == help_text(), "python -m grpo_trainer.cli.help_file writes it"
+    assert HELP.read_text() == help_text(), "python -m grpo_trainer.cli.help writes it"
 
 
-@pytest.mark.parametrize(
-    "words, code, said",
-    [
-        (["--config", "run.yaml", "-h"], 0, "usage: grpo-train"),
-        (["--beta", "0", "--model", "m"], 2, "(is it model_name_or_path?)"),
-    ],
-)
-def test_answers_import_nothing_heavy(words, code, said):
+def test_help_imports_nothing_heavy():
     script = (
         f"import sys; sys.modules |= dict.fromkeys({HEAVY!r})\n"
-        f"from grpo_trainer.cli import main; main({words!r})"
+        "from grpo_trainer.cli import main; main(['--config', 'run.yaml', '-h'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 0 and done.stdout == HELP.read_text()
 
 
 def test_the_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+    main(["--version"])
     assert capsys.readouterr().out.startswith("grpo-train ")
-
-
-def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkeypatch):
-    """Also those of versions that the file does not know."""
-    monkeypatch.setattr(helping, "HELP", tmp_path / "help.txt")
-    helping.HELP.write_text("")
-    launcher = [flag for flag in launch_command_parser()._option_string_actions if "_" in flag]
-    assert launcher
-    of_transformers = [f"--{name}" for name in GRPOConfig.__mro__[-2].__dataclass_fields__]
-    helping.answer([*launcher, *of_transformers, "--no_dataloader_pin_memory=false"])
-    with pytest.raises(ValueError, match="--learning_rates: there is no such argument"):
-        helping.answer(["--learning_rates", "1"])

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from grpo_trainer.cli import launch, main, serve
+from grpo_trainer.cli import main, parser, serve
 from grpo_trainer.cli.train import build_trainer, parse
 from tests.trainer.cli.runs import a_judge, arguments, write_module
 
@@ -148,7 +148,7 @@ def started(monkeypatch):
     def execve(*given):
         raise StartedError(*given)
 
-    for name in (launch._LAUNCHED, *launch._OTHERS, "VLLM_API_KEY"):
+    for name in (parser._LAUNCHED, *parser._OTHERS, "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.execve", execve)
     return start
@@ -172,7 +172,7 @@ def test_arguments_of_the_launcher(started, monkeypatch):
     assert launched(words) == (
         ["--num_processes", "2", "--multi_gpu", "--main_process_port", "29501"], run,
     )  # fmt: skip
-    assert environment[launch._LAUNCHED] == "1"
+    assert environment[parser._LAUNCHED] == "1"
 
     Path("run.yaml").write_text(
         "accelerate_config: fsdp2\nnum_processes: 2\nmulti_gpu: true\nuse_deepspeed: false\n"
@@ -185,9 +185,9 @@ def test_arguments_of_the_launcher(started, monkeypatch):
     assert own == run
     with pytest.raises(ValueError, match="--config_file .* expected no arguments of `accelerate"):
         parse(run)
-    monkeypatch.setenv(launch._LAUNCHED, "1")
+    monkeypatch.setenv(parser._LAUNCHED, "1")
     assert parse(run)[1].num_generations == 4  # what the started processes do
-    monkeypatch.delenv(launch._LAUNCHED)
+    monkeypatch.delenv(parser._LAUNCHED)
     Path("mine.yaml").write_text("num_processes: 2\n")
     words = started([*arguments(), "--accelerate_config", "mine.yaml"])[1]
     assert launched(words)[0] == ["--config_file", "mine.yaml"]

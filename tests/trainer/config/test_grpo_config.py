@@ -20,7 +20,7 @@ from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
-from grpo_trainer.config.old_names import OldNames
+from grpo_trainer.config.checks import OldNames
 
 HINTS = get_type_hints(GRPOConfig)
 INHERITED = get_type_hints(TrainingArguments)
@@ -125,7 +125,7 @@ def wrong_values(name: str) -> Iterator[Any]:
         yield from (HUGE, -math.inf)
     if bool not in kinds and name not in ("scale_rewards", "sapo_temperature_pos"):
         yield True
-    if type(None) not in kinds and name not in ("top_k", "scale_rewards", "vllm_server_host"):
+    if type(None) not in kinds and name not in ("top_k", "scale_rewards"):
         yield None
 
 
@@ -155,23 +155,23 @@ RELATIONS = [
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", ""),
     ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy", ""),
     ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config", "expected None"),
-    ({"accelerator_config": {"batches": 1}}, "accelerator_config", "expected one of split_batches"),
+    ({"accelerator_config": {"batches": 1}}, "accelerator_config", "one of .*split_batches"),
     (DISPATCH, "accelerator_config", "dispatch_batches=False"),
     ({"bf16": "false"}, "bf16", "expected True or False or None, got 'false'"),
     ({"loss_type": "ppo"}, "loss_type", "dapo"),
-    ({"scale_rewards": "max"}, "scale_rewards", "group, batch, none"),
+    ({"scale_rewards": "max"}, "scale_rewards", "batch, group, none"),
     ({"loss_kwargs": {"beta": 0.1}}, "loss_kwargs", "the loss's own .*, got 'beta'"),
     ({"loss_kwargs": {"rollout_correction_max": 2.0}}, "loss_kwargs", "'rollout_correction_max'"),
     ({"loss_kwargs": {"epsilon": 0.1}, "epsilon": 0.3}, "loss_kwargs", "no 'epsilon' beside"),
     ({"loss_kwargs": '{"a": ' + "[" * 9999}, "loss_kwargs", "expected JSON"),
-    ({"log_completions_hub_repo": "me/logs"}, "log_completions_hub_repo", "log_completions with"),
+    ({"log_completions_hub_repo": "me/logs"}, "log_completions_hub_repo", "without log_comp"),
     ({"log_completions_hub_repo": "a/b/c"} | LOGS, "log_completions_hub_repo", "got 'a/b/c'"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
-    ({"entropy_coef": 0.1} | TOLERANCE, "backward_tolerance", "None with entropy_coef=0.1"),
+    ({"entropy_coef": 0.1} | TOLERANCE, "backward_tolerance", "None with entropy_coef, .* 0.01"),
     ({"seed": 1 << 32} | TOLERANCE, "seed", "an int in"),
     ({"backward_exact_weight": False}, "backward_exact_weight", "True without backward_tolerance"),
-    ({"sync_ref_model": True}, "sync_ref_model", "False with beta=0"),
+    ({"sync_ref_model": True}, "sync_ref_model", "False without beta"),
     ({"entropy_coef_min": 1.5}, "entropy_coef_max", ">= 1.5"),
     ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs", "field temperature instead"),
     ({"generation_kwargs": {"num_beamz": 5}}, "generation_kwargs", "has no 'num_beamz'"),

@@ -199,8 +199,8 @@ def test_the_config_takes_a_function_or_its_path(make_args, train):
         ("nowhere.at.all", {}, "fn: module 'nowhere.at' cannot be imported"),
         (f"{__name__}.nothing", {}, f"fn: module '{__name__}' has no 'nothing'"),
         ("harder", {}, "fn: expected package.module.function, got 'harder'"),
-        (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of samples, groups"),
-        (None, GROUPS, "form: expected only with dynamic_prompts_fn"),
+        (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of groups, samples"),
+        (None, GROUPS, "form: expected 'samples' without dynamic_prompts_fn"),
         (harder, {"overlap_generation": True}, "fn: .* with overlap_generation"),
     ],
 )

@@ -122,7 +122,7 @@ def test_quantisation_by_arguments(make_args, monkeypatch):
         (dict(load_in_4bit=True), "load_in_4bit: expected use_peft"),
         (dict(use_peft=True, use_bnb_nested_quant=True), "expected load_in_4bit with it"),
         (dict(use_peft=True, load_in_4bit=True, load_in_8bit=True), "at most one"),
-        (dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="int4"), "nf4 or fp4"),
+        (dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="int4"), "one of fp4, nf4"),
     ],
 )
 def test_wrong_command_line_arguments(arguments, message):
