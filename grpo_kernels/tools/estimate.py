@@ -208,8 +208,8 @@ def _ours(call: Call) -> int:
         sums, rounded = _sums(call, single)
         if not single and not call.frozen:
             logits += _copies(call, height * (call.vocabulary + call.hidden))
-        if bounded is not None:  # the gradient beside them; entries, of several chunks joined
-            logits += tile + (kept if height == tokens else 2 * kept)
+        if bounded is not None:  # entries, of several chunks joined
+            logits += kept if height == tokens else 2 * kept
         return sums + max(logits, rounded)
     # logits formed again, a slice of the vocabulary at a time, and dweight: a slice of it is
     # summed apart where its own dtype would round the sums

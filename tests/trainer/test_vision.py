@@ -14,9 +14,10 @@ from datasets import Dataset
 from transformers.utils import get_json_schema
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import MicroBatch, encode_prompts, images_of, model_inputs
-from grpo_trainer.engines import Completions, RolloutEngine, TransformersEngine, requests_of
+from grpo_trainer.data import MicroBatch, Rollout, encode_prompts, images_of, model_inputs
+from grpo_trainer.engines import Completions, RolloutEngine, TransformersEngine
 from grpo_trainer.experience import Collector
+from grpo_trainer.vllm.requests import requests_of
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import parameters
 from tests.support.vision import (
@@ -367,11 +368,21 @@ def test_completions_and_report_show_the_images(shown: bool, tmp_path: Path) -> 
 
 
 def test_several_processes_see_images_together() -> None:
-    two = SimpleNamespace(_accelerator=SimpleNamespace(num_processes=2))
-    for seeing in ([1.0, 1.0], [0.0, 0.0]):
-        Collector._check_together(two, torch.tensor(seeing))  # type: ignore[arg-type]
+    """Two processes, of which the other one has a prompt with images."""
+
+    def collector(others: float) -> Any:
+        def gather(table: torch.Tensor) -> torch.Tensor:
+            return torch.cat([table, table.new_tensor([[1.0, 1.0, 0.0, others]])])
+
+        device = torch.device("cpu")
+        return SimpleNamespace(
+            _accelerator=SimpleNamespace(num_processes=2, device=device, gather=gather)
+        )
+
+    rollouts = [Rollout("1", [3], "2", [4])] * 2
+    assert Collector.measure(collector(0.0), rollouts).shape == (3, 3)
     with pytest.raises(ValueError, match="images: expected in all prompts .* got them in 1 of 3"):
-        Collector._check_together(two, torch.tensor([0.0, 1.0, 0.0]))  # type: ignore[arg-type]
+        Collector.measure(collector(1.0), rollouts)
 
 
 def text_model() -> Any:
