@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch import IGNORE_INDEX
@@ -94,59 +93,48 @@ def collate(
     pad_to_multiple_of: int | None = None,
 ) -> MicroBatch:
     """Join and pad B completions; the result is on the device of ``advantages``."""
-    rows, targets = [], []
-    for rollout in rollouts:
-        row = torch.tensor(rollout.prompt_ids + rollout.completion_ids)
-        start = len(rollout.prompt_ids)
-        in_loss = torch.tensor(rollout.in_loss, dtype=torch.bool)
-        target = torch.full_like(row, IGNORE_INDEX)
-        target[start - 1 : -1] = row[start:].where(in_loss, IGNORE_INDEX)
-        rows.append(row)
-        targets.append(target)
-    masks = [torch.ones_like(row) for row in rows]
-    pads = ((rows, pad_token_id), (masks, 0), (targets, IGNORE_INDEX))
-    input_ids, attention_mask, target = (
-        pad_rows(part, value, multiple=pad_to_multiple_of).to(advantages.device)
-        for part, value in pads
-    )
+    device = advantages.device
+    rows = [rollout.prompt_ids + rollout.completion_ids for rollout in rollouts]
+    starts = [len(rollout.prompt_ids) for rollout in rollouts]
+    lengths = [len(row) for row in rows]
+    place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
+    filled = place < torch.tensor(lengths)[:, None]
+    completion = filled & (place >= torch.tensor(starts)[:, None])
+    input_ids = torch.full(filled.shape, pad_token_id)
+    input_ids[filled] = torch.tensor([*chain(*rows)])
+    in_loss = torch.zeros_like(completion)
+    in_loss[completion] = torch.tensor([*chain(*(rollout.in_loss for rollout in rollouts))]) != 0
+    target = torch.full_like(input_ids, IGNORE_INDEX)
+    target[:, :-1] = input_ids[:, 1:].where(in_loss[:, 1:], IGNORE_INDEX)
+    logprobs = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
+    rollout_logprobs = None
+    if len(logprobs) == len(rollouts):
+        rollout_logprobs = _at_targets(torch.tensor([*chain(*logprobs)]), completion).to(device)
     if advantages.dim() == 2:
-        lengths = [len(rollout.completion_ids) for rollout in rollouts]
-        values = [row[:length] for row, length in zip(advantages, lengths, strict=True)]
-        advantages = _at_targets(rollouts, values, input_ids)
+        counts = torch.tensor(lengths) - torch.tensor(starts)
+        of_tokens = torch.arange(advantages.shape[1]) < counts[:, None]
+        advantages = _at_targets(advantages.cpu()[of_tokens], completion).to(device)
+    input_ids = input_ids.to(device)
     return MicroBatch(
         input_ids,
-        attention_mask,
-        target,
+        filled.long().to(device),
+        target.to(device),
         advantages,
         num_items=num_items,
         num_tokens=num_tokens,
-        rollout_logprobs=_logprobs(rollouts, input_ids),
+        rollout_logprobs=rollout_logprobs,
         sampling_mask=_sampling_mask(rollouts, input_ids),
         inputs=model_inputs(
-            [rollout.images for rollout in rollouts],
-            [len(row) for row in rows],
-            input_ids.shape[1],
-            input_ids.device,
+            [rollout.images for rollout in rollouts], lengths, input_ids.shape[1], device
         ),
     )
 
 
-def _logprobs(rollouts: Sequence[Rollout], input_ids: Tensor) -> Tensor | None:  # (B, L)
-    columns = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
-    return _at_targets(rollouts, columns, input_ids) if len(columns) == len(rollouts) else None
-
-
-def _at_targets(
-    rollouts: Sequence[Rollout],
-    columns: Sequence[Any],  # of each completion a tensor or a list, one value per token
-    input_ids: Tensor,  # (B, L)
-) -> Tensor:  # (B, L) fp32
-    """Put values where ``target`` has the tokens that they belong to, 0 elsewhere."""
-    placed = torch.zeros(input_ids.shape)
-    for row, rollout, values in zip(placed, rollouts, columns, strict=True):
-        start = len(rollout.prompt_ids) - 1
-        row[start : start + len(values)] = torch.as_tensor(values)
-    return placed.to(input_ids.device)
+def _at_targets(values: Tensor, completion: Tensor) -> Tensor:  # (N,), (B, L) bool -> (B, L) fp32
+    """Put a value for each token of a ``completion`` where ``target`` has it, 0 elsewhere."""
+    placed = torch.zeros(completion.shape)
+    placed[:, :-1][completion[:, 1:]] = values
+    return placed
 
 
 def _sampling_mask(
@@ -161,16 +149,6 @@ def _sampling_mask(
         rows += [[]] * (len(rollout.prompt_ids) - 1) + rollout.sampling_mask
         rows += [[]] * (number * input_ids.shape[1] - len(rows))
     return SamplingMask.from_lists(rows, input_ids.device)
-
-
-def pad_rows(
-    rows: Sequence[Tensor], value: int, left: bool = False, multiple: int | None = None
-) -> Tensor:
-    """Stack (l,) rows to (B, L), padded with ``value``; L is a multiple of ``multiple``."""
-    side = "left" if left else "right"
-    padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
-    more = -padded.shape[1] % (multiple or 1)
-    return functional.pad(padded, (more, 0) if left else (0, more), value=value)
 
 
 class RolloutBuffer:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -22,7 +24,7 @@ from transformers import (
 )
 
 from grpo_trainer.config import options
-from grpo_trainer.data import has_images, model_inputs, pad_rows
+from grpo_trainer.data import has_images, model_inputs
 from grpo_trainer.engines.base import (
     Completions,
     EngineContext,
@@ -114,8 +116,9 @@ class TransformersEngine(RolloutEngine):
         """Complete them in one left-padded batch."""
         config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
         rows = [torch.tensor(ids) for ids in prompt_ids]
-        ids = pad_rows(rows, config.pad_token_id, left=True).to(model.device)
-        mask = pad_rows([torch.ones_like(row) for row in rows], 0, left=True).to(model.device)
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = padded(rows, padding_value=config.pad_token_id).to(model.device)
+        mask = padded([torch.ones_like(row) for row in rows]).to(model.device)
         lengths = [len(row) for row in prompt_ids]
         more = model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True)
         filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
