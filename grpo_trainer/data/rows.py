@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +20,6 @@ import torch
 from datasets import Dataset, Features, IterableDataset, load_dataset
 from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
-from datasets.features.features import _visit
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -201,13 +200,14 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
         return {name: unopened(one, args) for name, one in dataset.items()}
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
         return dataset
-    columns = PROMPT_COLUMNS if Media.of(args) == Media() else dataset.features
-    features = {
-        name: _visit(feature, _undecoded) if name in columns else feature
-        for name, feature in dataset.features.items()
-    }
-    if features == dict(dataset.features):
+    features = copy.deepcopy(dict(dataset.features))
+    columns = PROMPT_COLUMNS if Media.of(args) == Media() else features
+    seen = {name: feature for name, feature in features.items() if name in columns}
+    images = [image for image in _images(seen) if image.decode]
+    if not images:
         return dataset
+    for image in images:
+        image.decode = False
     # a stream of the hub's may open them ahead, in threads
     streams = isinstance(dataset, IterableDataset)
     dataset = dataset.decode(False) if streams else copy.copy(dataset)
@@ -217,8 +217,16 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
     return dataset
 
 
-def _undecoded(feature: Any) -> Any:
-    return replace(feature, decode=False) if isinstance(feature, ImageFeature) else feature
+def _images(feature: Any) -> Iterator[ImageFeature]:
+    if isinstance(feature, ImageFeature):
+        yield feature
+    elif isinstance(feature, dict):
+        for each in feature.values():
+            yield from _images(each)
+    elif isinstance(feature, list):
+        yield from _images(feature[0])
+    elif hasattr(feature, "feature"):  # of a list
+        yield from _images(feature.feature)
 
 
 class PromptStream:
