@@ -160,7 +160,7 @@ class ToolLoop:
             places.append(processing_class.image_token)
         self._runner = ToolRunner(places, args.tool_timeout)
 
-    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
+    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
 
         Raises:
@@ -170,7 +170,7 @@ class ToolLoop:
         outcomes: list[Outcome] = []
         waiting = talks
         while (step := self._step(waiting)) is not None:
-            self._turn(waiting, step, rollouts)
+            self._turn(waiting, step, sampler)
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
         columns = {}
@@ -229,11 +229,11 @@ class ToolLoop:
             return None
         return most if self._context is None else min(most, self._context - longest)
 
-    def _turn(self, waiting: list[Conversation], step: int, rollouts: Sampler) -> None:
+    def _turn(self, waiting: list[Conversation], step: int, sampler: Sampler) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             images = [talk.rollout.images for talk in waiting]
-            turns = rollouts.generate([talk.ids for talk in waiting], step, images)
+            turns = sampler.generate([talk.ids for talk in waiting], step, images)
         columns = (
             turns.token_ids,
             turns.logprobs or repeat(None),

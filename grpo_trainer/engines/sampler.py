@@ -253,6 +253,6 @@ class Sampled:
 class Source(Protocol):
     """Where completions come from, if not from one call of the engine."""
 
-    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
+    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
         """Return one completion per row. In a distributed run every process calls it."""
         ...

@@ -66,10 +66,10 @@ class Collector:
         args: sampling, reward and loss settings.
         accelerator: joins groups that are spread over processes.
         processing_class: the tokenizer of the policy, or its processor.
-        rollouts: samples the completions.
+        sampler: samples the completions.
         rewards: how many reward functions there are.
         context: tokens that the policy has positions for; None: any number.
-        source: makes the completions; None: one call of ``rollouts`` does.
+        source: makes the completions; None: one call of ``sampler`` does.
         advantages: in place of :func:`compute_advantages` with the settings of ``args``.
 
     Raises:
@@ -82,7 +82,7 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         processing_class: ProcessingClass,
-        rollouts: Sampler,
+        sampler: Sampler,
         rewards: int,
         context: int | None = None,
         source: Source | None = None,
@@ -91,7 +91,7 @@ class Collector:
         self._args = args
         self._accelerator = accelerator
         self._processing_class = processing_class
-        self._rollouts = rollouts
+        self._sampler = sampler
         self._reader = RowReader(args, accelerator)
         self.read = self._reader.read
         self._context = context
@@ -112,7 +112,7 @@ class Collector:
                 f"got {len(weights)}"
             )
         self.weights = torch.tensor(weights, device=accelerator.device)
-        if not rollouts.eos_token_ids:
+        if not sampler.eos_token_ids:
             raise ValueError(
                 "processing_class: expected an eos_token (or an eos_token_id in the model's "
                 "generation_config or in generation_kwargs), got none, so that no completion "
@@ -120,7 +120,7 @@ class Collector:
             )
         tokenizer = tokenizer_of(processing_class)
         self._padding = pad_token_id(tokenizer)
-        self._parser = TurnParser(tokenizer, rollouts.eos_token_ids)
+        self._parser = TurnParser(tokenizer, sampler.eos_token_ids)
 
     def draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
         """Return this process's rows of the next ``count`` prompts, a group for each."""
@@ -149,19 +149,19 @@ class Collector:
         """
         if self._source is not None:
             with phase("generate"):
-                return self._source.sample(rows, self._rollouts)
+                return self._source.sample(rows, self._sampler)
         encoded, completions = begun or (self.encode(rows), None)
         prompts = [row["prompt"] for row in rows]
         prompt_ids, images = map(list, zip(*encoded, strict=True))
         if completions is None:
             with phase("generate"):
-                completions = self._rollouts.generate(prompt_ids, images=images)
+                completions = self._sampler.generate(prompt_ids, images=images)
         ids = completions.token_ids
         texts = self._parser.completions(prompts, prompt_ids, ids)
         rollouts = [Rollout(*parts) for parts in zip(prompts, prompt_ids, texts, ids, strict=True)]
         for index, rollout in enumerate(rollouts):
             rollout.images = images[index]
-            rollout.truncated = ids[index][-1] not in self._rollouts.eos_token_ids
+            rollout.truncated = ids[index][-1] not in self._sampler.eos_token_ids
             if completions.logprobs is not None:
                 rollout.logprobs = completions.logprobs[index]
             if completions.sampling_mask is not None:

@@ -23,18 +23,18 @@ class NextBatch:
         args: how long a batch serves, and where metrics are kept.
         prompts: the training prompts.
         collector: draws this process's rows from them, and encodes them.
-        rollouts: samples.
+        sampler: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
     """
 
     def __init__(
-        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, rollouts: Sampler
+        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, sampler: Sampler
     ) -> None:
         self._args = args
         self._prompts = prompts
         self._collector = collector
-        self._rollouts = rollouts
+        self._sampler = sampler
         self._rows: list[Row] = []
         self._encoded: list[Encoded] = []
         self._started: Started | None = None
@@ -73,7 +73,7 @@ class NextBatch:
     def stop(self) -> None:
         """End what was begun; its rows are not trained on."""
         self._started = None
-        self._rollouts.cancel()
+        self._sampler.cancel()
 
     def state(self) -> dict[str, Any] | None:
         """Wait for what was begun: a resumed run trains on the same completions."""
@@ -89,7 +89,7 @@ class NextBatch:
             self._prompts.restore(state["before"])
             self._draw()
             completions = Completions(**state["completions"])
-            self._started = self._rollouts.restored(completions, state["step"])
+            self._started = self._sampler.restored(completions, state["step"])
 
     def _draw(self) -> None:
         self._before = self._prompts.state()
@@ -99,4 +99,4 @@ class NextBatch:
     def _begin(self) -> None:
         self._draw()
         prompt_ids, images = map(list, zip(*self._encoded, strict=True))
-        self._started = self._rollouts.start(prompt_ids, images)
+        self._started = self._sampler.start(prompt_ids, images)

@@ -71,7 +71,7 @@ class FunctionSource:
         self._tokenizer = tokenizer
         self._context = context
 
-    def sample(self, rows: list[Row], rollouts: Sampler) -> Sampled:
+    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
         """Return what the function returns for the prompts of ``rows``.
 
         Raises:
@@ -105,7 +105,7 @@ class FunctionSource:
                 prompt_ids[i],
                 completions[i],
                 completion_ids[i],
-                completion_ids[i][-1] not in rollouts.eos_token_ids,
+                completion_ids[i][-1] not in sampler.eos_token_ids,
                 None if logprobs is None else logprobs[i],
                 env_mask=None if mask is None else [int(bool(x)) for x in mask[i]],
             )
