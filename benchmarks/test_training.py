@@ -58,12 +58,12 @@ PROVIDERS = (
 
 
 def _our_inputs(batch: training.Batch) -> Any:
-    from grpo_trainer.data import Rollout, collate
+    from grpo_trainer.data import Sample, collate
 
     prompts, completions = batch["prompt_ids"], batch["completion_ids"]
     count = torch.tensor(float(completions.numel()), device=completions.device)
     pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
-    rollouts = [Rollout("", prompt, "", completion) for prompt, completion in pairs]
+    rollouts = [Sample("", prompt, "", completion) for prompt, completion in pairs]
     inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=training.PAD)
     first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)

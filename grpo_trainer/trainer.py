@@ -352,7 +352,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
                     self._next_batch.begin(self.state)
             if isinstance(self._prompts, Curriculum):
                 totals = scored.compared.rewards
-                self._prompts.rewrite(scored.rollouts, totals, args.num_generations)
+                self._prompts.rewrite(scored.samples, totals, args.num_generations)
             self._keep_completions(scored)
             assert args.steps_per_generation is not None  # set on construction
             batches = self._collector.slices(scored, args.steps_per_generation)
@@ -377,20 +377,20 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         collector, metrics = self._collector, self._metrics[self.model.training]
         own = collector.read(rows)
         sampled = collector.generate(own, begun)
-        rollouts = sampled.rollouts
+        samples = sampled.samples
         self._reward_log = log = RewardLog(len(rows))
         rewards = collector.score(own, sampled, self._calculate_rewards)
-        for index, rollout in enumerate(rollouts):
-            rollout.row = rows[index]
-            rollout.extra = {name: values[index] for name, values in log.columns.items()}
-            rollout.left_out = self.args.mask_truncated_completions and rollout.truncated
-        prompts, lengths, truncated = collector.measure(rollouts).unbind(1)
-        compared = collector.compare(rewards, rollouts, group_size)
+        for index, sample in enumerate(samples):
+            sample.row = rows[index]
+            sample.extra = {name: values[index] for name, values in log.columns.items()}
+            sample.left_out = self.args.mask_truncated_completions and sample.truncated
+        prompts, lengths, truncated = collector.measure(samples).unbind(1)
+        compared = collector.compare(rewards, samples, group_size)
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
         metrics.add(log.metrics(self.accelerator))
         metrics.add(sampled.metrics)
-        return Scored(rollouts, rewards, compared, prompts.sum() + lengths.sum())
+        return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
 
     def _calculate_rewards(
         self,
@@ -422,7 +422,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         own = self._collector.own(scored)
         advantages = scored.compared.advantages[own]
         if advantages.dim() == 2:  # of a completion's tokens their mean
-            lengths = [len(rollout.completion_ids) for rollout in scored.rollouts]
+            lengths = [len(sample.completion_ids) for sample in scored.samples]
             advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
         names = [f"{REWARD_PREFIX}{name}" for name in self.reward_func_names]
         columns = dict(zip(names, scored.rewards[own].T.tolist(), strict=True))
@@ -430,7 +430,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             "reward": scored.compared.rewards[own].tolist(),
             "advantage": advantages.tolist(),
         }
-        table.add(scored.rollouts, columns)
+        table.add(scored.samples, columns)
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature

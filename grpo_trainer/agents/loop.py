@@ -22,8 +22,8 @@ from grpo_trainer.data import (
     ImageInputs,
     Media,
     ProcessingClass,
-    Rollout,
     Row,
+    Sample,
     check_context,
     encode_prompts,
     tokenizer_of,
@@ -39,13 +39,13 @@ class Conversation:
     """One prompt and what the policy and its tools have added so far.
 
     Args:
-        rollout: the completion, which has nothing yet.
+        sample: the completion, which has nothing yet.
         environment: what its tools act upon; None: there is none.
         toolbox: what the policy can call.
         budget: tokens for the whole completion, results of tools included.
     """
 
-    rollout: Rollout
+    sample: Sample
     environment: Any
     toolbox: Toolbox
     budget: int
@@ -57,12 +57,12 @@ class Conversation:
     @property
     def ids(self) -> list[int]:
         """What the policy reads next."""
-        return self.rollout.prompt_ids + self.rollout.completion_ids
+        return self.sample.prompt_ids + self.sample.completion_ids
 
     @property
     def room(self) -> int:
         """Tokens left."""
-        return self.budget - len(self.rollout.completion_ids)
+        return self.budget - len(self.sample.completion_ids)
 
     def add(
         self,
@@ -72,16 +72,16 @@ class Conversation:
         sampling_mask: list[list[int]] | None,
     ) -> None:
         """Add tokens, as many as there is room for."""
-        count, rollout = min(len(ids), self.room), self.rollout
-        rollout.completion_ids += ids[:count]
-        rollout.env_mask = _longer(rollout.env_mask, [by_policy] * count, count)
-        rollout.logprobs = _longer(rollout.logprobs, logprobs, count)
-        rollout.sampling_mask = _longer(rollout.sampling_mask, sampling_mask, count)
+        count, sample = min(len(ids), self.room), self.sample
+        sample.completion_ids += ids[:count]
+        sample.env_mask = _longer(sample.env_mask, [by_policy] * count, count)
+        sample.logprobs = _longer(sample.logprobs, logprobs, count)
+        sample.sampling_mask = _longer(sample.sampling_mask, sampling_mask, count)
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """Add what the policy said. A turn that is not ``complete`` calls nothing."""
-        self.rollout.completion.append(message)
-        self.rollout.truncated = not complete
+        self.sample.completion.append(message)
+        self.sample.truncated = not complete
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         self.calls = [
             Call(each["name"], each["arguments"], self.toolbox.get(each["name"]))
@@ -95,15 +95,15 @@ class Conversation:
         self.calls = []
         ids = whole.ids[start:]
         if len(ids) >= self.room:
-            self.over = self.rollout.truncated = True
+            self.over = self.sample.truncated = True
             return
         self.rounds += 1
-        self.rollout.completion += messages
+        self.sample.completion += messages
         if whole.images is not None:
-            before = self.rollout.images or ImageInputs((), (), {}, [], 0)
-            self.rollout.images = before.followed(self.ids, whole.images, start)
+            before = self.sample.images or ImageInputs((), (), {}, [], 0)
+            self.sample.images = before.followed(self.ids, whole.images, start)
         self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
-        self.turn = len(self.rollout.completion_ids)
+        self.turn = len(self.sample.completion_ids)
 
 
 def _longer(column: list[T] | None, values: list[T] | None, count: int) -> list[T] | None:
@@ -183,7 +183,7 @@ class ToolLoop:
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
         }
-        return Sampled([talk.rollout for talk in talks], columns, Metrics(metrics))
+        return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
 
     def _begin(self, rows: list[Row]) -> list[Conversation]:
         args = self._args
@@ -209,9 +209,9 @@ class ToolLoop:
         check_context(prompts, [each.ids for each in encoded], budget, self._context)
         talks = []
         for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
-            rollout = Rollout(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
-            rollout.images = images
-            talks.append(Conversation(rollout, *pair, budget))
+            sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
+            sample.images = images
+            talks.append(Conversation(sample, *pair, budget))
         return talks
 
     def _step(self, waiting: list[Conversation]) -> int | None:
@@ -232,7 +232,7 @@ class ToolLoop:
     def _turn(self, waiting: list[Conversation], step: int, sampler: Sampler) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
-            images = [talk.rollout.images for talk in waiting]
+            images = [talk.sample.images for talk in waiting]
             turns = sampler.generate([talk.ids for talk in waiting], step, images)
         columns = (
             turns.token_ids,
@@ -241,7 +241,7 @@ class ToolLoop:
         )
         for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
             talk.add(ids, 1, logprobs, mask)
-            so_far, start = talk.ids, len(talk.rollout.prompt_ids) + talk.turn
+            so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
             ended = so_far[-1] in self._eos
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:

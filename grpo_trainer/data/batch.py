@@ -18,7 +18,7 @@ from grpo_trainer.data.rows import Row
 
 
 @dataclass
-class Rollout:
+class Sample:
     """One completion. An engine, tools or a function of the user's make it; scoring adds to it."""
 
     prompt: Prompt
@@ -85,7 +85,7 @@ class MicroBatch:
 
 
 def collate(
-    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
     advantages: Tensor,  # (B,); (B, C) one per completion token
     num_items: Tensor,  # ()
     num_tokens: Tensor,  # ()
@@ -94,8 +94,8 @@ def collate(
 ) -> MicroBatch:
     """Join and pad B completions; the result is on the device of ``advantages``."""
     device = advantages.device
-    rows = [rollout.prompt_ids + rollout.completion_ids for rollout in rollouts]
-    starts = [len(rollout.prompt_ids) for rollout in rollouts]
+    rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
+    starts = [len(sample.prompt_ids) for sample in samples]
     lengths = [len(row) for row in rows]
     place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
     filled = place < torch.tensor(lengths)[:, None]
@@ -103,12 +103,12 @@ def collate(
     input_ids = torch.full(filled.shape, pad_token_id)
     input_ids[filled] = torch.tensor([*chain(*rows)])
     in_loss = torch.zeros_like(completion)
-    in_loss[completion] = torch.tensor([*chain(*(rollout.in_loss for rollout in rollouts))]) != 0
+    in_loss[completion] = torch.tensor([*chain(*(sample.in_loss for sample in samples))]) != 0
     target = torch.full_like(input_ids, IGNORE_INDEX)
     target[:, :-1] = input_ids[:, 1:].where(in_loss[:, 1:], IGNORE_INDEX)
-    logprobs = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
+    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
     rollout_logprobs = None
-    if len(logprobs) == len(rollouts):
+    if len(logprobs) == len(samples):
         rollout_logprobs = _at_targets(torch.tensor([*chain(*logprobs)]), completion).to(device)
     if advantages.dim() == 2:
         counts = torch.tensor(lengths) - torch.tensor(starts)
@@ -123,9 +123,9 @@ def collate(
         num_items=num_items,
         num_tokens=num_tokens,
         rollout_logprobs=rollout_logprobs,
-        sampling_mask=_sampling_mask(rollouts, input_ids),
+        sampling_mask=_sampling_mask(samples, input_ids),
         inputs=model_inputs(
-            [rollout.images for rollout in rollouts], lengths, input_ids.shape[1], device
+            [sample.images for sample in samples], lengths, input_ids.shape[1], device
         ),
     )
 
@@ -138,15 +138,15 @@ def _at_targets(values: Tensor, completion: Tensor) -> Tensor:  # (N,), (B, L) b
 
 
 def _sampling_mask(
-    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
     input_ids: Tensor,  # (B, L)
 ) -> SamplingMask | None:
     """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
     rows: list[list[int]] = []
-    for number, rollout in enumerate(rollouts, 1):
-        if rollout.sampling_mask is None:
+    for number, sample in enumerate(samples, 1):
+        if sample.sampling_mask is None:
             return None
-        rows += [[]] * (len(rollout.prompt_ids) - 1) + rollout.sampling_mask
+        rows += [[]] * (len(sample.prompt_ids) - 1) + sample.sampling_mask
         rows += [[]] * (number * input_ids.shape[1] - len(rows))
     return SamplingMask.from_lists(rows, input_ids.device)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Rollout, Row, has_images
+from grpo_trainer.data import Row, Sample, has_images
 from grpo_trainer.engines.base import (
     BackgroundEngine,
     Completions,
@@ -244,7 +244,7 @@ def _engine_name(args: GRPOConfig) -> str:
 class Sampled:
     """n completions, and what came with them."""
 
-    rollouts: list[Rollout]
+    samples: list[Sample]
     # more arguments of reward functions, one value per completion each
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=lambda: Metrics({}))

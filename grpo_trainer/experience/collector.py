@@ -18,8 +18,8 @@ from grpo_trainer.data import (
     MicroBatch,
     ProcessingClass,
     PromptStream,
-    Rollout,
     Row,
+    Sample,
     check_context,
     collate,
     encode_prompts,
@@ -46,7 +46,7 @@ RewardCalculation: TypeAlias = Callable[[list[Row], list[Any], list[Any], list[l
 class Scored(NamedTuple):
     """n completions of this process, and what all N completions of all processes were worth."""
 
-    rollouts: list[Rollout]  # n
+    samples: list[Sample]  # n
     rewards: Tensor  # (N, F) NaN: the reward does not apply
     compared: Advantages  # of N completions
     num_tokens: Tensor  # () of prompts and completions, all processes'
@@ -158,15 +158,15 @@ class Collector:
                 completions = self._sampler.generate(prompt_ids, images=images)
         ids = completions.token_ids
         texts = self._parser.completions(prompts, prompt_ids, ids)
-        rollouts = [Rollout(*parts) for parts in zip(prompts, prompt_ids, texts, ids, strict=True)]
-        for index, rollout in enumerate(rollouts):
-            rollout.images = images[index]
-            rollout.truncated = ids[index][-1] not in self._sampler.eos_token_ids
+        samples = [Sample(*parts) for parts in zip(prompts, prompt_ids, texts, ids, strict=True)]
+        for index, sample in enumerate(samples):
+            sample.images = images[index]
+            sample.truncated = ids[index][-1] not in self._sampler.eos_token_ids
             if completions.logprobs is not None:
-                rollout.logprobs = completions.logprobs[index]
+                sample.logprobs = completions.logprobs[index]
             if completions.sampling_mask is not None:
-                rollout.sampling_mask = completions.sampling_mask[index]
-        return Sampled(rollouts)
+                sample.sampling_mask = completions.sampling_mask[index]
+        return Sampled(samples)
 
     def score(self, rows: list[Row], sampled: Sampled, calculate: RewardCalculation) -> Tensor:
         """Return the rewards of all N completions by the F functions, (N, F) fp32.
@@ -179,12 +179,12 @@ class Collector:
         Raises:
             ValueError: they are not one per completion and function.
         """
-        rollouts, more = sampled.rollouts, sampled.columns
+        samples, more = sampled.samples, sampled.columns
         rewards = calculate(
             [{**row, **{name: more[name][i] for name in more}} for i, row in enumerate(rows)],
-            [rollout.prompt for rollout in rollouts],
-            [rollout.completion for rollout in rollouts],
-            [rollout.completion_ids for rollout in rollouts],
+            [sample.prompt for sample in samples],
+            [sample.completion for sample in samples],
+            [sample.completion_ids for sample in samples],
         )
         shape = (len(rows) * self._accelerator.num_processes, len(self.weights))
         if not isinstance(rewards, Tensor) or rewards.shape != shape:
@@ -195,8 +195,8 @@ class Collector:
             )
         return rewards.to(self._accelerator.device, torch.float32)
 
-    def compare(self, rewards: Tensor, rollouts: list[Rollout], group_size: int) -> Advantages:
-        """Return the advantages of all N completions, of which ``rollouts`` are this process's.
+    def compare(self, rewards: Tensor, samples: list[Sample], group_size: int) -> Advantages:
+        """Return the advantages of all N completions, of which ``samples`` are this process's.
 
         Raises:
             ValueError: a function of the user's returned none.
@@ -204,25 +204,25 @@ class Collector:
         if self._advantages is None:
             scale, aggregation = self._args.scale_rewards, self._args.multi_objective_aggregation
             return compute_advantages(rewards, self.weights, group_size, scale, aggregation)
-        # each name is that of a list, and of the field of a rollout without its plural
+        # each name is that of a list, and of the field of a sample without its plural
         fields = {"prompts": "prompt", "completions": "completion"}
         completions = {
-            name: gather_object([getattr(rollout, fields.get(name, name)) for rollout in rollouts])
+            name: gather_object([getattr(sample, fields.get(name, name)) for sample in samples])
             for name in self._taken
         }
         return advantages_by(self._advantages, rewards, self.weights, group_size, completions)
 
-    def measure(self, rollouts: list[Rollout]) -> Tensor:  # (N, 3)
+    def measure(self, samples: list[Sample]) -> Tensor:  # (N, 3)
         """Return all processes' lengths of prompts and completions, and who was truncated.
 
         Raises:
             ValueError: some processes may run the model's part for images and others not.
         """
         measures = [
-            [len(rollout.prompt_ids) for rollout in rollouts],
-            [sum(rollout.by_policy) for rollout in rollouts],
-            [rollout.truncated for rollout in rollouts],
-            [has_images([rollout.images]) for rollout in rollouts],
+            [len(sample.prompt_ids) for sample in samples],
+            [sum(sample.by_policy) for sample in samples],
+            [sample.truncated for sample in samples],
+            [has_images([sample.images]) for sample in samples],
         ]
         table = torch.tensor(measures, dtype=torch.float32).T
         table = self._accelerator.gather(table.to(self._accelerator.device))
@@ -237,12 +237,12 @@ class Collector:
 
     def slices(self, scored: Scored, count: int) -> list[MicroBatch]:
         """Deal completions to ``count`` micro-batches; several of them are shuffled first."""
-        rollouts = scored.rollouts
+        samples = scored.samples
         advantages = scored.compared.advantages[self.own(scored)]
-        order = torch.randperm(len(rollouts)) if count > 1 else torch.arange(len(rollouts))
+        order = torch.randperm(len(samples)) if count > 1 else torch.arange(len(samples))
         parts = order.to(advantages.device).chunk(count)
-        dealt = [[rollouts[i] for i in part.tolist()] for part in parts]
-        counts = [sum(chain(*(rollout.in_loss for rollout in part))) for part in dealt]
+        dealt = [[samples[i] for i in part.tolist()] for part in parts]
+        counts = [sum(chain(*(sample.in_loss for sample in part))) for part in dealt]
         multiple = self._args.pad_to_multiple_of
         assert not isinstance(multiple, str)  # on construction auto became a number or None
         # what the batches divide by is averaged over the processes, as their gradients are

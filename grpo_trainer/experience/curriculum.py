@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_trainer.common import load_function, shortened
 from grpo_trainer.config import PROMPT_FORMS, GRPOConfig
-from grpo_trainer.data import Prompt, PromptStream, Rollout, Row, prompt_columns
+from grpo_trainer.data import Prompt, PromptStream, Row, Sample, prompt_columns
 
 # (prompts, completions, rewards, metas) -> prompts of the next generation batch
 PromptsFunction: TypeAlias = Callable[
@@ -85,11 +85,11 @@ class Curriculum:
         drawn = iter(self._prompts.take(planned.count(None)))
         return [next(drawn) if row is None else row for row in planned]
 
-    def rewrite(self, rollouts: Sequence[Rollout], totals: Tensor, group_size: int) -> None:
+    def rewrite(self, samples: Sequence[Sample], totals: Tensor, group_size: int) -> None:
         """Ask the function, after a generation batch. Every process calls it.
 
         Args:
-            rollouts: this process's completions.
+            samples: this process's completions.
             totals: (N,) rewards of all processes' completions; NaN where none applied.
             group_size: completions per prompt.
 
@@ -97,7 +97,7 @@ class Curriculum:
             ValueError: the function returns something else than it should.
             RuntimeError: it raised.
         """
-        mine = [(rollout.row, rollout.completion) for rollout in rollouts]
+        mine = [(sample.row, sample.completion) for sample in samples]
         rows, completions = zip(*gather_object(mine), strict=True)
         outcome: list[Any] = [None, None]
         if self._accelerator.is_main_process:

@@ -61,10 +61,10 @@ def fill(
     groups = sorted(range(len(useful)), key=lambda group: not useful[group])[:wanted]
     rows = [group * size + member for group in groups for member in range(size)]
     # a group may have been made by other processes than those that train on it
-    everyone = [rollout for part in rounds for rollout in gather_object(part.rollouts)]
+    everyone = [sample for part in rounds for sample in gather_object(part.samples)]
     rewards = torch.cat([part.rewards for part in rounds])
     rewards = rewards[torch.tensor(rows, device=rewards.device)]
-    rollouts = [everyone[row] for row in rows[share(len(rows), accelerator)]]
-    compared = collector.compare(rewards, rollouts, size)
+    samples = [everyone[row] for row in rows[share(len(rows), accelerator)]]
+    compared = collector.compare(rewards, samples, size)
     num_tokens = torch.stack([part.num_tokens for part in rounds]).sum()
-    return Scored(rollouts, rewards, compared, num_tokens), metrics
+    return Scored(samples, rewards, compared, num_tokens), metrics

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Rollout, Row, decode_completions, images_of
+from grpo_trainer.data import Prompt, Row, Sample, decode_completions, images_of
 from grpo_trainer.engines import Sampled, Sampler
 from grpo_trainer.monitor import phase
 
@@ -100,7 +100,7 @@ class FunctionSource:
             ]
         completions = decode_completions(completion_ids, prompts, self._tokenizer)
         made = [
-            Rollout(
+            Sample(
                 prompts[i],
                 prompt_ids[i],
                 completions[i],

@@ -21,7 +21,7 @@ from transformers.image_utils import load_image
 
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Rollout, data_url
+from grpo_trainer.data import Sample, data_url
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -54,21 +54,21 @@ class CompletionLog:
         self._folder = completions_folder(args)
         self._rows: list[dict[str, Any]] = []
 
-    def add(self, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[Any]]) -> None:
+    def add(self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]) -> None:
         """Add a row per completion; ``columns`` are its rewards and its advantage."""
         with unfailing(f"completions in {self._folder}"):
-            for index, rollout in enumerate(rollouts):
+            for index, sample in enumerate(samples):
                 row = {
-                    "prompt": encodable(as_text(rollout.prompt)),
-                    "completion": encodable(as_text(rollout.completion)),
-                    "tokens": len(rollout.completion_ids),
-                    "truncated": bool(rollout.truncated),
+                    "prompt": encodable(as_text(sample.prompt)),
+                    "completion": encodable(as_text(sample.completion)),
+                    "tokens": len(sample.completion_ids),
+                    "truncated": bool(sample.truncated),
                 }
-                media = rollout.images if self._args.log_multimodal else None
+                media = sample.images if self._args.log_multimodal else None
                 if media is not None and media.images:
                     row[IMAGES] = [_small(image) for image in media.images]
                 row |= {name: values[index] for name, values in columns.items()}
-                self._rows.append(row | rollout.extra)
+                self._rows.append(row | sample.extra)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rows that are not written yet."""

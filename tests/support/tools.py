@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.agents import Environments, ToolLoop, make_toolbox
-from grpo_trainer.data import Rollout
+from grpo_trainer.data import Sample
 from grpo_trainer.engines import (
     Completions,
     RolloutEngine,
@@ -96,7 +96,7 @@ def results(text: str) -> list[str]:
     return [part.split("<|end|>")[0] for part in text.split("<|start|>tool\n")[1:]]
 
 
-def answers(rollout: Rollout) -> list[str]:
+def answers(rollout: Sample) -> list[str]:
     """Return what tools answered in a completion."""
     return [message["content"] for message in rollout.completion if message["role"] == "tool"]
 

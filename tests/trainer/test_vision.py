@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers.utils import get_json_schema
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.data import MicroBatch, Rollout, encode_prompts, images_of, model_inputs
+from grpo_trainer.data import MicroBatch, Sample, encode_prompts, images_of, model_inputs
 from grpo_trainer.engines import Completions, RolloutEngine, TransformersEngine
 from grpo_trainer.experience import Collector
 from grpo_trainer.vllm.requests import requests_of
@@ -379,7 +379,7 @@ def test_several_processes_see_images_together() -> None:
             _accelerator=SimpleNamespace(num_processes=2, device=device, gather=gather)
         )
 
-    rollouts = [Rollout("1", [3], "2", [4])] * 2
+    rollouts = [Sample("1", [3], "2", [4])] * 2
     assert Collector.measure(collector(0.0), rollouts).shape == (3, 3)
     with pytest.raises(ValueError, match="images: expected in all prompts .* got them in 1 of 3"):
         Collector.measure(collector(1.0), rollouts)

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from grpo_trainer.data import PromptStream, Rollout
+from grpo_trainer.data import PromptStream, Sample
 from grpo_trainer.experience import Curriculum
 from tests.support.trainer import BackgroundEngine
 
@@ -146,7 +146,7 @@ def ask(function, prompt="12=", form="groups", group_size=1, **columns):
     stream = PromptStream(Dataset.from_list([{"prompt": "037="}]))
     curriculum = Curriculum(stream, function, Accelerator(cpu=True), form)
     row = {"prompt": prompt} | columns
-    rollouts = [Rollout(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
+    rollouts = [Sample(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
     rewards = torch.tensor([torch.nan] + [1.0] * (count - 1))
     curriculum.rewrite(rollouts, rewards, group_size)
     return curriculum
