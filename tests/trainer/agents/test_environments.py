@@ -89,12 +89,12 @@ def test_each_completion_has_its_own():
     environments = sampled.columns["environments"]
     assert [type(one) for one in environments] == [Counter] * 3 + [JudgedLamp]
     assert len(set(map(id, environments))) == 4
-    found = [answers(rollout) for rollout in sampled.rollouts]
+    found = [answers(rollout) for rollout in sampled.samples]
     assert found == [["6", "9"], ["6", "9"], ["1", "2"], ["on"]]
-    contents = [rollout.prompt[-1]["content"] for rollout in sampled.rollouts]
+    contents = [rollout.prompt[-1]["content"] for rollout in sampled.samples]
     assert contents == ["q at 3", "q at 3", "q", "q"]
     assert rows[0]["prompt"] == question()  # the dataset's row is as it was
-    texts = [play.text(rollout.prompt_ids).split("<|end|>")[0] for rollout in sampled.rollouts]
+    texts = [play.text(rollout.prompt_ids).split("<|end|>")[0] for rollout in sampled.samples]
     assert texts == ["<|start|>tadd step "] * 3 + ["<|start|>tadd switch "]
     count, lamp = play.environments.rewards
     assert [(one.name, one.is_async) for one in (count, lamp)] == [

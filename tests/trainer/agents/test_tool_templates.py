@@ -31,10 +31,10 @@ def test_a_response_template_reads_calls():
         },
     }  # fmt: skip
     play = Play(then('so [add:{"a": 1, "b": 2}]', "three"), tokenizer=tokenizer)
-    [rollout] = play().rollouts
+    [rollout] = play().samples
     contents = [message["content"] for message in rollout.completion]
     assert contents == ["so", "3", "three"]
-    [rollout] = Play(lambda text: "[add:{]", tokenizer=tokenizer)().rollouts
+    [rollout] = Play(lambda text: "[add:{]", tokenizer=tokenizer)().samples
     assert rollout.completion == [{"role": "assistant", "content": "[add:{]"}]
     # a turn that goes on right behind an answer begins nowhere, so that its message is the last one
     tokenizer.chat_template = tokenizer.chat_template.replace(
@@ -45,7 +45,7 @@ def test_a_response_template_reads_calls():
     anchors = r"<\|start\|>(assistant\n|tool\n[^<]*<\|end\|>\n)"
     del tokenizer.response_template["start_anchor"]
     tokenizer.response_template["start_anchor_pattern"] = anchors
-    [rollout] = Play(then('[add:{"a": 1, "b": 2}]', "three"), tokenizer=tokenizer)().rollouts
+    [rollout] = Play(then('[add:{"a": 1, "b": 2}]', "three"), tokenizer=tokenizer)().samples
     assert [message["content"] for message in rollout.completion] == ["", "3", "three"]
 
 
@@ -149,7 +149,7 @@ def test_what_follows_a_turn_is_the_templates(kind):
         tokenizer=tokenizer,
         generation_kwargs={"eos_token_id": ends},
     )
-    [rollout] = play().rollouts
+    [rollout] = play().samples
     assert play.text(rollout.completion_ids) == "".join(parts)
     assert rollout.env_mask == [1] * len(first) + [0] * len(middle) + [1] * len(last)
     assert rollout.by_policy == rollout.env_mask and not rollout.truncated
@@ -176,7 +176,7 @@ def test_what_follows_a_turn_is_the_templates(kind):
     ],
 )
 def test_thoughts_are_no_content(turn, message):
-    [rollout] = Play(lambda text: turn)().rollouts
+    [rollout] = Play(lambda text: turn)().samples
     assert rollout.completion == [{"role": "assistant"} | message]
     assert rollout.env_mask == [1] * len(rollout.completion_ids)
 

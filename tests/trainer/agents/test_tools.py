@@ -31,7 +31,7 @@ TURN = call("add", a=1, b=1)
 def counts(sampled):
     stats = sampled.metrics.stats
     calls, failures = (stats[f"tools/{name}_frequency"] for name in ("call", "failure"))
-    assert calls.count == len(sampled.rollouts) and failures.count == calls.total
+    assert calls.count == len(sampled.samples) and failures.count == calls.total
     return int(calls.total), int(failures.total)
 
 
@@ -68,14 +68,14 @@ def test_tokens_of_the_policy_are_kept_as_drawn(rows):
     assert [len(prompts) for prompts, _ in play.engine.asked] == [
         sum(count > step for count in asked) for step in range(max(asked))
     ]
-    for rollout, turns in zip(sampled.rollouts, rows, strict=True):
+    for rollout, turns in zip(sampled.samples, rows, strict=True):
         pairs = zip(rollout.completion_ids, rollout.by_policy, strict=True)
         assert [token for token, own in pairs if own] == list(chain(*map(drawn, turns)))
         assert len(answers(rollout)) == sum(turn.count(TURN) for turn in turns)
     for prompts, room in play.engine.asked:
-        starts = [rollout.prompt_ids + rollout.completion_ids for rollout in sampled.rollouts]
+        starts = [rollout.prompt_ids + rollout.completion_ids for rollout in sampled.samples]
         assert all(any(ids == whole[: len(ids)] for whole in starts) for ids in prompts)
-        prompt = min(len(rollout.prompt_ids) for rollout in sampled.rollouts)
+        prompt = min(len(rollout.prompt_ids) for rollout in sampled.samples)
         assert room <= 4096 - (min(map(len, prompts)) - prompt)
 
 
@@ -94,7 +94,7 @@ def test_async_tools_run_together_and_answers_keep_their_order():
 
     turn = call("first") + TURN + call("second")
     play = Play(once(turn), tools=(add, first, second))
-    [rollout] = play().rollouts
+    [rollout] = play().samples
     assert answers(rollout) == ["one", "2", "two"]
 
 
@@ -131,7 +131,7 @@ def test_whatever_a_tool_raises_is_an_answer(error, told, is_async, timeout):
             play()
         return
     sampled = play()
-    first, second, third, last = answers(sampled.rollouts[0])
+    first, second, third, last = answers(sampled.samples[0])
     assert first == str({"error": told}) and last == "2" and counts(sampled) == (4, 3)
     assert second == "{'error': 'Tool missing not found.'}"
     assert "missing 1 required positional argument: 'b'" in third
@@ -148,7 +148,7 @@ def test_half_a_surrogate_pair():
         return "\ud801"
 
     turn = call("echo", text="\ud800") + call("\udfff", a="\ud800")
-    [rollout] = Play(once(turn), tools=(echo,))().rollouts
+    [rollout] = Play(once(turn), tools=(echo,))().samples
     assert answers(rollout) == ["\\ud801", "{'error': 'Tool \\\\udfff not found.'}"]
     json.dumps(rollout.completion, ensure_ascii=False).encode()
 
@@ -188,7 +188,7 @@ RETURNED = [
 @pytest.mark.parametrize(("value", "told"), RETURNED)
 def test_what_is_no_image_is_text(value, told, is_async):
     sampled = Play(once(call("look")), (look(value, is_async),))()
-    [answer] = answers(sampled.rollouts[0])
+    [answer] = answers(sampled.samples[0])
     assert (str(value) if told is None else told) in answer
     assert counts(sampled) == (1, int("'error'" in answer))
 
@@ -223,13 +223,13 @@ def test_time_limit():
     finally:
         release.set()
     late = "{'error': 'No answer within 0.05 seconds.'}"
-    assert answers(sampled.rollouts[0]) == [late, late, "2"] and counts(sampled) == (3, 2)
+    assert answers(sampled.samples[0]) == [late, late, "2"] and counts(sampled) == (3, 2)
 
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_iterations_are_limited(limit):
     sampled = Play(lambda text: TURN, max_tool_calling_iterations=limit)()
-    [rollout] = sampled.rollouts
+    [rollout] = sampled.samples
     roles = [message["role"] for message in rollout.completion]
     assert roles == ["assistant", "tool"] * limit + ["assistant"]
     assert rollout.completion[-1]["tool_calls"][0]["function"]["name"] == "add"
@@ -238,15 +238,15 @@ def test_iterations_are_limited(limit):
 
 def test_an_answer_that_leaves_no_room_is_rolled_back():
     script = then(TURN, "ok")
-    whole = Play(script)().rollouts[0]
+    whole = Play(script)().samples[0]
     answer_ends = len(whole.env_mask) - whole.env_mask[::-1].index(0)
     called = whole.env_mask.index(0)
     # one token of room is enough to go on, none is not
-    [rollout] = Play(script, max_completion_length=answer_ends + 1)().rollouts
+    [rollout] = Play(script, max_completion_length=answer_ends + 1)().samples
     assert rollout.completion_ids == whole.completion_ids[: answer_ends + 1]
     assert rollout.truncated and rollout.completion[-1] == {"role": "assistant", "content": "o"}
     sampled = Play(script, max_completion_length=answer_ends)()
-    [rollout] = sampled.rollouts
+    [rollout] = sampled.samples
     assert rollout.completion_ids == whole.completion_ids[:called]
     assert rollout.env_mask == [1] * called and rollout.truncated
     assert [message["role"] for message in rollout.completion] == ["assistant"]
@@ -256,8 +256,8 @@ def test_an_answer_that_leaves_no_room_is_rolled_back():
 def test_a_turn_that_is_cut_calls_nothing():
     length = len(make_tool_tokenizer().encode(TURN))
     sampled = Play(lambda text: TURN, max_completion_length=length)()
-    assert sampled.rollouts[0].truncated and counts(sampled) == (0, 0)
-    assert "tool_calls" in sampled.rollouts[0].completion[0]
+    assert sampled.samples[0].truncated and counts(sampled) == (0, 0)
+    assert "tool_calls" in sampled.samples[0].completion[0]
 
 
 def test_turns_stay_within_the_positions():
@@ -272,8 +272,8 @@ def test_turns_stay_within_the_positions():
     play = Play(script, context=400, max_completion_length=230)
     sampled = play(*rows)
     assert all(max(map(len, ids)) + step <= 400 for ids, step in play.engine.asked)
-    alone = [Play(script, max_completion_length=230)(row).rollouts[0] for row in rows]
-    assert [r.completion_ids for r in sampled.rollouts] == [r.completion_ids for r in alone]
+    alone = [Play(script, max_completion_length=230)(row).samples[0] for row in rows]
+    assert [r.completion_ids for r in sampled.samples] == [r.completion_ids for r in alone]
 
 
 @pytest.mark.parametrize(
@@ -289,5 +289,5 @@ def test_turns_stay_within_the_positions():
 )
 def test_a_call_that_cannot_be_read_is_text(turn):
     sampled = Play(lambda text: turn, max_completion_length=2000)()
-    assert sampled.rollouts[0].completion == [{"role": "assistant", "content": turn}]
+    assert sampled.samples[0].completion == [{"role": "assistant", "content": turn}]
     assert counts(sampled) == (0, 0)
