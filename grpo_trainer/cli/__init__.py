@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-HELP = Path(__file__).with_name("help.txt")  # made from the parser, whose imports take seconds
+from grpo_trainer.cli.options import HELP, check_options
+
 _ENDED_BY_SIGINT = 130  # as a shell says
 
 
@@ -38,6 +38,11 @@ def _run(words: Sequence[str]) -> None:
         if "--help" in words or "-h" in words:
             print(HELP.read_text(), end="")
             return
+        try:
+            check_options(words)
+        except ValueError as error:
+            print(f"grpo-train: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     try:
         from grpo_trainer.cli.train import main as run
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from grpo_trainer.common import hint, printable
+from grpo_trainer.common import hint, no_such_option, printable
 
 Words = dict[str, list[str]]  # of arguments, by name
 
@@ -144,11 +144,9 @@ class TrlParser(HfArgumentParser):
                     f"--config: {path} has an unknown argument: {name}{hint(name, known)}"
                 )
             for word in rest[:1]:
-                option = word.partition("=")[0]
-                if not option.startswith("--"):
+                if not word.startswith("--"):
                     raise ValueError(f"expected --name value, got {word!r}")
-                meant = hint(option.removeprefix("--").replace("-", "_"), known)
-                raise ValueError(f"{option}: there is no such argument{meant}")
+                raise ValueError(no_such_option(word, known))
         *found, _, _ = self.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )

@@ -13,6 +13,8 @@ from grpo_trainer.common.text import (
     masked_text,
     masked_url,
     masked_urls,
+    name_of,
+    no_such_option,
     plain,
     printable,
     shortened,

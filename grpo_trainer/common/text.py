@@ -74,6 +74,17 @@ def hint(name: str, known: Collection[str]) -> str:
     return f" (is it {found[0]}?)" if found else ""
 
 
+def name_of(word: str) -> str:
+    """Return the field that a word of a command line names, as ``lr`` for ``--lr=1``."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def no_such_option(word: str, known: Collection[str]) -> str:
+    """Say of a word of a command line that it names none of the ``known`` fields."""
+    option = word.partition("=")[0]
+    return f"{option}: there is no such argument{hint(name_of(word), known)}"
+
+
 _NAMES = r"(token|password|passwd|secret|api[_-]?key|access[_-]?key|authorization)"
 _SECRET = re.compile(_NAMES + "$", re.IGNORECASE)
 _MENTIONED = re.compile(_NAMES, re.IGNORECASE)
