@@ -299,6 +299,10 @@ class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
     rollout_func: str | None = setting(
         None, "Import path of a function (prompts, trainer) that makes completions."
     )
+    advantages: str | None = setting(
+        None,
+        "Import path of a function (rewards, weights, group_size, ...) that compares completions.",
+    )
     import_modules: list[str] | None = setting(
         None, "Modules to import first: they register losses that loss_type may name."
     )

@@ -118,6 +118,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         tools=[load_function(path, "--tools") for path in run.tools or ()],
         rollout_func=_imported("--rollout_func", run.rollout_func),
         environment_factory=_imported("--environment_factory", run.environment_factory),
+        advantages=_imported("--advantages", run.advantages),
     )
     name = ", ".join(item.path for item in run.datasets) or run.dataset_name
     trainer.recipe = replace(trainer.recipe, dataset=name)

@@ -88,6 +88,16 @@ def test_config_file_and_reward_beside_the_data():
     assert len(trainer.eval_dataset) == 4 and len(trainer.train_dataset) + 4 == 25 + 8
 
 
+def test_a_function_compares_the_completions():
+    write_module("own", "def by_row(rewards, **_):\n    return [*range(len(rewards))]\n")
+    trainer = build_trainer(arguments(advantages="own.by_row"))
+    trainer.train()
+    [batch] = trainer._buffer
+    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="--advantages: module 'own' has no 'none'"):
+        build_trainer(arguments(advantages="own.none"))
+
+
 PRESSING = """
 import signal
 
