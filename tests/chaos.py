@@ -64,6 +64,7 @@ SETTINGS: dict[str, Any] = {
 WAYS = ((signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGINT))
 PATIENCE = 120.0  # seconds until a start counts as one that hangs
 NOTICE = "this step ends and is saved first"
+LOST = "Exception ignored in"  # Python loses a KeyboardInterrupt within a weak reference's callback
 
 
 def noisy_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -173,7 +174,7 @@ def disturb(run: Run, chance: random.Random, kills: int, seconds: float) -> tupl
 def broken_promise(end: End, way: Sequence[signal.Signals], run: Run) -> str | None:
     """Return how the end differs from what the documents say."""
     if end.code == 0:
-        heard = end.was_through or not way or way[0] != signal.SIGINT
+        heard = end.was_through or not way or way[0] != signal.SIGINT or LOST in end.output
         return None if heard else "it went on after Ctrl-C"
     if not way or end.code != 128 + way[0]:
         return f"the exit code was {end.code}"
