@@ -193,10 +193,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
             self._check_head()
-        if self._reference is not None:
-            self._reference.prepare()
-            if args.sync_ref_model:
-                self.add_callback(self._reference)
+        if self._reference is not None and args.sync_ref_model:
+            self.add_callback(self._reference)
         engine_context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
