@@ -13,6 +13,7 @@ from grpo_trainer.policy.load import (
     check_processor,
     init_settings,
     load_adapters,
+    load_beside,
     load_older_names,
     load_policy,
     load_processing_class,

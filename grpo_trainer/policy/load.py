@@ -76,10 +76,17 @@ def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> 
         raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
 
 
-def init_settings(args: GRPOConfig, dtype: str) -> dict[str, Any]:
+def init_settings(args: GRPOConfig, dtype: str = "auto") -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` for a model given by name, ``dtype`` by default."""
     settings = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     return settings | options("model_init_kwargs", args.model_init_kwargs)
+
+
+def load_beside(kind: Any, name: str, what: str, args: GRPOConfig, revision: str | None) -> Any:
+    """Load the tokenizer or processor beside model ``name``; ``what`` names it in an error."""
+    trust = args.trust_remote_code
+    with loading(name, what):
+        return kind.from_pretrained(name, trust_remote_code=trust, revision=revision or "main")
 
 
 def base_policy(model: nn.Module) -> PreTrainedModel:
@@ -265,14 +272,10 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     Raises:
         ValueError: there is none beside it, or one without a vocabulary.
     """
-    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision", "main")
-    name = model.config._name_or_path
+    name, revision = model.config._name_or_path, init_settings(args).get("revision")
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
     what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
-    with loading(name, what):
-        processing_class = kind.from_pretrained(
-            name, trust_remote_code=args.trust_remote_code, revision=revision
-        )
+    processing_class = load_beside(kind, name, what, args, revision)
     tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(
