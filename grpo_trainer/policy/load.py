@@ -52,15 +52,12 @@ _UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportErro
 
 @contextmanager
 def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Load something pretrained inside, from the hub or else its cache.
+    """Load something pretrained inside, from the hub or else its cache; ValueError if it cannot be.
 
     Args:
         name: its folder or hub id.
         what: it, in an error.
         settings: arguments of ``from_pretrained``, some of them the user's.
-
-    Raises:
-        ValueError: it cannot be loaded.
     """
     settings = settings or {}
     try:
@@ -205,11 +202,8 @@ def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Make an adapted or quantised model ready for training; others pass untouched.
-
-    Raises:
-        ValueError: nothing of the model can be trained, or its adapter is of a kind that cannot.
-    """
+    """Make an adapted or quantised model ready for training, or raise ValueError if it cannot be;
+    others pass untouched."""
     if not is_peft_model(model):
         if getattr(model, "_hf_peft_config_loaded", False):
             raise ValueError(
@@ -241,11 +235,7 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
 
 
 def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Load every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now.
-
-    Raises:
-        ValueError: the checkpoint lacks one.
-    """
+    """Load every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     for name in model.peft_config:
@@ -267,11 +257,7 @@ def _check_method(config: Any) -> None:
 
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
-    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images.
-
-    Raises:
-        ValueError: there is none beside it, or one without a vocabulary.
-    """
+    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images."""
     name, revision = model.config._name_or_path, init_settings(args).get("revision")
     kind = AutoProcessor if takes_images(model) else AutoTokenizer
     what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
@@ -331,11 +317,8 @@ def takes_images(model: PreTrainedModel) -> bool:
 
 
 def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
-    """Load into ``model`` the weights that ``save_pretrained`` left in ``folder``, if it has them
-    under other names; return whether it has.
-
-    Some families, most of those that take images, are saved under older names.
-    """
+    """Load what ``save_pretrained`` left in ``folder`` if it has older names than ``model``, as of
+    most families that take images; return whether it has."""
     saved: set[str] = set()
     for path in folder.glob("model*.safetensors"):  # none of an adapter
         with safe_open(path, "pt") as file:
@@ -347,11 +330,7 @@ def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """Return the weight of the router loss: the argument's, else that of the model's config.
-
-    Raises:
-        ValueError: a weight is asked for and the model has no such loss.
-    """
+    """Return the weight of the router loss: the argument's, else that of the model's config."""
     coef = args.router_aux_loss_coef
     if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)

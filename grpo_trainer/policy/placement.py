@@ -321,11 +321,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def placement_of(accelerator: Accelerator) -> Placement:
-    """Return where the policy of a run is placed.
-
-    Raises:
-        ValueError: it is sharded by FSDP1.
-    """
+    """Return where the policy of a run is placed; FSDP1 is refused."""
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if zero is not None:

@@ -165,7 +165,10 @@ class RewardModel:
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
-            raise _wrong_labels(self.__name__, labels)
+            raise ValueError(
+                f"reward_funcs: expected a reward model with 1 label, got {self.__name__!r} with "
+                f"{labels}"
+            )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
@@ -231,8 +234,8 @@ def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             name, **settings, **wanted
         )
-    for _, shape, _ in found["mismatched_keys"]:
-        raise _wrong_labels(_model_name(model), shape[0])
+    for _, shape, _ in found["mismatched_keys"]:  # of the head
+        model.config.num_labels = shape[0]  # which a RewardModel refuses
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"]))
         warnings.warn(
@@ -255,12 +258,6 @@ def _load_tokenizer(
         )
     what = f"reward_processing_classes: the tokenizer of {source!r}"
     return load_beside(AutoTokenizer, source, what, args, revision)
-
-
-def _wrong_labels(name: str, labels: int) -> ValueError:
-    return ValueError(
-        f"reward_funcs: expected a reward model with 1 label, got {name!r} with {labels}"
-    )
 
 
 def _model_name(model: nn.Module) -> str:
