@@ -251,6 +251,6 @@ def _sync(*paths: Path) -> None:
 def checkpoints(run_dir: Path) -> list[Path]:
     """Return folders that look like checkpoints, oldest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    folders = [path for path in run_dir.glob(f"{prefix}*") if path.is_dir()]
-    steps = {path: path.name.removeprefix(prefix) for path in folders}
-    return sorted(filter(lambda x: steps[x].isdigit(), folders), key=lambda x: int(steps[x]))
+    paths = {path.name.removeprefix(prefix): path for path in run_dir.glob(f"{prefix}*")}
+    steps = [step for step, path in paths.items() if step.isdigit() and path.is_dir()]
+    return [paths[step] for step in sorted(steps, key=int)]

@@ -12,11 +12,10 @@ from grpo_trainer.policy.load import (
     check_images_run,
     check_processor,
     init_settings,
-    load_adapters,
     load_beside,
-    load_older_names,
     load_policy,
     load_processing_class,
+    load_saved,
     loading,
     router_coef,
 )

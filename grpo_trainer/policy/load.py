@@ -234,20 +234,6 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         model.enable_input_require_grads()
 
 
-def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Load every adapter of ``model`` as ``save_pretrained`` left it, in the dtype it has now."""
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    for name in model.peft_config:
-        folder = checkpoint if name == "default" else checkpoint / name
-        if not (folder / "adapter_model.safetensors").is_file():
-            raise ValueError(
-                f"resume_from_checkpoint: expected adapter {name!r} in {folder}, got none"
-            )
-        state = load_peft_weights(str(folder), device="cpu")
-        set_peft_model_state_dict(model, state, adapter_name=name)
-
-
 def _check_method(config: Any) -> None:
     if config.is_prompt_learning:
         raise ValueError(
@@ -316,11 +302,27 @@ def takes_images(model: PreTrainedModel) -> bool:
     return getattr(base_policy(model).config, "vision_config", None) is not None
 
 
-def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
-    """Load what ``save_pretrained`` left in ``folder`` if it has older names than ``model``, as of
-    most families that take images; return whether it has."""
+def load_saved(model: PreTrainedModel, folder: Path) -> bool:
+    """Load what ``save_pretrained`` left in ``folder`` where Trainer would not; return False where
+    it does.
+
+    Not in every version it loads each adapter, and in the dtype that this has now. Most families
+    that take images are saved under older names.
+    """
+    if is_peft_model(model):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        for name in model.peft_config:
+            place = folder if name == "default" else folder / name
+            if not (place / "adapter_model.safetensors").is_file():
+                raise ValueError(
+                    f"resume_from_checkpoint: expected adapter {name!r} in {place}, got none"
+                )
+            state = load_peft_weights(str(place), device="cpu")
+            set_peft_model_state_dict(model, state, adapter_name=name)
+        return True
     saved: set[str] = set()
-    for path in folder.glob("model*.safetensors"):  # none of an adapter
+    for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             saved.update(file.keys())
     older = not saved <= set(model.state_dict())

@@ -100,20 +100,22 @@ class Placement:
 
     def whole_copy(self, module: nn.Module) -> Any:
         """Return a copy of a small module with whole parameters, and without hooks."""
-        twin: nn.Module = object.__new__(type(module))  # classes of wrappers have no other copy
+        twin: Any = object.__new__(type(module))  # classes of wrappers have no other copy
         for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                value = OrderedDict()
-            vars(twin)[name] = list(value) if isinstance(value, list) else value
-        twin._parameters = {
-            name: None if value is None else nn.Parameter(self._cloned(value), requires_grad=False)
-            for name, value in module._parameters.items()
-        }
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
-            name: None if child is None else self.whole_copy(child)
-            for name, child in module._modules.items()
-        }
+            hooks = name.endswith("_hooks")
+            vars(twin)[name] = (
+                OrderedDict()
+                if hooks
+                else copy.copy(value)
+                if isinstance(value, list | dict)
+                else value
+            )
+        for name, value in module._parameters.items():
+            if value is not None:
+                twin._parameters[name] = nn.Parameter(self._cloned(value), requires_grad=False)
+        for name, child in module._modules.items():
+            if child is not None:
+                twin._modules[name] = self.whole_copy(child)
         return twin
 
     @contextmanager

@@ -129,9 +129,6 @@ def reasoning_accuracy_reward(
     The answer follows the last of the first delimiter that occurs, ``</think>`` by default, or is
     the ``content`` of a message that has its reasoning as ``reasoning_content``. Reasoning that
     does not end gets 0.
-
-    Raises:
-        ImportError: math-verify is not installed.
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
 
