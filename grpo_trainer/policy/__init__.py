@@ -11,12 +11,10 @@ from grpo_trainer.policy.load import (
     base_policy,
     check_images_run,
     check_processor,
-    init_settings,
-    load_beside,
     load_policy,
+    load_pretrained,
     load_processing_class,
     load_saved,
-    loading,
     router_coef,
 )
 from grpo_trainer.policy.placement import (

@@ -51,7 +51,7 @@ _UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportErro
 
 
 @contextmanager
-def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Load something pretrained inside, from the hub or else its cache; ValueError if it cannot be.
 
     Args:
@@ -59,7 +59,6 @@ def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> 
         what: it, in an error.
         settings: arguments of ``from_pretrained``, some of them the user's.
     """
-    settings = settings or {}
     try:
         with hub_or_cache(name):
             yield
@@ -73,17 +72,13 @@ def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> 
         raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
 
 
-def init_settings(args: GRPOConfig, dtype: str = "auto") -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` for a model given by name, ``dtype`` by default."""
-    settings = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    return settings | options("model_init_kwargs", args.model_init_kwargs)
-
-
-def load_beside(kind: Any, name: str, what: str, args: GRPOConfig, revision: str | None) -> Any:
-    """Load the tokenizer or processor beside model ``name``; ``what`` names it in an error."""
-    trust = args.trust_remote_code
-    with loading(name, what):
-        return kind.from_pretrained(name, trust_remote_code=trust, revision=revision or "main")
+def load_pretrained(
+    kind: Any, name: str, what: str, args: GRPOConfig, settings: dict[str, Any], **more: Any
+) -> Any:
+    """Return ``kind.from_pretrained(name)`` by the settings; an error begins with ``what``."""
+    settings = {"trust_remote_code": args.trust_remote_code} | settings
+    with loading(name, what, settings):
+        return kind.from_pretrained(name, **settings, **more)
 
 
 def base_policy(model: nn.Module) -> PreTrainedModel:
@@ -139,7 +134,8 @@ def _forget_trainer(model: PreTrainedModel) -> None:
 
 
 def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
-    settings = init_settings(args, "float32")
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
         if "quantization_config" in settings:
             raise ValueError(
@@ -244,10 +240,10 @@ def _check_method(config: Any) -> None:
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
     """Load the tokenizer that belongs to ``model``, or the processor of one that takes images."""
-    name, revision = model.config._name_or_path, init_settings(args).get("revision")
-    kind = AutoProcessor if takes_images(model) else AutoTokenizer
+    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision") or "main"
+    name, kind = model.config._name_or_path, AutoProcessor if takes_images(model) else AutoTokenizer
     what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
-    processing_class = load_beside(kind, name, what, args, revision)
+    processing_class = load_pretrained(kind, name, what, args, {}, revision=revision)
     tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(

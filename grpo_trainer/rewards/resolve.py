@@ -21,7 +21,7 @@ from transformers import (
 
 from grpo_trainer.common import hint, load_function
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.policy import init_settings, load_beside, loading, loading_whole
+from grpo_trainer.policy import load_pretrained, loading_whole
 from grpo_trainer.rewards import builtin
 from grpo_trainer.rewards.builtin import BUILTIN_REWARDS
 from grpo_trainer.rewards.call import RewardFunction
@@ -228,12 +228,11 @@ def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
     It is loaded as ``model_init_kwargs`` says, in the dtype of its checkpoint if they name none. A
     warning says so if its head is not trained, as that of a base or language model.
     """
-    settings = init_settings(args, "auto")
+    kind, what = AutoModelForSequenceClassification, f"reward_funcs: model {name!r}"
+    settings = {"dtype": "auto"} | options("model_init_kwargs", args.model_init_kwargs)
     wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with loading_whole(), loading(name, f"reward_funcs: model {name!r}", settings):
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            name, **settings, **wanted
-        )
+    with loading_whole():
+        model, found = load_pretrained(kind, name, what, args, settings, **wanted)
     for _, shape, _ in found["mismatched_keys"]:  # of the head
         model.config.num_labels = shape[0]  # which a RewardModel refuses
     if found["missing_keys"]:
@@ -257,7 +256,7 @@ def _load_tokenizer(
             f"{_model_name(model)!r}, which was not loaded by name; got None"
         )
     what = f"reward_processing_classes: the tokenizer of {source!r}"
-    return load_beside(AutoTokenizer, source, what, args, revision)
+    return load_pretrained(AutoTokenizer, source, what, args, {}, revision=revision or "main")
 
 
 def _model_name(model: nn.Module) -> str:
