@@ -65,15 +65,12 @@ class ResumableTrainer(GroupTrainer):
 
     def start(self) -> None:
         """Make everything that a run changes as it is before the first step."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """End what runs beside the steps, after the last one and after an error."""
-        raise NotImplementedError
 
     def placed(self) -> None:
         """Look at the policy after it was placed, or weights were loaded into it."""
-        raise NotImplementedError
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any

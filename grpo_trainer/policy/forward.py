@@ -13,14 +13,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from grpo_kernels import (
-    Head,
-    LossConfig,
-    Metrics,
-    TokenBatch,
-    linear_logprobs,
-    linear_policy_loss,
-)
+from grpo_kernels import Head, LossConfig, Metrics, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_trainer.config import GRPOConfig
@@ -70,8 +63,7 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
             outputs=(output,),
             sampling_mask=batch.sampling_mask,
         )
-        logprobs = getattr(outputs, output)
-        assert logprobs is not None  # it was asked for
+        logprobs: Tensor = getattr(outputs, output)
         return logprobs
 
     with evaluating(model):
