@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
@@ -66,10 +65,9 @@ from grpo_trainer.policy import (
     check_images_run,
     check_placement,
     check_processor,
-    load_adapters,
-    load_older_names,
     load_policy,
     load_processing_class,
+    load_saved,
     make_reference,
     placement_of,
     policy_loss_of,
@@ -193,10 +191,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
             self._check_head()
-        if self._reference is not None:
-            self._reference.prepare()
-            if args.sync_ref_model:
-                self.add_callback(self._reference)
+        if self._reference is not None and args.sync_ref_model:
+            self.add_callback(self._reference)
         engine_context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
@@ -490,15 +486,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._head_is_checked = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        folder = Path(resume_from_checkpoint)
-        # Trainer does not load each adapter in every version
-        if is_peft_model(self.model) and not self._placement.late:
-            load_adapters(self.model, folder)
-        elif self._placement.late or not load_older_names(self.model, folder):
+        if self._placement.late or not load_saved(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        if self._placement.late or not load_older_names(self.model, folder):
+        if self._placement.late or not load_saved(self.model, folder):
             super()._load_best_model()
         self.placed()

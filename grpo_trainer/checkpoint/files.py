@@ -32,7 +32,7 @@ _LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
 _INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
 _REPLACED = "replaced"  # the checkpoint of the same name, in the folder of the new one
 # without these nobody takes a folder for a model
-_ENTRIES = ("config.json", "adapter_config.json")
+MODEL_ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -44,23 +44,19 @@ class StartError(ValueError):
     """Training cannot begin as it was asked for."""
 
 
-def write_manifest(folder: Path) -> Path:
-    """List the checksums of all files below ``folder``, and return where."""
+def write_manifest(folder: Path) -> None:
+    """List the checksums of all files below ``folder``."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths}.difference(_EDITABLE)
     # the settings come last: nothing goes on from a list that was cut off and lacks them
     ordered = sorted(names, key=lambda name: (name == SETTINGS_FILE, name))
     lines = [f"{digest}  {name}\n" for name, digest in _digests(folder, ordered).items()]
     (folder / MANIFEST_NAME).write_text("".join(lines))
-    return folder / MANIFEST_NAME
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Return the checksums of the files that were written to ``folder``, by name.
-
-    Raises:
-        ValueError: the list is missing or damaged, or a file that it names is missing.
-    """
+    """Return the checksums of the files of ``folder`` by name, or raise ValueError if one or the
+    list is missing, or that is damaged."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ValueError(
@@ -112,12 +108,9 @@ def raised_together(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep other runs out of ``run_dir``; the system ends that, too, when the process is killed.
+    """Keep other runs out of ``run_dir``, or raise StartError if one is there.
 
-    The main process locks for all of them.
-
-    Raises:
-        StartError: another run is there.
+    The main process locks for all; when it is killed the system ends that, too.
     """
     path = run_dir / _LOCK_NAME
     lock = FileLock(path)
@@ -146,18 +139,14 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield a folder for all processes to write ``name``, which then appears in ``run_dir``, whole.
-
-    Raises:
-        CheckpointError: a file could not be written. What was written is deleted, to free the disk;
-            earlier checkpoints are untouched.
-    """
+    """Yield a folder for all processes to write ``name``, which then appears in ``run_dir``, whole;
+    earlier checkpoints are untouched, also by an error."""
     aside = run_dir / f"{_INCOMPLETE}{name}"
     with _freed(aside, run_dir / name):
         (aside / name).mkdir(parents=True, exist_ok=True)
         yield aside
         accelerator.wait_for_everyone()  # some writers rename files of theirs
-        _flush(aside / name)
+        _sync(*(aside / name).rglob("*"), aside / name)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _publish(aside, run_dir / name)
@@ -181,11 +170,8 @@ def delete_unfinished(run_dir: Path) -> None:
 
 @contextmanager
 def model_aside(folder: Path) -> Iterator[Path]:
-    """Yield a folder in which to save a model, which on leaving replaces the one in ``folder``.
-
-    Raises:
-        CheckpointError: a file could not be written. What is in ``folder`` is untouched.
-    """
+    """Yield a folder in which to save a model, which on leaving replaces the one in ``folder``;
+    an error leaves that untouched."""
     aside = folder / f"{_INCOMPLETE}model"
     shutil.rmtree(aside, ignore_errors=True)
     with _freed(aside, folder):
@@ -195,13 +181,25 @@ def model_aside(folder: Path) -> Iterator[Path]:
         yield aside
         if (folder / CARD_NAME).is_dir():
             (aside / CARD_NAME).unlink(missing_ok=True)
-        _flush(aside)
-    _replace(aside, folder)
+        _sync(*aside.rglob("*"), aside)
+    names = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+    entries = [name for name in names if name.name in MODEL_ENTRIES]
+    stale = [folder / name for name in entries]
+    if any(_WEIGHTS.fullmatch(str(name)) for name in names):
+        # those of another number of files would be read in place of the new
+        stale += [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    for path in stale:  # at no time is there a model of new and of old files
+        path.unlink(missing_ok=True)
+    for name in sorted(names, key=entries.__contains__):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).replace(folder / name)
+    shutil.rmtree(aside)
+    _sync(folder)
 
 
 @contextmanager
 def _freed(aside: Path, final: Path) -> Iterator[None]:
-    """Delete what was written aside if it cannot be completed, and say so."""
+    """Raise CheckpointError if it cannot be completed, and free the disk of what is aside."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three names
@@ -231,7 +229,8 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 
 
 def _publish(aside: Path, final: Path) -> None:
-    _sync(write_manifest(aside / final.name))
+    write_manifest(aside / final.name)
+    _sync(aside / final.name / MANIFEST_NAME)
     if final.exists():  # written again, by a run that started over
         final.rename(aside / _REPLACED)
     (aside / final.name).rename(final)
@@ -239,45 +238,19 @@ def _publish(aside: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _replace(aside: Path, folder: Path) -> None:
-    """Move the files of ``aside``. At no time is there a model of new and of old files."""
-    names = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-    entries = [name for name in names if name.name in _ENTRIES]
-    stale = [folder / name for name in entries]
-    if any(_WEIGHTS.fullmatch(str(name)) for name in names):
-        # those of another number of files would be read in place of the new
-        stale += [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    for name in sorted(names, key=entries.__contains__):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (aside / name).replace(folder / name)
-    shutil.rmtree(aside)
-    _sync(folder)
-
-
-def _flush(folder: Path) -> None:
+def _sync(*paths: Path) -> None:
     """Wait until the disk has it all: a rename could outlive a crash that the data does not."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Return folders that look like checkpoints, oldest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    steps = {path: path.name.removeprefix(prefix) for path in run_dir.glob(f"{prefix}*")}
-    folders = [path for path, step in steps.items() if step.isdigit() and path.is_dir()]
-    return sorted(folders, key=lambda folder: int(steps[folder]))
-
-
-def models(folder: Path) -> list[Path]:
-    """Return the files by which ``folder`` is taken for a model."""
-    return [folder / name for name in _ENTRIES if (folder / name).exists()]
+    paths = {path.name.removeprefix(prefix): path for path in run_dir.glob(f"{prefix}*")}
+    steps = [step for step, path in paths.items() if step.isdigit() and path.is_dir()]
+    return [paths[step] for step in sorted(steps, key=int)]

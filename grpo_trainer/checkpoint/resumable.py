@@ -40,11 +40,10 @@ _STDERR = 2
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint must hold."""
+    """A part of a run that a checkpoint must hold: numbers, text, tensors, lists and dictionaries
+    of them."""
 
-    def state(self) -> Any:
-        """Return numbers, text, tensors, and lists and dictionaries of them."""
-        ...
+    def state(self) -> Any: ...
 
     def restore(self, state: Any) -> None: ...
 
@@ -66,15 +65,12 @@ class ResumableTrainer(GroupTrainer):
 
     def start(self) -> None:
         """Make everything that a run changes as it is before the first step."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """End what runs beside the steps, after the last one and after an error."""
-        raise NotImplementedError
 
     def placed(self) -> None:
         """Look at the policy after it was placed, or weights were loaded into it."""
-        raise NotImplementedError
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
@@ -125,14 +121,12 @@ class ResumableTrainer(GroupTrainer):
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
     ) -> TrainOutput:
-        if resume_from_checkpoint is not None:
-            # Trainer's loop looks whether to stop after a step only
-            state = TrainerState.load_from_json(f"{resume_from_checkpoint}/{TRAINER_STATE_NAME}")
-            if state.global_step >= self.steps():
-                return self._finished(state, resume_from_checkpoint)
-        return super()._inner_training_loop(
-            *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
-        )
+        checkpoint = resume_from_checkpoint
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
+            if state.global_step >= self.steps():  # Trainer's loop looks after a step only
+                return self._finished(state, checkpoint)
+        return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """End a step, and an epoch, whose last step has ended before."""
@@ -145,10 +139,8 @@ class ResumableTrainer(GroupTrainer):
 
     @contextmanager
     def _ctrl_c_noted(self) -> Iterator[None]:
-        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever.
-
-        Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
-        """
+        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever. Outside
+        the main thread, and where SIGINT is ignored or has another handler, it stays so."""
         self._interrupted = False
         usual = signal.default_int_handler
 
@@ -169,12 +161,9 @@ class ResumableTrainer(GroupTrainer):
             signal.signal(signal.SIGINT, usual)
 
     def _stop_if_asked(self) -> None:
-        """Save and end the run if a process has noted a Ctrl-C. All call it, after a step.
-
-        With several processes it waits for the step: they go on together, or none does.
-        """
+        """Save and end the run if a process has noted a Ctrl-C. All call it, after a step."""
         interrupted = self._interrupted
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1:  # they go on together, or none does
             own = torch.tensor([interrupted], device=self.accelerator.device)
             interrupted = bool(self.accelerator.gather(own).any())
         if not interrupted:
@@ -227,7 +216,12 @@ class ResumableTrainer(GroupTrainer):
             with written_aside(run_dir, name, self.accelerator) as aside:
                 self._aside = aside
                 if not self.args.save_only_model:
-                    self._save_states(aside / name)
+                    for path, parts in self._files(aside / name).items():
+                        if parts is self._parts or self.args.should_save:
+                            torch.save({key: part.state() for key, part in parts.items()}, path)
+                    if self.args.should_save:
+                        text = json.dumps(settings_of(self), indent=2)
+                        (aside / name / SETTINGS_FILE).write_text(text + "\n")
                 super()._save_checkpoint(model, trial)
                 if name == best and self.args.should_save:
                     self.state.best_model_checkpoint = str(run_dir / name)
@@ -285,22 +279,13 @@ class ResumableTrainer(GroupTrainer):
         own = folder / f"process_state_{self.accelerator.process_index}.pt"
         return {own: self._parts, folder / "shared_state.pt": self._shared}
 
-    def _save_states(self, folder: Path) -> None:
-        for path, parts in self._files(folder).items():
-            if parts is self._parts or self.args.should_save:
-                torch.save({name: part.state() for name, part in parts.items()}, path)
-        if self.args.should_save:
-            text = json.dumps(settings_of(self), indent=2)
-            (folder / SETTINGS_FILE).write_text(text + "\n")
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         # when to log, evaluate and save: Trainer has taken that from the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
-        device = self.accelerator.device
-        where = "cpu" if device.type == "cpu" else device  # torch cannot load to cpu:0
+        where = self.accelerator.device.type  # the current one: torch cannot load to cpu:0
         for path, parts in self._files(Path(checkpoint)).items():
             if not path.exists():
                 raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,77 +13,63 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_trainer.checkpoint.files import (
+    MODEL_ENTRIES,
     SETTINGS_FILE,
     StartError,
     check_contents,
     checkpoints,
-    models,
     read_manifest,
 )
 from grpo_trainer.config import GRPOConfig, import_path
 
-# Fields of GRPOConfig that do not change what is trained. All others are compared, so that one that
-# is added later is, too, unless it is named here.
-_FREE_PREFIXES = (
-    "activation_checkpointing",
-    "dataloader_",  # of evaluation: training prompts come from a stream
-    "ddp_",
-    "do_",
-    "eval_",
-    "gradient_checkpointing",
-    "hub_",
-    "log_",
-    "logging_",
-    "save_",
-    "trackio_",
-    "vllm_server_",
-    "vllm_weight",  # how weights are sent
-)
-_FREE = {
+# Patterns of the fields of GRPOConfig that do not change what is trained. All others are compared,
+# so that one that is added later is, too, unless it is named here.
+_FREE = (
     # what is shown and kept
+    "*output_dir",
     "disable_tqdm",
-    "include_for_metrics",
+    "*hub*",
+    "*metrics*",
+    "*report*",
     "include_num_input_tokens_seen",
+    "log_*",
+    "logging_*",
     "num_completions_to_print",
-    "output_dir",
-    "overwrite_output_dir",
     "project",
-    "push_to_hub",
-    "report_to",
     "run_name",
-    "skip_memory_metrics",
-    "write_report",
+    "save_*",
+    "trackio_*",
     # evaluation, and which checkpoint is the best
-    "batch_eval_metrics",
-    "bf16_full_eval",
-    "fp16_full_eval",
+    "*_best_model*",
+    "*eval*",
+    "dataloader_*",  # of evaluation: training prompts come from a stream
     "greater_is_better",
     "label_names",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "num_generations_eval",
-    "per_device_eval_batch_size",
     "prediction_loss_only",
     # this start of the process
+    "*_from_checkpoint",
+    "ddp_*",
+    "do_*",
     "enable_jit_checkpoint",
     "ignore_data_skip",
     "local_rank",
-    "restore_callback_states_from_checkpoint",
-    "resume_from_checkpoint",
     "trust_remote_code",
     # memory, and the way to the engine
+    "*_checkpointing*",
     "ds3_gather_for_generation",
     "torch_empty_cache_steps",
     "vllm_enable_sleep_mode",
     "vllm_gpu_memory_utilization",
     "vllm_group_port",
     "vllm_request_timeout",
+    "vllm_server_*",
     "vllm_tensor_parallel_size",
+    "vllm_weight*",  # how weights are sent
     # compared in another form
     "generation_batch_size",
     "max_steps",
     "num_train_epochs",
-}
+)
 # learning rates that do not depend on how many steps there are
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau")
 _ADAPTER = "peft_config["  # before the name of one
@@ -96,7 +83,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     settings = {
         name: value
         for name, value in args.to_dict().items()
-        if name not in _FREE and not name.startswith(_FREE_PREFIXES)
+        if not any(fnmatch(name, pattern) for pattern in _FREE)
     }
     settings |= {
         "number of processes": args.world_size,
@@ -137,23 +124,20 @@ def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: b
     """Return the folder that ``asked`` means; for True the newest in ``run_dir``.
 
     Raises:
-        ValueError: there is none; or, unless it is to ``overwrite`` them, ``run_dir`` holds a model
-            or checkpoints of a run that does not go on.
+        ValueError: there is none; or ``run_dir`` has a model or checkpoints of a run that does not
+            go on, which nobody asked to ``overwrite``.
     """
     own = checkpoints(run_dir)
+    if asked is True and not own:
+        raise ValueError(f"{_NAME}: expected a checkpoint in output_dir {str(run_dir)!r}, got none")
     folder = None
-    if asked is True:
-        if not own:
-            raise ValueError(
-                f"{_NAME}: expected a checkpoint in output_dir {str(run_dir)!r}, got none"
-            )
-        folder = own[-1]
-    elif asked is not None and asked is not False:
-        folder = Path(asked)
+    if asked is not None and asked is not False:
+        folder = own[-1] if asked is True else Path(asked)
         if not folder.is_dir():
             raise ValueError(f"{_NAME}: expected a folder, got {str(asked)!r}")
     goes_on = folder is not None and folder.resolve().parent == run_dir.resolve()
-    kept = [*models(run_dir), *own]
+    models = [run_dir / name for name in MODEL_ENTRIES if (run_dir / name).exists()]
+    kept = [*models, *own]
     if kept and not goes_on and not overwrite:
         raise ValueError(
             "output_dir: expected a folder without a model or checkpoints of another run, got "
@@ -185,14 +169,14 @@ def check_checkpoint(folder: Path, args: GRPOConfig, settings: dict[str, Any], s
 
 def _check_settings(folder: Path, args: GRPOConfig, settings: dict[str, Any], steps: int) -> None:
     """Raise StartError unless the steps before and after are those of one run."""
-    written = json.loads((folder / SETTINGS_FILE).read_text())
     # a field that was not there yet had the effect of its default
-    defaults = {item.name: item.default for item in fields(args)}
+    written = {item.name: item.default for item in fields(args)}
+    written |= json.loads((folder / SETTINGS_FILE).read_text())
     gone = {name: None for name in written if name.startswith(_ADAPTER)}
     wrong = [
         f"{name} = {before!r}, got {value!r}"
         for name, value in (gone | settings).items()
-        if (before := written.get(name, defaults.get(name))) != value
+        if (before := written.get(name)) != value
     ]
     if wrong:
         raise StartError(

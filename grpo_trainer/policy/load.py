@@ -1,4 +1,9 @@
-"""Load the policy and what processes its prompts."""
+"""Load the policy, with PEFT adapters put on and checked, and what processes its prompts.
+
+transformers' ``generate`` runs with the adapter in place. Merged weights would generate faster, but
+16-bit ones are rounded, so that the completions would come from another policy than the one that is
+trained, and subtracting an update again does not give the old bits back.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -25,44 +31,219 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    find_adapter_config_file,
-)
+from transformers.utils import find_adapter_config_file, is_peft_available
 
 from grpo_kernels.hf import drop_wrappers, has_moe_aux_loss, keep_head_in_fp32
-from grpo_kernels.tools import hub_or_cache
+from grpo_kernels.tools import hub_or_cache, install_command
 from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
-from grpo_trainer.policy.adapters import (
-    base_policy,
-    prepare_adapter,
-    with_adapter,
-    with_saved_adapter,
-)
 from grpo_trainer.policy.forward import evaluating
 
 _SIDE = 64  # pixels of an image that is tried
 # what models raise for what another one takes
 _MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+# arguments of from_pretrained that say where a model is, and those that are an adapter's own
+_WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+_OF_ADAPTER = ("revision", "subfolder")
+# not there, no connection, broken, more than weights, a package that it takes is missing
+_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportError)
+
+
+@contextmanager
+def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Load something pretrained inside, from the hub or else its cache; ValueError if it cannot be.
+
+    Args:
+        name: its folder or hub id.
+        what: it, in an error.
+        settings: arguments of ``from_pretrained``, some of them the user's.
+    """
+    try:
+        with hub_or_cache(name):
+            yield
+    except _UNREADABLE as error:
+        quantised = isinstance(error, ImportError) and "quantization_config" in settings
+        what = f"quantization_config: {what}" if quantised else what
+        raise ValueError(f"{what} cannot be loaded: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+        if not any(repr(key) in str(error) for key in settings):
+            raise
+        raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
+
+
+def load_pretrained(
+    kind: Any, name: str, what: str, args: GRPOConfig, settings: dict[str, Any], **more: Any
+) -> Any:
+    """Return ``kind.from_pretrained(name)`` by the settings; an error begins with ``what``."""
+    settings = {"trust_remote_code": args.trust_remote_code} | settings
+    with loading(name, what, settings):
+        return kind.from_pretrained(name, **settings, **more)
+
+
+def base_policy(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model, without PEFT's wrapper around it."""
+    return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+
+
+def load_policy(
+    model: str | PreTrainedModel,
+    args: GRPOConfig,
+    peft_config: Any | None = None,
+    quantization_config: Any | None = None,
+) -> PreTrainedModel:
+    """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
+
+    A name may be that of a saved adapter, which is trained on.
+
+    Raises:
+        ValueError: there is no such model, or the adapter cannot be trained.
+    """
+    if isinstance(model, str):
+        model = _load(model, args, quantization_config)
+    else:
+        settings = {
+            "model_init_kwargs": args.model_init_kwargs,
+            "quantization_config": quantization_config,
+        }
+        for name, value in settings.items():
+            if value is not None:
+                shown = masked_text(repr(value))
+                warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
+        _forget_trainer(model)
+    if args.cast_lm_head_to_fp32:
+        keep_head_in_fp32(model)
+    if peft_config is not None:
+        model = _with_adapter(model, peft_config)
+    prepare_adapter(model, args)
+    if args.disable_dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    return model
+
+
+def _forget_trainer(model: PreTrainedModel) -> None:
+    """Take off what a trainer before has put around the forward: its precision."""
+    base = base_policy(model)
+    drop_wrappers(base)
+    # accelerate's marks: it would not put mixed precision around the forward again
+    vars(model).pop("_is_accelerate_prepared", None)
+    if base is not model and vars(model).pop("_original_forward", None) is not None:
+        del model.forward  # accelerate's, around that of peft
+
+
+def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
+    if quantization_config is not None:
+        if "quantization_config" in settings:
+            raise ValueError(
+                "quantization_config: expected it once, got it in model_init_kwargs too"
+            )
+        settings["quantization_config"] = quantization_config
+        if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
+            settings.setdefault("device_map", {"": args.device})
+    where = {key: settings[key] for key in _WHERE if key in settings}
+    with loading(name, f"model {name!r}", settings):
+        adapter = find_adapter_config_file(name, **where)
+        if adapter is None:
+            return _pretrained(name, settings)
+        if not is_peft_available():
+            raise ValueError(
+                f"model: expected the package peft to be installed for the adapter {name!r}; "
+                f"{install_command('peft')}"
+            )
+        from peft import PeftModel
+
+        config = json.loads(Path(adapter).read_text())
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+        settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
+        settings |= {} if revision is None else {"revision": revision}
+        with hub_or_cache(base):
+            model = _pretrained(base, settings)
+        return PeftModel.from_pretrained(model, name, is_trainable=True, **where)
+
+
+def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Load a model of the class that its config names."""
+    known = {key: settings[key] for key in (*_WHERE, "trust_remote_code") if key in settings}
+    config = settings.get("config") or AutoConfig.from_pretrained(name, **known)
+    architectures = config.architectures or [None]
+    takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    return kind.from_pretrained(name, **settings)
+
+
+def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
+    """Return ``model`` under a new adapter, the only thing that is then trained."""
+    if not is_peft_available():
+        raise ValueError(
+            f"peft_config: expected the package peft to be installed; {install_command('peft')}"
+        )
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            "peft_config: expected a peft.PeftConfig such as LoraConfig, "
+            f"got {type(peft_config).__name__}"
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
+            "one, merge the old one first (merge_and_unload)"
+        )
+    _check_method(peft_config)
+    return get_peft_model(model, peft_config)
+
+
+def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
+    """Make an adapted or quantised model ready for training, or raise ValueError if it cannot be;
+    others pass untouched."""
+    if not is_peft_model(model):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                "model: expected a peft.PeftModel, got adapters loaded by transformers; use "
+                "peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)"
+            )
+        if getattr(model, "is_quantized", False):
+            raise ValueError("peft_config: expected one with a quantised model, got None")
+        return
+    for config in model.peft_config.values():
+        _check_method(config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "model: expected a PeftModel with a trainable adapter, got a frozen one; load it with "
+            "is_trainable=True"
+        )
+    if len(model.active_adapters) != 1:
+        raise ValueError(
+            f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
+        )
+    if getattr(base_policy(model), "is_quantized", False):
+        for name, parameter in model.named_parameters():
+            # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    if args.gradient_checkpointing:
+        # the first checkpointed block has no trainable input otherwise, and would pass no gradient
+        model.enable_input_require_grads()
+
+
+def _check_method(config: Any) -> None:
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config: expected adapters inside the layers, such as LoRA; {config.peft_type} "
+            "adds virtual tokens, which the loss does not align with"
+        )
 
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
-    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images.
-
-    Raises:
-        ValueError: there is none beside it, or one without a vocabulary.
-    """
-    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision", "main")
-    name = model.config._name_or_path
-    kind = AutoProcessor if takes_images(model) else AutoTokenizer
+    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images."""
+    revision = options("model_init_kwargs", args.model_init_kwargs).get("revision") or "main"
+    name, kind = model.config._name_or_path, AutoProcessor if takes_images(model) else AutoTokenizer
     what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
-    with loading(name, what):
-        processing_class = kind.from_pretrained(
-            name, trust_remote_code=args.trust_remote_code, revision=revision
-        )
+    processing_class = load_pretrained(kind, name, what, args, {}, revision=revision)
     tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
         raise ValueError(
@@ -117,148 +298,37 @@ def takes_images(model: PreTrainedModel) -> bool:
     return getattr(base_policy(model).config, "vision_config", None) is not None
 
 
-# arguments of from_pretrained that say where a model is, and those that are an adapter's own
-_WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
-_OF_ADAPTER = ("revision", "subfolder")
-# not there, no connection, broken, more than weights, a package that it takes is missing
-_UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportError)
+def load_saved(model: PreTrainedModel, folder: Path) -> bool:
+    """Load what ``save_pretrained`` left in ``folder`` where Trainer would not; return False where
+    it does.
 
-
-@contextmanager
-def loading(name: str, what: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Load something pretrained inside, from the hub or else its cache.
-
-    Args:
-        name: its folder or hub id.
-        what: it, in an error.
-        settings: arguments of ``from_pretrained``, some of them the user's.
-
-    Raises:
-        ValueError: it cannot be loaded.
+    Not in every version it loads each adapter, and in the dtype that this has now. Most families
+    that take images are saved under older names.
     """
-    settings = settings or {}
-    try:
-        with hub_or_cache(name):
-            yield
-    except _UNREADABLE as error:
-        quantised = isinstance(error, ImportError) and "quantization_config" in settings
-        what = f"quantization_config: {what}" if quantised else what
-        raise ValueError(f"{what} cannot be loaded: {error}") from error
-    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
-        if not any(repr(key) in str(error) for key in settings):
-            raise
-        raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
+    if is_peft_model(model):
+        from peft import load_peft_weights, set_peft_model_state_dict
 
-
-def load_policy(
-    model: str | PreTrainedModel,
-    args: GRPOConfig,
-    peft_config: Any | None = None,
-    quantization_config: Any | None = None,
-) -> PreTrainedModel:
-    """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
-
-    A name may be that of a saved adapter, which is trained on.
-
-    Raises:
-        ValueError: there is no such model, or the adapter cannot be trained.
-    """
-    if isinstance(model, str):
-        model = _load(model, args, quantization_config)
-    else:
-        settings = {
-            "model_init_kwargs": args.model_init_kwargs,
-            "quantization_config": quantization_config,
-        }
-        for name, value in settings.items():
-            if value is not None:
-                shown = masked_text(repr(value))
-                warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
-        _forget_trainer(model)
-    if args.cast_lm_head_to_fp32:
-        keep_head_in_fp32(model)
-    if peft_config is not None:
-        model = with_adapter(model, peft_config)
-    prepare_adapter(model, args)
-    if args.disable_dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    return model
-
-
-def _forget_trainer(model: PreTrainedModel) -> None:
-    """Take off what a trainer before has put around the forward: its precision."""
-    base = base_policy(model)
-    drop_wrappers(base)
-    # accelerate's marks: it would not put mixed precision around the forward again
-    vars(model).pop("_is_accelerate_prepared", None)
-    if base is not model and vars(model).pop("_original_forward", None) is not None:
-        del model.forward  # accelerate's, around that of peft
-
-
-def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
-    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-    settings |= options("model_init_kwargs", args.model_init_kwargs)
-    if quantization_config is not None:
-        if "quantization_config" in settings:
-            raise ValueError(
-                "quantization_config: expected it once, got it in model_init_kwargs too"
-            )
-        settings["quantization_config"] = quantization_config
-        if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
-            settings.setdefault("device_map", {"": args.device})
-    where = {key: settings[key] for key in _WHERE if key in settings}
-    with loading(name, f"model {name!r}", settings):
-        adapter = find_adapter_config_file(name, **where)
-        if adapter is None:
-            return _auto_class(name, settings).from_pretrained(name, **settings)
-        config = json.loads(Path(adapter).read_text())
-        base, revision = config["base_model_name_or_path"], config.get("revision")
-        settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
-        settings |= {} if revision is None else {"revision": revision}
-        with hub_or_cache(base):
-            model = _auto_class(base, settings).from_pretrained(base, **settings)
-        return with_saved_adapter(model, name, where)
-
-
-def _auto_class(name: str, settings: dict[str, Any]) -> Any:
-    """Return what loads a model of the class that its config names."""
-    where = {key: settings[key] for key in _WHERE if key in settings}
-    trusted = settings["trust_remote_code"]
-    config = settings.get("config") or AutoConfig.from_pretrained(
-        name, trust_remote_code=trusted, **where
-    )
-    architectures = config.architectures or [None]
-    takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-
-
-def load_older_names(model: PreTrainedModel, folder: Path) -> bool:
-    """Load into ``model`` the weights that ``save_pretrained`` left in ``folder``, if it has them
-    under other names; return whether it has.
-
-    Some families, most of those that take images, are saved under older names.
-    """
-    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        saved = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].keys()
-    elif (folder / SAFE_WEIGHTS_NAME).is_file():
-        with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
-            saved = file.keys()
-    else:  # an adapter alone, or what Trainer has a message for
-        return False
-    older = not set(saved) <= set(model.state_dict())
+        for name in model.peft_config:
+            place = folder if name == "default" else folder / name
+            if not (place / "adapter_model.safetensors").is_file():
+                raise ValueError(
+                    f"resume_from_checkpoint: expected adapter {name!r} in {place}, got none"
+                )
+            state = load_peft_weights(str(place), device="cpu")
+            set_peft_model_state_dict(model, state, adapter_name=name)
+        return True
+    saved: set[str] = set()
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            saved.update(file.keys())
+    older = not saved <= set(model.state_dict())
     if older:
         model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
     return older
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """Return the weight of the router loss: the argument's, else that of the model's config.
-
-    Raises:
-        ValueError: a weight is asked for and the model has no such loss.
-    """
+    """Return the weight of the router loss: the argument's, else that of the model's config."""
     coef = args.router_aux_loss_coef
     if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)

@@ -1,4 +1,4 @@
-"""Where the parameters of a policy are, and how they are read there."""
+"""Where the parameters of a policy are: whole on each process, or sharded by FSDP2 or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import parse_flag_from_env
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from transformers.integrations import deepspeed
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.integrations import deepspeed as of_deepspeed
+
+from grpo_trainer.config import GRPOConfig
+
+# parts of DeepSpeed's configuration, wherever they stand
+_OF_TRAINING = ("optimizer", "scheduler", "offload_optimizer")
+_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 class Placement:
@@ -25,13 +35,13 @@ class Placement:
     sharded = False  # a process alone cannot read the parameters
     late = False  # training places the policy when it begins, and then loads a checkpoint
 
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self._accelerator: Any = accelerator
+
     @property
     def whole_checkpoints(self) -> bool:
         """Whether a checkpoint has the whole model, beside what a run resumes from."""
         return True
-
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
-        self._accelerator: Any = accelerator
 
     def runs(self, policy: nn.Module) -> nn.Module:
         """Return what is called to run ``policy`` forward; no communication."""
@@ -49,10 +59,9 @@ class Placement:
         """Return a copy of a model that was not placed yet."""
         return copy.deepcopy(model)
 
-    @contextmanager
-    def whole(self, policy: nn.Module) -> Iterator[None]:
+    def whole(self, policy: nn.Module) -> AbstractContextManager[None]:
         """Hold all parameters on every process, so that each may run the policy by itself."""
-        yield
+        return nullcontext()
 
     def at_rest(self, model: nn.Module) -> None:
         """Free what a forward has left gathered: ``parameters()`` are the trained ones again."""
@@ -62,12 +71,11 @@ class Placement:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors of ``module.state_dict()``, those that are ``chosen`` by
         their names, one after the other."""
-        for name, value in self._stored(module).items():
-            if not chosen(name):
-                continue
-            with self._gathered(value) as whole:
-                yield name, whole
-                del whole  # or it would live as long as the next one is gathered
+        for name, value in module.state_dict(keep_vars=True).items():
+            if chosen(name):
+                with self._gathered(value) as whole:
+                    yield name, whole
+                    del whole  # or it would live as long as the next one is gathered
 
     def saved(self, module: nn.Module, chosen: Callable[[str], bool]) -> dict[str, Tensor]:
         """Return :meth:`weights` in the main memory of the first process; others get none."""
@@ -79,9 +87,11 @@ class Placement:
 
     def described(self, module: nn.Module) -> dict[str, Tensor]:
         """Return ``module.state_dict()`` without values, on the meta device; no communication."""
-        return {
-            name: torch.empty(self._shape(value), dtype=value.dtype, device="meta")
-            for name, value in self._stored(module).items()
+        return {  # of a shard of ZeRO-3 the whole shape has another name
+            name: torch.empty(
+                getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta"
+            )
+            for name, value in module.state_dict(keep_vars=True).items()
         }
 
     def local(self, parameter: Tensor) -> Tensor:
@@ -90,31 +100,27 @@ class Placement:
 
     def whole_copy(self, module: nn.Module) -> Any:
         """Return a copy of a small module with whole parameters, and without hooks."""
-        twin: nn.Module = object.__new__(type(module))  # classes of wrappers have no other copy
+        twin: Any = object.__new__(type(module))  # classes of wrappers have no other copy
         for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                value = OrderedDict()
-            vars(twin)[name] = list(value) if isinstance(value, list) else value
-        twin._parameters = {
-            name: None if value is None else nn.Parameter(self._cloned(value), requires_grad=False)
-            for name, value in module._parameters.items()
-        }
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
-            name: None if child is None else self.whole_copy(child)
-            for name, child in module._modules.items()
-        }
+            hooks = name.endswith("_hooks")
+            vars(twin)[name] = (
+                OrderedDict()
+                if hooks
+                else copy.copy(value)
+                if isinstance(value, list | dict)
+                else value
+            )
+        for name, value in module._parameters.items():
+            if value is not None:
+                twin._parameters[name] = nn.Parameter(self._cloned(value), requires_grad=False)
+        for name, child in module._modules.items():
+            if child is not None:
+                twin._modules[name] = self.whole_copy(child)
         return twin
-
-    def _stored(self, module: nn.Module) -> dict[str, Any]:
-        return module.state_dict()
-
-    def _shape(self, value: Tensor) -> torch.Size:
-        return value.shape
 
     @contextmanager
     def _gathered(self, value: Tensor) -> Iterator[Tensor]:
-        yield value
+        yield value.detach()
 
     def _cloned(self, parameter: Tensor) -> Tensor:
         with self._gathered(parameter) as whole:
@@ -124,7 +130,245 @@ class Placement:
 WHOLE = Placement()
 
 
-_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+class FullyShard(Placement):
+    """Parameters are sharded by ``fully_shard``, the way accelerate applies it."""
+
+    name = "FSDP2"
+    sharded = True
+    late = True
+
+    @property
+    def whole_checkpoints(self) -> bool:
+        return "FULL" in str(self._accelerator.state.fsdp_plugin.state_dict_type)
+
+    def place(self, policy: nn.Module) -> bool:
+        if isinstance(policy, FSDPModule):
+            return False
+        # accelerator.prepare asks for an optimizer, too; training makes one from this model
+        fsdp2_prepare_model(self._accelerator, policy)
+        self._accelerator._models.append(policy)  # as it does
+        return True
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        return fsdp2_prepare_model(self._accelerator, model)
+
+    @contextmanager
+    def whole(self, policy: nn.Module) -> Iterator[None]:
+        units = _units(policy)
+        if not units:  # not placed yet
+            yield
+            return
+        # the root never frees its parameters after a forward: the backward begins with them
+        frees = [unit is not policy and _frees(unit) for unit in units]
+        policy.set_reshard_after_forward(False)  # type: ignore[operator]
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, frees, strict=True):
+                unit.set_reshard_after_forward(value, recurse=False)
+                unit.reshard()
+
+    def at_rest(self, model: nn.Module) -> None:
+        for unit in _units(model):
+            unit.reshard()
+
+    def local(self, parameter: Tensor) -> Tensor:
+        with torch.no_grad():
+            return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+    @contextmanager
+    def _gathered(self, value: Tensor) -> Iterator[Tensor]:
+        with torch.no_grad():
+            if isinstance(value, DTensor):  # if offloaded, gathered where the processes can talk
+                there: Any = value.to(value.device_mesh.device_type)
+                value = there.full_tensor()
+            yield value.detach()
+
+
+def _units(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _frees(unit: Any) -> bool:
+    """Return whether a unit frees its parameters after its forward."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and group._reshard_after_forward for group in groups)
+
+
+class Zero(Placement):
+    """An engine steps the optimizer in its backward. In stage 3 a parameter is empty but in the
+    modules that run, and its shard lies beside it."""
+
+    late = True
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._plugin: Any = accelerator.state.deepspeed_plugin
+        self.sharded = self._plugin.zero_stage == 3
+        self.name = "ZeRO-3" if self.sharded else "ZeRO"
+
+    @property
+    def whole_checkpoints(self) -> bool:
+        zero = self._plugin.deepspeed_config["zero_optimization"]
+        return not self.sharded or bool(zero.get("stage3_gather_16bit_weights_on_model_save"))
+
+    def runs(self, policy: nn.Module) -> nn.Module:
+        engine = self._engine(policy)
+        return policy if engine is None else engine
+
+    def place(self, policy: nn.Module) -> bool:
+        """Return False: training has placed the policy.
+
+        Raises:
+            ValueError: it has not, and an engine that is made without an optimizer gets none later.
+        """
+        if self._engine(policy) is None:
+            raise ValueError(
+                "evaluate: expected it during or after train under DeepSpeed, whose engine is made "
+                "there; eval_on_start evaluates before the first step"
+            )
+        return False
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=model, config=self._config())
+        engine.eval()  # returns nothing
+        return engine
+
+    def copied(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model that may have been sharded while it was loaded."""
+        import deepspeed
+
+        fresh: dict[int, Any] = {}
+        for value in model.parameters():
+            if _is_shard(value):
+                whole = nn.Parameter(self._cloned(value), requires_grad=value.requires_grad)
+                kept = nn.ParameterList([whole])
+                deepspeed.zero.Init(module=kept, config_dict_or_path=self._config())
+                fresh[id(value)] = whole
+        return copy.deepcopy(model, fresh)
+
+    @contextmanager
+    def whole(self, policy: nn.Module) -> Iterator[None]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        gathered = GatheredParameters(list(policy.parameters()), enabled=self.sharded)
+        with gathered, _without_hooks(policy) if self.sharded else nullcontext():
+            yield
+
+    def at_rest(self, model: nn.Module) -> None:
+        shards: Iterator[Any] = filter(_is_shard, model.parameters())
+        for parameter in shards:  # small ones stay gathered between forwards
+            if parameter.ds_status.name == "AVAILABLE":
+                parameter.partition()
+
+    def local(self, parameter: Any) -> Tensor:
+        return getattr(parameter, "ds_tensor", parameter).detach()
+
+    @contextmanager
+    def _gathered(self, value: Tensor) -> Iterator[Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([value], enabled=_is_shard(value)):
+            yield value.detach()
+
+    def _config(self) -> dict[str, Any]:
+        """Return the run's configuration for a model without an optimizer."""
+        config = _without(self._plugin.deepspeed_config)
+        return config if self.sharded else config | {"zero_optimization": {"stage": 0}}
+
+    def _engine(self, policy: nn.Module) -> Any | None:
+        wrapped = self._accelerator.deepspeed_engine_wrapped
+        engine = None if wrapped is None else wrapped.engine
+        return engine if engine is not None and engine.module is policy else None
+
+
+def _is_shard(value: Any) -> bool:
+    return hasattr(value, "ds_id")
+
+
+def _without(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is about training, and what is left to DeepSpeed's defaults."""
+    return {
+        name: _without(value) if isinstance(value, dict) else copy.deepcopy(value)
+        for name, value in config.items()
+        if value != "auto" and name not in _OF_TRAINING
+    }
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Take DeepSpeed's hooks off the forwards of ``model``.
+
+    They would free parameters after their use, and the first one waits for all processes, of which
+    each generates as long as it has to. (``deepspeed.runtime.zero.unwrap_model_for_generation``
+    leaves that one on.)
+    """
+    kept = []
+    for module in model.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = getattr(module, name)
+            others = {k: h for k, h in hooks.items() if not h.__module__.startswith("deepspeed.")}
+            kept.append((module, name, hooks))
+            setattr(module, name, OrderedDict(others))
+    try:
+        yield
+    finally:
+        for module, name, hooks in kept:
+            setattr(module, name, hooks)
+
+
+def placement_of(accelerator: Accelerator) -> Placement:
+    """Return where the policy of a run is placed; FSDP1 is refused."""
+    zero = getattr(accelerator.state, "deepspeed_plugin", None)
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if zero is not None:
+        return Zero(accelerator)
+    if fsdp is None:
+        return Placement(accelerator)
+    if fsdp.fsdp_version != 2:
+        raise ValueError(
+            "fsdp_version: expected 2 (FSDP2), got 1; set it in the file of `accelerate launch`, "
+            "or version in fsdp_config"
+        )
+    return FullyShard(accelerator)
+
+
+def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
+    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
+            "set CUDA_VISIBLE_DEVICES"
+        )
+    sizes = {
+        name: getattr(accelerator.parallelism_config, name, 1)
+        for name in ("tp_size", "cp_size", "sp_size")
+    }
+    wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if wrong:
+        raise ValueError(
+            f"parallelism_config: expected data parallelism alone (each process has whole "
+            f"sequences and whole layers), got {wrong}"
+        )
+    for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
+        # by a field, or by the launcher's file
+        is_set = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
+        if is_set and getattr(accelerator.state, f"{name}_plugin", None) is None:
+            raise ValueError(
+                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
+                f"got {accelerator.distributed_type.value}, where it would have no effect"
+            )
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
+            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
+        )
 
 
 @contextmanager
@@ -134,11 +378,11 @@ def loading_whole() -> Iterator[None]:
     ZeRO-3 shards what is loaded, and with ``fsdp_cpu_ram_efficient_loading`` only the first process
     has weights: both are right for the policy alone.
     """
-    config, efficient = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop(_EFFICIENT, None)
-    deepspeed.unset_hf_deepspeed_config()
+    config, efficient = of_deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop(_EFFICIENT, None)
+    of_deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = config
+        of_deepspeed._hf_deepspeed_config_weak_ref = config
         if efficient is not None:
             os.environ[_EFFICIENT] = efficient

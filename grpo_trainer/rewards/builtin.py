@@ -17,27 +17,25 @@ OptionalReward = Callable[..., list[float | None]]
 LogExtra = Callable[[str, list[Any]], None]
 
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
-# seconds; math-verify stops by a signal, which only the main thread receives
-_PARSE_SECONDS = 10
-_VERIFY_SECONDS = 5
+_PARSE_SECONDS, _VERIFY_SECONDS = 10, 5
 _NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # as _compare returns
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Return 1 for one ``<think>...</think>`` block and then the answer, else 0."""
-    return [float(_THINK_THEN_ANSWER.fullmatch(_whole(item)) is not None) for item in completions]
+
+    def whole(completion: Any) -> str:
+        thought, text = _parts(completion)
+        return f"<think>{thought}</think>{text}" if thought and text else text
+
+    return [float(_THINK_THEN_ANSWER.fullmatch(whole(item)) is not None) for item in completions]
 
 
-def _whole(completion: str | list[dict[str, Any]]) -> str:
-    """Put a thought that was told from the answer back in front of it."""
-    text = _text_of(completion)
-    thought = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
-    return f"<think>{thought}</think>{text}" if thought and text else text
-
-
-def _text_of(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text of a completion: itself, or that of its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+def _parts(completion: str | list[dict[str, Any]]) -> tuple[str | None, str]:
+    """Return the thought that was told from the answer, and the text of the (last) message."""
+    if isinstance(completion, str):
+        return None, completion
+    return completion[-1].get("reasoning_content"), completion[-1]["content"]
 
 
 def _with_settings(reward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -70,13 +68,8 @@ def soft_overlong_punishment_reward(
     completion_ids: list[list[int]], *, limit: int, cache: int, **kwargs: Any
 ) -> list[float]:
     """Return what :func:`get_soft_overlong_punishment` says, for its settings."""
-
-    def punishment(length: int) -> float:
-        if length <= limit - cache:
-            return 0.0
-        return -1.0 if length > limit else (limit - cache - length) / cache
-
-    return [punishment(len(ids)) for ids in completion_ids]
+    start = limit - cache
+    return [max(min(start - len(ids), 0) / (cache or 1), -1.0) for ids in completion_ids]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
@@ -103,10 +96,8 @@ def repetition_penalty_reward(
 
     def penalty(ids: list[int]) -> float:
         total = len(ids) - size + 1
-        if total < 1:
-            return 0.0
         different = {tuple(ids[start : start + size]) for start in range(total)}
-        return (total - len(different)) / total * most
+        return (total - len(different)) / total * most if total > 0 else 0.0
 
     return [penalty(ids) for ids in completion_ids]
 
@@ -123,7 +114,7 @@ def accuracy_reward(
     Raises:
         ImportError: math-verify is not installed.
     """
-    return _accuracies([_text_of(completion) for completion in completions], solution, log_extra)
+    return _accuracies([_parts(completion)[1] for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -138,13 +129,14 @@ def reasoning_accuracy_reward(
     The answer follows the last of the first delimiter that occurs, ``</think>`` by default, or is
     the ``content`` of a message that has its reasoning as ``reasoning_content``. Reasoning that
     does not end gets 0.
-
-    Raises:
-        ImportError: math-verify is not installed.
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    answers = [_answer_of(completion, ends) for completion in completions]
-    return _accuracies(answers, solution, log_extra)
+
+    def answer(completion: Any) -> str | None:  # None: its reasoning does not end
+        thought, text = _parts(completion)
+        return text if thought else next((text.rpartition(e)[2] for e in ends if e in text), None)
+
+    return _accuracies([answer(completion) for completion in completions], solution, log_extra)
 
 
 def get_cosine_scaled_reward(
@@ -209,14 +201,6 @@ def require_math_verify() -> None:
         )
 
 
-def _answer_of(completion: Any, ends: list[str]) -> str | None:
-    """Return what follows the reasoning; None: it does not end."""
-    text = _text_of(completion)
-    if not isinstance(completion, str) and completion[-1].get("reasoning_content"):
-        return text
-    return next((text.rpartition(end)[2] for end in ends if end in text), None)
-
-
 def _accuracies(
     answers: list[str | None],  # None: there is none
     solution: list[str],
@@ -239,9 +223,10 @@ def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    parse_seconds = _PARSE_SECONDS if in_main_thread else None
-    gold = parse(solution, parsing_timeout=parse_seconds)
+    # math-verify stops by a signal, which only the main thread receives
+    limited = threading.current_thread() is threading.main_thread()
+    parse_limit = {"parsing_timeout": _PARSE_SECONDS if limited else None}
+    gold = parse(solution, **parse_limit)
     if not gold:
         return None, "[unparseable]", "[skipped]"
     extraction = LatexExtractionConfig(
@@ -250,11 +235,20 @@ def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
         try_extract_without_anchor=False,
     )
     answer = parse(
-        text,
-        extraction_config=[extraction],
-        extraction_mode="first_match",
-        parsing_timeout=parse_seconds,
+        text, extraction_config=[extraction], extraction_mode="first_match", **parse_limit
     )
-    verify_seconds = _VERIFY_SECONDS if in_main_thread else None
-    reward = float(verify(gold, answer, timeout_seconds=verify_seconds))
+    reward = float(verify(gold, answer, timeout_seconds=_VERIFY_SECONDS if limited else None))
     return reward, str(gold), str(answer) if answer else "[unparseable]"
+
+
+BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        accuracy_reward,
+        get_cosine_scaled_reward,
+        reasoning_accuracy_reward,
+        get_repetition_penalty_reward,
+        get_soft_overlong_punishment,
+        think_format_reward,
+    )
+}

@@ -28,11 +28,7 @@ _LARGEST = torch.finfo(torch.float32).max  # rewards are float32
 
 
 class RewardLog:
-    """Columns and metrics that reward functions add for one batch of completions.
-
-    Args:
-        count: how many completions are scored.
-    """
+    """Columns and metrics that reward functions add for one batch of ``count`` completions."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -120,15 +116,15 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
         answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
     finally:
         pending.cancel()  # when another function failed
-    listed = {reward.name: _listed(reward.name, answers[reward.name], count) for reward in rewards}
-    columns = [[_number(name, value) for value in values] for name, values in listed.items()]
+    columns = [_column(reward.name, answers[reward.name], count) for reward in rewards]
     scores = torch.tensor(columns, dtype=torch.float32).T
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if unscored:
         remarks = []
-        for name, values in listed.items():
+        for reward in rewards:
+            values = list(answers[reward.name])
             kinds = {"None" if values[row] is None else "NaN" for row in unscored}
-            remarks.append(f"{name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
+            remarks.append(f"{reward.name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
         logger.warning(
             "reward functions: %s for %d of %d completions, which get advantage 0; the first "
             "prompt is %s",
@@ -164,29 +160,29 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         raise RuntimeError(message) from error
 
 
-def _listed(name: str, values: Any, count: int) -> list[Any]:
+def _column(name: str, values: Any, count: int) -> list[float]:
+    """Return what a function answered as numbers, NaN for None."""
+
+    def wrong(expected: str, got: Any) -> ValueError:
+        return ValueError(f"reward function {name!r}: expected {expected}, got {got}")
+
     if hasattr(values, "tolist"):  # of torch or numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise _wrong(name, f"a list of {count} numbers", type(values).__name__)
+        raise wrong(f"a list of {count} numbers", type(values).__name__)
     if len(values) != count:
-        raise _wrong(name, f"{count} rewards, one per completion", len(values))
-    return list(values)
-
-
-def _number(name: str, value: Any) -> float:
-    if value is None:
-        return math.nan
-    if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise _wrong(name, "numbers or None", type(value).__name__)
-    size: Any = abs(value)
-    if size > _LARGEST:
-        number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-        raise _wrong(name, f"finite numbers up to {_LARGEST:.2g}", number)
-    return float(value)
-
-
-def _wrong(name: str, expected: str, got: Any) -> ValueError:
-    return ValueError(f"reward function {name!r}: expected {expected}, got {got}")
+        raise wrong(f"{count} rewards, one per completion", len(values))
+    column = []
+    for value in values:
+        if value is None:
+            value = math.nan
+        if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            raise wrong("numbers or None", type(value).__name__)
+        size: Any = abs(value)
+        if size > _LARGEST:
+            number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
+            raise wrong(f"finite numbers up to {_LARGEST:.2g}", number)
+        column.append(float(value))
+    return column

@@ -1,4 +1,4 @@
-"""From what a user names to reward functions."""
+"""From what a user names to reward functions: callables, names, and classifiers with one label."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import ast
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_trainer.common import hint, load_function
 from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.policy import load_pretrained, loading_whole
 from grpo_trainer.rewards import builtin
+from grpo_trainer.rewards.builtin import BUILTIN_REWARDS
 from grpo_trainer.rewards.call import RewardFunction
-from grpo_trainer.rewards.model import RewardModel, load_reward_model, load_reward_tokenizer
 
 RewardSource: TypeAlias = str | nn.Module | Callable[..., Any]
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
-
-BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        builtin.accuracy_reward,
-        builtin.get_cosine_scaled_reward,
-        builtin.reasoning_accuracy_reward,
-        builtin.get_repetition_penalty_reward,
-        builtin.get_soft_overlong_punishment,
-        builtin.think_format_reward,
-    )
-}
 
 
 def resolve_rewards(
@@ -89,14 +80,13 @@ def _resolve(
     source: RewardSource, tokenizer: PreTrainedTokenizerBase | None, args: GRPOConfig
 ) -> Callable[..., Any]:
     revision = None
-    if isinstance(source, str) and _is_model(source):
-        source = load_reward_model(source, args)
-        revision = options("model_init_kwargs", args.model_init_kwargs).get("revision")
-    elif isinstance(source, str):
-        source = _by_name(source)
+    if isinstance(source, str):
+        if source.endswith(")") or not ("/" in source or (Path(source) / "config.json").is_file()):
+            source = _by_name(source)
+        else:
+            source, revision = _load_model(source, args)
     if isinstance(source, nn.Module):
-        tokenizer = tokenizer or load_reward_tokenizer(source, args, revision)
-        return RewardModel(source, tokenizer, args)
+        return RewardModel(source, tokenizer or _load_tokenizer(source, args, revision), args)
     if not callable(source):
         raise ValueError(
             f"reward_funcs: expected callables, models or names, got {type(source).__name__}"
@@ -106,13 +96,11 @@ def _resolve(
     return source
 
 
-def _is_model(name: str) -> bool:
-    return not name.endswith(")") and ("/" in name or (Path(name) / "config.json").is_file())
-
-
 def _by_name(text: str) -> Callable[..., Any]:
     """Return the function named, or what it returns for the settings given in parentheses."""
-    path, settings = _parsed(text)
+    path, settings = text, None
+    if text.endswith(")"):
+        path, settings = _parsed(text)
     if path in BUILTIN_REWARDS:
         function = BUILTIN_REWARDS[path]
     elif "." in path:
@@ -125,20 +113,19 @@ def _by_name(text: str) -> Callable[..., Any]:
         )
     if settings is None and not path.startswith("get_"):
         return function
+    settings = settings or {}
     try:
-        inspect.signature(function).bind(**(settings or {}))
+        inspect.signature(function).bind(**settings)
     except TypeError as error:
         raise ValueError(
             f"reward_funcs: expected settings as in {path}{inspect.signature(function)}, "
             f"got {text!r}: {error}"
         ) from error
-    return function(**(settings or {}))
+    return function(**settings)
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
-    """Return ``name`` or ``name(key=value, ...)`` with Python literals as values."""
-    if not text.endswith(")"):
-        return text, None
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the parts of ``name(key=value, ...)`` with Python literals as values."""
     try:
         call: Any = ast.parse(text, mode="eval").body
         settings = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
@@ -153,3 +140,121 @@ def _parsed(text: str) -> tuple[str, dict[str, Any] | None]:
 
 def _inner(function: Any) -> Any:
     return function.func if isinstance(function, functools.partial) else function
+
+
+class RewardModel:
+    """Scores ``prompt + completion`` by the one logit of a classifier.
+
+    Args:
+        model: the classifier. It is put on the device of ``args``, in evaluation mode and frozen.
+        tokenizer: the classifier's own, with its own chat template for conversational prompts.
+        args: for the device, the batch size (that of a training step) and the template's arguments.
+
+    Raises:
+        ValueError: the classifier has not exactly one label, or the tokenizer cannot pad.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
+    ) -> None:
+        self.__name__ = _model_name(model)  # for logs
+        config = getattr(model, "config", None)
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            raise ValueError(
+                f"reward_funcs: expected a reward model with 1 label, got {self.__name__!r} with "
+                f"{labels}"
+            )
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise ValueError(
+                    "reward_processing_classes: expected a pad_token or an eos_token for "
+                    f"{self.__name__!r}, got neither"
+                )
+            tokenizer.pad_token = tokenizer.eos_token
+        if config is not None:  # classifiers read the reward off the last token that is no padding
+            config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if not hasattr(model, "hf_device_map"):  # such a model is placed already
+            model.to(args.device)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self._args = args
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> Tensor:
+        """Return rewards (n,), computed in batches that are padded to their own longest text."""
+        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
+        size = self._args.per_device_train_batch_size
+        parts = [texts[start : start + size] for start in range(0, len(texts), size)]
+        return torch.cat([self._score(part) for part in parts])
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        messages = [_as_text(message) for message in (*prompt, *completion)]
+        template = options("chat_template_kwargs", self._args.chat_template_kwargs)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
+        assert isinstance(text, str)  # with tokenize=False
+        return text
+
+    @torch.inference_mode()
+    def _score(self, texts: list[str]) -> Tensor:
+        inputs = self.tokenizer(
+            texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
+        ).to(self._args.device)
+        taken = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        logits = self.model(**taken).logits
+        if logits.shape != (len(texts), 1):
+            raise ValueError(
+                f"expected logits of shape {(len(texts), 1)}, got {tuple(logits.shape)}"
+            )
+        return logits[:, 0].float()
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is text: a reward model sees no images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part.get("text") or "" for part in content)}
+
+
+def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
+    """Return the classifier in folder or hub id ``name``, and its revision.
+
+    It is loaded as ``model_init_kwargs`` says, in the dtype of its checkpoint if they name none. A
+    warning says so if its head is not trained, as that of a base or language model.
+    """
+    kind, what = AutoModelForSequenceClassification, f"reward_funcs: model {name!r}"
+    settings = {"dtype": "auto"} | options("model_init_kwargs", args.model_init_kwargs)
+    wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with loading_whole():
+        model, found = load_pretrained(kind, name, what, args, settings, **wanted)
+    for _, shape, _ in found["mismatched_keys"]:  # of the head
+        model.config.num_labels = shape[0]  # which a RewardModel refuses
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"]))
+        warnings.warn(
+            f"reward_funcs: expected a trained reward model, got {name!r} without weights for "
+            f"{missing}, which are random now, and so are its rewards",
+            stacklevel=2,
+        )
+    return model, settings.get("revision")
+
+
+def _load_tokenizer(
+    model: nn.Module, args: GRPOConfig, revision: str | None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the checkpoint that ``model`` was loaded from."""
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not source:
+        raise ValueError(
+            "reward_processing_classes: expected a tokenizer for the reward model "
+            f"{_model_name(model)!r}, which was not loaded by name; got None"
+        )
+    what = f"reward_processing_classes: the tokenizer of {source!r}"
+    return load_pretrained(AutoTokenizer, source, what, args, {}, revision=revision or "main")
+
+
+def _model_name(model: nn.Module) -> str:
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return Path(source).name or type(model).__name__

@@ -165,6 +165,6 @@ def test_what_is_nearly_refused_trains(make_trainer, tokenizer) -> None:
 
 
 def test_no_adapter_without_peft(make_trainer, monkeypatch) -> None:
-    monkeypatch.setattr("grpo_trainer.policy.adapters.is_peft_available", lambda: False)
+    monkeypatch.setattr("grpo_trainer.policy.load.is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="expected the package peft to be installed"):
         make_trainer(peft_config=peft.LoraConfig(**LORA))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import shutil
 import subprocess
 from dataclasses import fields
@@ -101,7 +102,8 @@ def test_what_is_trained_otherwise_is_refused(make, checkpoint):
             make(max_steps=3, **changes).train(resume_from_checkpoint=str(checkpoint))
     assert files(checkpoint.parent) == before
     names = {item.name for item in fields(GRPOConfig)}
-    assert names >= run_settings._FREE  # a name that is misspelt would free nothing
+    for pattern in run_settings._FREE:  # one that is misspelt would free nothing
+        assert fnmatch.filter(names, pattern)
 
 
 def test_a_part_that_is_gone_is_refused(make):

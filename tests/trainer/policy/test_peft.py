@@ -12,7 +12,7 @@ from transformers.utils import is_bitsandbytes_available
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.cli.arguments import ModelConfig, get_quantization_config
 from grpo_trainer.policy import load_policy
-from grpo_trainer.policy.adapters import prepare_adapter
+from grpo_trainer.policy.load import prepare_adapter
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 
 peft = pytest.importorskip("peft")
