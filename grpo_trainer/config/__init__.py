@@ -1,6 +1,5 @@
 """GRPOConfig, its checks, and what the user names by an import path."""
 
-from grpo_trainer.config.checks import check_url, options, setting
 from grpo_trainer.config.grpo_config import (
     AGGREGATIONS,
     PROMPT_FORMS,
@@ -11,3 +10,4 @@ from grpo_trainer.config.grpo_config import (
     pickled_without_secrets,
 )
 from grpo_trainer.config.loss import backward_options, loss_config
+from grpo_trainer.config.rules import check_url, options
