@@ -18,7 +18,7 @@ from grpo_kernels import LossConfig
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import masked_text
-from grpo_trainer.config.rules import (
+from grpo_trainer.config.fields import (
     EITHER,
     Rule,
     annotated_fields,

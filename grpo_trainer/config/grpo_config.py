@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import describe_fields, hint, masked
 from grpo_trainer.config.checks import (
     adopt_old_names,
@@ -26,40 +25,8 @@ from grpo_trainer.config.checks import (
     set_generation_batch,
     set_padding,
 )
+from grpo_trainer.config.fields import GRPOFields
 from grpo_trainer.config.loss import LossFields, backward_options, check_level, loss_config
-from grpo_trainer.config.rules import (
-    AtLeastOne,
-    AtLeastTwo,
-    Colocated,
-    Count,
-    EitherMode,
-    Folder,
-    Fraction,
-    NotNegative,
-    Options,
-    Port,
-    Positive,
-    Served,
-    Share,
-    Text,
-    Tolerance,
-    check_url,
-    choice,
-    expect,
-    loadable,
-    numbers,
-    repository,
-)
-
-# the advantages have a function for each of them
-SCALES = ("group", "batch", "none")
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
-
-PromptsFunction = Annotated[
-    Callable[..., Any] | str,
-    expect("a function or its import path", lambda fn: isinstance(fn, str) or callable(fn)),
-]
 
 _on_disk = ContextVar("_on_disk", default=False)
 
@@ -93,127 +60,17 @@ class NamedFields:
 
 
 @dataclass
-class GRPOConfig(LossFields, NamedFields, TrainingArguments):
+class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
     """How to train.
 
-    The arguments of :class:`~grpo_trainer.GRPOTrainer`. Beside the fields below, which
-    ``grpo-train --help`` describes, it has those of ``transformers.TrainingArguments`` and those of
-    :class:`grpo_kernels.LossConfig`. Batch sizes count completions, not prompts.
+    The arguments of :class:`~grpo_trainer.GRPOTrainer`: fields of GRPO, which
+    ``grpo-train --help`` describes, those of :class:`grpo_kernels.LossConfig` and those of
+    ``transformers.TrainingArguments``. Batch sizes count completions, not prompts.
 
     Raises:
         TypeError: there is no such argument; the message says which one was meant.
         ValueError: values are out of range or do not fit together.
     """
-
-    # other defaults than those of transformers
-    learning_rate: NotNegative = 1e-6
-    logging_steps: float = 10
-    gradient_checkpointing: bool | None = True
-    bf16: bool | None = None  # on where the GPU has it, unless fp16 is set
-    logging_nan_inf_filter: bool = False
-    remove_unused_columns: bool = False
-
-    model_init_kwargs: Annotated[Options, loadable] = None
-    trust_remote_code: bool = False
-    disable_dropout: bool = False
-    cast_lm_head_to_fp32: bool = False
-
-    shuffle_dataset: bool = True
-    num_generations: AtLeastTwo = 8
-    num_generations_eval: AtLeastOne | None = None
-    max_prompt_length: AtLeastOne | None = None
-    max_completion_length: AtLeastOne = 512
-    pad_to_multiple_of: int | str | None = "auto"
-    chat_template_kwargs: Options = None
-
-    # images that rows may name
-    allow_remote_images: bool | None = None
-    allowed_media_path: Folder | None = None
-    on_bad_image: Annotated[str, choice(("error", "skip"))] = "error"
-
-    generation_batch_size: AtLeastOne | None = None
-    steps_per_generation: AtLeastOne | None = None
-    top_p: Share = 1.0
-    top_k: Count = 0
-    min_p: Fraction | None = None
-    repetition_penalty: Positive = 1.0
-    generation_kwargs: Options = None
-
-    # the engine
-    rollout_engine: Text | None = None
-    use_transformers_continuous_batching: bool = False
-    transformers_continuous_batching_config: Options = None
-    ds3_gather_for_generation: bool = True
-    cache_implementation: str | None = None
-    overlap_generation: bool = False
-    use_sampling_mask: bool = False
-    use_vllm: bool = False
-    vllm_mode: Annotated[str, choice(("colocate", "server"))] = "colocate"
-    vllm_model_impl: Colocated[Annotated[str, choice(("auto", "vllm", "transformers"))]] = "vllm"
-    vllm_enable_sleep_mode: Colocated[bool] = False
-    vllm_structured_outputs_regex: EitherMode[Text | None] = None
-    vllm_server_base_url: Served[Annotated[str | None, check_url]] = None
-    vllm_server_host: Served[Text] = "127.0.0.1"
-    vllm_server_port: Served[Port] = 8000
-    vllm_server_timeout: Served[Positive] = 240.0  # seconds
-    vllm_request_timeout: Served[Positive] = 1800.0  # seconds
-    vllm_group_port: Served[Port] = 51216
-    vllm_weight_transfer: Served[Annotated[str, choice(("auto", "file", "nccl"))]] = "auto"
-    vllm_weights_folder: Served[Text | None] = None
-    vllm_gpu_memory_utilization: Colocated[Share] = 0.3
-    vllm_max_model_length: Colocated[AtLeastOne | None] = None
-    vllm_tensor_parallel_size: Colocated[AtLeastOne] = 1
-    vllm_engine_kwargs: Colocated[Options] = None
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: Annotated[str, choice(CORRECTION_MODES)] = "sequence_mask"
-    vllm_importance_sampling_clip_max: Positive | None = 3.0
-    vllm_importance_sampling_clip_min: NotNegative | None = None
-
-    # tools, and a curriculum
-    max_tool_calling_iterations: Count | None = None
-    tool_timeout: Positive | None = 60.0  # seconds
-    dynamic_prompts_fn: PromptsFunction | None = None
-    dynamic_prompts_form: Annotated[str, choice(PROMPT_FORMS)] = "samples"
-
-    reward_weights: Annotated[list[float] | None, numbers] = None
-    scale_rewards: Annotated[str, choice(SCALES)] = "group"
-    multi_objective_aggregation: Annotated[str, choice(AGGREGATIONS)] = "sum_then_normalize"
-    mask_truncated_completions: bool = False
-    dynamic_sampling: bool = False
-    max_resampling_rounds: AtLeastOne = 10
-
-    num_iterations: AtLeastOne = 1
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: NotNegative = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: NotNegative = 0.005
-    entropy_target: NotNegative = 0.2  # nats per token
-    router_aux_loss_coef: NotNegative | None = None
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: Fraction = 0.6
-    ref_model_sync_steps: AtLeastOne = 512
-
-    # the gradients of the LM head, as linear_policy_loss computes them
-    backward_tolerance: Tolerance | None = None
-    backward_exact_weight: bool = True
-    activation_bytes: Count | None = None
-
-    loss_kwargs: Options = None
-
-    log_completions: bool = False
-    num_completions_to_print: Count | None = None
-    log_unique_prompts: bool = False
-    log_multimodal: bool = True
-    log_completions_hub_repo: Annotated[str | None, repository] = None
-    overwrite_output_dir: bool = False
-    write_report: bool = True
-
-    # OLD_NAMES; each is None after construction
-    wandb_log_unique_prompts: bool | None = None
-    use_liger_loss: bool | None = None
-    use_transformers_paged: bool | None = None
-    vllm_guided_decoding_regex: str | None = None
-    vllm_importance_sampling_cap: float | None = None
 
     def __post_init__(self) -> None:
         parse_json_fields(self)

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
-from grpo_trainer.config.rules import options
+from grpo_trainer.config.fields import options
 
 # fields of LossConfig, whatever the loss; GRPOConfig has other names for those of the correction
 _GENERAL = {
