@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ _MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Train, and leave the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
     ``serve ...``, or ``vllm-serve``, starts a vLLM server instead, ``report RUN ...`` writes the
@@ -47,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     What the user can put right ends in one line on stderr and exit code 2. Other errors of a
     running training keep their traceback.
     """
-    argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("serve", "vllm-serve"):
         from grpo_trainer.cli.serve import main as serve
 

@@ -130,7 +130,6 @@ T = TypeVar("T")
 EITHER = "colocate or server"
 Colocated = Annotated[T, "colocate"]
 Served = Annotated[T, "server"]
-EitherMode = Annotated[T, EITHER]
 
 # the advantages have a function for each of them
 SCALES = ("group", "batch", "none")
@@ -193,7 +192,7 @@ class GRPOFields:
     vllm_mode: Annotated[str, choice(("colocate", "server"))] = "colocate"
     vllm_model_impl: Colocated[Annotated[str, choice(("auto", "vllm", "transformers"))]] = "vllm"
     vllm_enable_sleep_mode: Colocated[bool] = False
-    vllm_structured_outputs_regex: EitherMode[Text | None] = None
+    vllm_structured_outputs_regex: Annotated[Text | None, EITHER] = None
     vllm_server_base_url: Served[Annotated[str | None, check_url]] = None
     vllm_server_host: Served[Text] = "127.0.0.1"
     vllm_server_port: Served[Port] = 8000
