@@ -7,7 +7,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_kernels import LossConfig
@@ -19,53 +19,49 @@ from grpo_trainer.policy import Reference
 from grpo_trainer.rewards import RewardFunction, RewardModel
 from grpo_trainer.vllm import VLLMClient
 
-_READ = (
-    "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal",
-    "log_unique_prompts", "loss_type",
-    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations",
-    "multi_objective_aggregation", "num_completions_to_print", "num_generations", "num_iterations",
-    "pad_to_multiple_of", "scale_rewards", "shuffle_dataset",
-    "use_adaptive_entropy", "use_transformers_continuous_batching", "use_vllm",
-    "vllm_gpu_memory_utilization", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode", "vllm_mode", "vllm_tensor_parallel_size",
-)  # fmt: skip
-_PLACES = {name: f"args.{name}" for name in _READ} | {
+# attributes to read, most of them fields of the configuration, and where they are
+_PLACES = {
+    **{
+        name: f"args.{name}"
+        for name in (
+            "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal",
+            "log_unique_prompts", "loss_type", "mask_truncated_completions",
+            "max_completion_length", "max_tool_calling_iterations", "multi_objective_aggregation",
+            "num_completions_to_print", "num_generations", "num_iterations", "pad_to_multiple_of",
+            "scale_rewards", "shuffle_dataset", "use_adaptive_entropy",
+            "use_transformers_continuous_batching", "use_vllm", "vllm_gpu_memory_utilization",
+            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
+            "vllm_tensor_parallel_size",
+        )
+    },
     "num_generations_eval": "args.eval_group_size",
+    "reward_weights": "_collector.weights",  # one per reward function, (F,)
     "router_aux_loss_coef": "_router_coef",
     "rollout_func": "_rollout_func",
-}
-# attribute -> field of the configuration that it sets
-_OF_SAMPLING = {
-    name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-}
-_SET = _OF_SAMPLING | {
-    "beta": "beta",
-    "entropy_coef": "entropy_coef",
+}  # fmt: skip
+# attributes that a callback may set, and their fields
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_THE_LOSS = ("beta", "entropy_coef", "off_policy_mask_threshold", "top_entropy_quantile")
+_SETTABLE = {
+    **{name: name for name in (*_OF_SAMPLING, *_OF_THE_LOSS)},
     "epsilon_low": "epsilon",
     "epsilon_high": "epsilon_high",
-    "off_policy_mask_threshold": "off_policy_mask_threshold",
-    "top_entropy_quantile": "top_entropy_quantile",
 }
 
 
 class Settings:
     """The arguments of a run, some of which a callback may set between two steps.
 
-    What is set takes effect with the next generation batch, so that completions are trained on by
-    the values that they were drawn by. A checkpoint holds it.
-
-    Args:
-        args: as the run began.
-        apply: makes the run go by other arguments.
+    What is set takes effect with the next generation batch, when ``apply`` makes the run go by it,
+    so that completions are trained on by the values that they were drawn by. A checkpoint holds it.
     """
 
     def __init__(self, args: GRPOConfig, apply: Callable[[GRPOConfig], None]) -> None:
-        self.args = args
-        self._began = args
+        self.args = self._began = args
         self._apply = apply
         self._set: dict[str, Any] = {}
-        self._in_effect: dict[str, Any] = {}
+        self._in_effect = self._set
 
     def set(self, name: str, value: Any) -> None:
         """Set a field for the generation batches to come.
@@ -146,11 +142,6 @@ class TrainerAttributes:
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in functions]
 
     @property
-    def reward_weights(self) -> Tensor:
-        """One per reward function, (F,)."""
-        return self._collector.weights
-
-    @property
     def tools(self) -> list[Callable[..., Any]]:
         """What completions can call: functions, then methods of environments."""
         boxes = [self._tools]
@@ -186,10 +177,6 @@ class TrainerAttributes:
         return sorted(self.rollouts.eos_token_ids)
 
 
-for _name, _place in _PLACES.items():
-    setattr(TrainerAttributes, _name, property(attrgetter(_place)))
-
-
 def _settable(name: str) -> property:
     """Return an attribute that reads and sets a field."""
 
@@ -199,16 +186,15 @@ def _settable(name: str) -> property:
             return self._entropy.state()["coef"]  # where it is now
         if name == "epsilon_high" and args.epsilon_high is None:
             return args.epsilon
-        return getattr(args, _SET[name])
+        return getattr(args, name)
 
-    def write(self: TrainerAttributes, value: Any) -> None:
-        self._settings.set(_SET[name], value)
-
-    return property(read, write)
+    return property(read, lambda self, value: self._settings.set(name, value))
 
 
-for _name in _SET:
-    setattr(TrainerAttributes, _name, _settable(_name))
+for _name, _place in _PLACES.items():
+    setattr(TrainerAttributes, _name, property(attrgetter(_place)))
+for _name, _field in _SETTABLE.items():
+    setattr(TrainerAttributes, _name, _settable(_field))
 
 
 # method -> its arguments; these are called

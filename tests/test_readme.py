@@ -27,7 +27,7 @@ from grpo_kernels.losses.terms import CORRECTION_MODES
 from grpo_trainer import DatasetMixtureConfig, GRPOConfig, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
-from grpo_trainer.config.checks import OldNames
+from grpo_trainer.config.checks import OLD_NAMES
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.report.command import report_arguments
@@ -257,7 +257,7 @@ def test_lists_are_complete() -> None:
     assert {*OUTPUTS, *BOUNDED} <= code(section(KERNELS, "Log-probabilities"))
     assert set(BUILTIN_REWARDS) <= code(section(TRAINER, "Rewards"))
     assert set(CORRECTION_MODES) <= code(section(TRAINER, "Where completions come from"))
-    assert set(OldNames.__dataclass_fields__) <= code(section(TRAINER, "Runs from files"))
+    assert set(OLD_NAMES) <= code(section(TRAINER, "Runs from files"))
     assert set(BACKENDS) <= code(section(README, "Backends"))
     families = section(TRAINER, "Models").partition("\n> ")[2].partition("\n\n")[0]
     assert set(re.findall(r"\w+", families)) == set(FAMILIES)

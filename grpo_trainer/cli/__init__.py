@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from grpo_trainer.cli.options import HELP, check_options
+from grpo_trainer.common import HELP, check_options
 
 _ENDED_BY_SIGINT = 130  # as a shell says
 

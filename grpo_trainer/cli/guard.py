@@ -10,16 +10,14 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_trainer.common import is_loopback
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Scope = Mapping[str, Any]
+Call = Callable[..., Awaitable[Any]]
 
 _FOR_EVERYBODY = "/health"  # whether the server is up
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -32,27 +30,26 @@ class Guard:
     The key and the address are those that vLLM was started with.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Call) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] in ("http", "websocket"):
-            refusal = _refusal(scope, scope["app"].state.args)
+    async def __call__(self, scope: Scope, receive: Call, send: Call) -> None:
+        refusal = _refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal is None:
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        else:
             status, reason = refusal
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             body = json.dumps({"error": reason}).encode()
             await send({"type": "http.response.body", "body": body})
-        else:
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
 
 
-def _refusal(scope: Scope, args: Any) -> tuple[int, str] | None:
+def _refusal(scope: Scope) -> tuple[int, str] | None:
     """Return the status and the reason of a request that is not passed on."""
+    args = scope["app"].state.args  # of vLLM
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get("host", "")
     # the name of another site can be made to lead here (DNS rebinding)

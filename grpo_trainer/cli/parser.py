@@ -16,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from grpo_kernels.tools import OneLineParser
 from grpo_trainer.common import hint, no_such_option, printable
 
 Words = dict[str, list[str]]  # of arguments, by name
@@ -38,8 +39,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _entries(path: str) -> list[tuple[str, yaml.Node]]:
-    """Return the ``name: value`` lines of a file."""
+def _nodes(path: str) -> dict[str, yaml.Node]:
+    """Return the values of the ``name: value`` lines of a file."""
     if not Path(path).is_file():
         raise ValueError(f"--config: no such file {path!r}")
     try:
@@ -52,11 +53,12 @@ def _entries(path: str) -> list[tuple[str, yaml.Node]]:
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
         raise ValueError(f"--config: expected `name: value` lines in {path}")
-    names = [key.value for key, _ in entries]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"--config: {path} has {name} more than once")
-    return [(key.value, node) for key, node in entries]
+    nodes: dict[str, yaml.Node] = {}
+    for key, node in entries:
+        if key.value in nodes:
+            raise ValueError(f"--config: {path} has {key.value} more than once")
+        nodes[key.value] = node
+    return nodes
 
 
 def _check_size(root: yaml.Node | None) -> None:
@@ -102,14 +104,13 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
-        types = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
-        for kind in (types := list(types)):
-            if "config" in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+        super().__init__(dataclass_types, **{"allow_abbrev": False} | kwargs)
+        for kind in self.dataclass_types:
+            if "config" in kind.__dataclass_fields__:
                 raise ValueError(
                     f"dataclass_types: expected no field `config`, which names the file, got one "
                     f"in {kind.__name__}"
                 )
-        super().__init__(types, **{"allow_abbrev": False} | kwargs)
         for action in self._actions:
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True
@@ -162,19 +163,16 @@ class TrlParser(HfArgumentParser):
         What the file sets becomes a default. A plain value is taken as written, so that
         ``save_strategy: no`` is the word and not a boolean.
         """
-        first = ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
-        first.error = self.error  # type: ignore[method-assign]
+        first = OneLineParser(prog=self.prog, add_help=False)
         first.add_argument("--config")
-        path, words = first.parse_known_args(sys.argv[1:] if args is None else list(args))
-        if (path := path.config) is None:
+        known, words = first.parse_known_args(None if args is None else list(args))
+        if (path := known.config) is None:
             return "", {}, words
-        hints: dict[str, Any] = {}
-        for kind in self.dataclass_types:
-            hints |= get_type_hints(kind)
+        hints = {k: v for kind in self.dataclass_types for k, v in get_type_hints(kind).items()}
         # a flag's own action stands before that of its --no_NAME
         actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
         unknown: Words = {}
-        for name, node in _entries(path):
+        for name, node in _nodes(path).items():
             if name in actions:
                 self.set_defaults(**{name: self._value(path, node, actions[name], hints[name])})
                 actions[name].required = False
@@ -205,8 +203,7 @@ class TrlParser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr, and exit with code 2."""
         line = printable(" ".join(message.split()))
-        print(f"{self.prog}: error: {line}", file=sys.stderr)
-        raise SystemExit(2)
+        ArgumentParser.exit(self, 2, f"{self.prog}: error: {line}\n")
 
 
 class LaunchParser(TrlParser):
@@ -226,7 +223,12 @@ class LaunchParser(TrlParser):
         in_file = {name: item for name, item in unknown.items() if name in names}
         self.launch = []
         for name, item in (in_file | vars(on_line)).items():  # the command line overrides the file
-            self.launch += _written(name, item, flags)
+            if name == _NAME:
+                self.launch += ["--config_file", _file(*item[:1])]
+            elif flags[f"--{name}"].nargs != 0:
+                self.launch += [f"--{name}", *item]
+            elif all(map(string_to_bool, item)):  # a flag, which a file gives a value
+                self.launch += [f"--{name}"]
         others = {name: item for name, item in unknown.items() if name not in names}
         return path, others, words
 
@@ -248,14 +250,6 @@ class LaunchParser(TrlParser):
                 f"{' '.join(self.launch)}: expected no arguments of `accelerate launch` under a "
                 "launcher or in Python, only for the command grpo-train"
             )
-
-
-def _written(name: str, values: list[str], flags: dict[str, Action]) -> list[str]:
-    if name == _NAME:
-        return ["--config_file", _file(*values[:1])]
-    if flags[f"--{name}"].nargs == 0:  # a flag, which a file gives a value
-        return [f"--{name}"] if all(map(string_to_bool, values)) else []
-    return [f"--{name}", *values]
 
 
 def own_configs() -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,12 @@ from grpo_trainer.vllm import ServerError
 logger = logging.get_logger(__name__)
 
 _FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError)
+_HOOKS = ("rollout_func", "environment_factory", "advantages")  # given by import paths
 _MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Train, and leave the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
 
     ``serve ...``, or ``vllm-serve``, starts a vLLM server instead, ``report RUN ...`` writes the
@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     What the user can put right ends in one line on stderr and exit code 2. Other errors of a
     running training keep their traceback.
     """
-    argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("serve", "vllm-serve"):
         from grpo_trainer.cli.serve import main as serve
 
@@ -107,6 +106,10 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     names = [run.dataset_name, run.eval_dataset_name, *(item.path for item in run.datasets)]
     if any(name is not None and not Path(name).exists() for name in names):
         distrust_rows(args)
+    paths = {name: getattr(run, name) for name in _HOOKS}
+    hooks: dict[str, Any] = {
+        name: load_function(path, f"--{name}") for name, path in paths.items() if path is not None
+    }
     trainer = GRPOTrainer(
         model,
         run.rewards or None,
@@ -116,9 +119,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         quantization_config=get_quantization_config(run, args),
         peft_config=get_peft_config(run),
         tools=[load_function(path, "--tools") for path in run.tools or ()],
-        rollout_func=_imported("--rollout_func", run.rollout_func),
-        environment_factory=_imported("--environment_factory", run.environment_factory),
-        advantages=_imported("--advantages", run.advantages),
+        **hooks,
     )
     name = ", ".join(item.path for item in run.datasets) or run.dataset_name
     trainer.recipe = replace(trainer.recipe, dataset=name)
@@ -170,10 +171,6 @@ def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prom
         config = None if Path(run.eval_dataset_name).is_file() else config
         evaluation = load_prompts(run.eval_dataset_name, run.dataset_test_split, config)
     return train, evaluation
-
-
-def _imported(argument: str, path: str | None) -> Callable[..., Any] | None:
-    return None if path is None else load_function(path, argument)
 
 
 def _check_output(name: str) -> None:

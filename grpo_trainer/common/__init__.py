@@ -5,6 +5,7 @@ This room imports no other, and nothing heavy: a server imports it beside the gu
 
 from grpo_trainer.common.background import in_thread, start, together, unfailing
 from grpo_trainer.common.imports import load_function, load_module
+from grpo_trainer.common.options import HELP, check_options, describe_fields
 from grpo_trainer.common.text import (
     encodable,
     hint,

@@ -1,10 +1,7 @@
 """GRPOConfig, its checks, and what the user names by an import path."""
 
-from grpo_trainer.config.checks import check_url, options, setting
+from grpo_trainer.config.fields import AGGREGATIONS, PROMPT_FORMS, SCALES, check_url, options
 from grpo_trainer.config.grpo_config import (
-    AGGREGATIONS,
-    PROMPT_FORMS,
-    SCALES,
     GRPOConfig,
     check_arguments,
     import_path,

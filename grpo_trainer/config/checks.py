@@ -1,138 +1,48 @@
-"""How GRPOConfig is checked: each field by the rules in its annotation, in one loop."""
+"""How GRPOConfig is checked: each field by the rules in its annotation, then what goes together."""
 
 from __future__ import annotations
 
 import json
-import math
 import warnings
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
-from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
-from urllib.parse import urlsplit
+from dataclasses import fields
+from typing import Any, get_args
 
-import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from grpo_kernels import LossConfig
 from grpo_kernels.arguments import check_name, check_number
-from grpo_trainer.common import masked_text, masked_url
+from grpo_kernels.losses import CORRECTION_MODES
+from grpo_trainer.common import masked_text
+from grpo_trainer.config.fields import (
+    EITHER,
+    Rule,
+    annotated_fields,
+    dtype_name,
+    expect,
+    number,
+    options,
+)
 
-Rule = Callable[[str, Any], None]  # takes the name of a field and its value
-
-# for a field that is true or false and None by default: a flag without a value is true
-FLAG = {"nargs": "?", "const": True}
-
-
-def setting(default: Any, text: str, **metadata: Any) -> Any:
-    """Return a dataclass field; ``metadata`` is for its argument on the command line."""
-    return field(default=default, metadata={"help": text, **metadata})
-
-
-def number_in(expected: str, accepts: Callable[[float], bool]) -> Rule:
-    """Return the rule of a finite number as expected."""
-    return lambda name, value: check_number(name, value, expected, accepts)
-
-
-def number(low: float, high: float = math.inf, above: bool = False) -> Rule:
-    """Return the rule of a number in [low, high], or with ``above`` in (low, high]."""
-    return number_in(
-        f"a number {'>' if above else '>='} {low:g}" + _up_to(high),
-        lambda value: low <= value <= high and not (above and value == low),
-    )
-
-
-def integer(low: int, high: float = math.inf) -> Rule:
-    """Return the rule of an integer in [low, high]."""
-    return number_in(
-        f"an integer >= {low}" + _up_to(high),
-        lambda value: isinstance(value, int) and low <= value <= high,
-    )
-
-
-def _up_to(high: float) -> str:
-    return f" and <= {high:g}" if math.isfinite(high) else ""
-
-
-def choice(names: Collection[str]) -> Rule:
-    """Return the rule of a field that is one of ``names``."""
-    return lambda name, value: check_name(name, value, names)
-
-
-def expect(expected: str, accepts: Callable[[Any], bool]) -> Rule:
-    """Return the rule of a field whose value is accepted."""
-
-    def check(name: str, value: Any) -> None:
-        if not accepts(value):
-            raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-    return check
+# deprecated fields, and those that took their place
+OLD_NAMES = {
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "use_liger_loss": None,
+    "use_transformers_paged": "use_transformers_continuous_batching",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+_BOOLEANS = {bool: (True, False), bool | None: (True, False, None)}
 
 
 def _only(value: Any, why: str) -> Rule:
     return expect(f"{value!r} ({why})", lambda other: other == value)
 
 
-def numbers(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is a list of numbers."""
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{name}: expected a list of numbers, got {value!r}")
-    for item in value:
-        check_number(name, item)
-
-
-def repository(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` can be the name of a repository of the hub."""
-    try:
-        validate_repo_id(value)
-    except HFValidationError as error:
-        raise ValueError(f"{name}: expected owner/name or name, got {value!r}: {error}") from error
-
-
-def check_url(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is the URL of a web server."""
-    try:
-        parts = urlsplit(str(value))
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the port
-        good = False
-    if not good:
-        raise ValueError(f"{name}: expected http://host:port, got {masked_url(str(value))!r}")
-
-
-def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Return the dictionary of an option that the command line takes as JSON; empty for None.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise ValueError(
-        f"{name}: expected a dictionary, as JSON {{...}}, got {masked_text(repr(value))}"
-    )
-
-
-AtLeastOne = Annotated[int, integer(1)]
-Count = Annotated[int, integer(0)]
-Port = Annotated[int, integer(1, 65535)]
-NotNegative = Annotated[float, number(0)]
-Positive = Annotated[float, number(0, above=True)]
-Fraction = Annotated[float, number(0, 1)]
-Share = Annotated[float, number(0, 1, above=True)]
-Text = Annotated[str, expect("a text", lambda value: isinstance(value, str))]
-Folder = Annotated[
-    str, expect("a folder", lambda value: isinstance(value, str) and Path(value).is_dir())
-]
-Options = Annotated[dict[str, Any] | str | None, options]
-
-_BOOLEANS = {bool: (True, False), bool | None: (True, False, None)}
 # rules of fields of transformers' own
 _INHERITED: dict[str, Rule] = {
     "num_train_epochs": number(0),
@@ -140,9 +50,9 @@ _INHERITED: dict[str, Rule] = {
         "at least 1, or -1 to go by num_train_epochs",
         lambda value: isinstance(value, int) and (value == -1 or value >= 1),
     ),
-    "per_device_train_batch_size": integer(1),
-    "per_device_eval_batch_size": integer(1),
-    "gradient_accumulation_steps": integer(1),
+    "per_device_train_batch_size": number(1, whole=True),
+    "per_device_eval_batch_size": number(1, whole=True),
+    "gradient_accumulation_steps": number(1, whole=True),
     "auto_find_batch_size": _only(False, "a smaller batch would split groups"),
     "label_smoothing_factor": _only(0.0, "there are no labels"),
     "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
@@ -173,6 +83,12 @@ _RELATIONS = {
     "completions are scored",
     "dynamic_prompts_form without dynamic_prompts_fn": "whose form it is",
 }
+# what generation shares with the loss is set once, in the field named here
+_SHARED_WITH_THE_LOSS = {
+    "temperature": "temperature",
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("n", "num_return_sequences"), "num_generations"),
+}
 
 
 def check_fields(args: TrainingArguments) -> None:
@@ -181,20 +97,17 @@ def check_fields(args: TrainingArguments) -> None:
     One that is true or false has to be one of the two: any text would pass for true. The command
     line has read its words by now.
     """
-    config: Any = type(args)
-    for name, (kind, marks) in annotated_fields(config).items():
+    for name, (kind, marks) in annotated_fields(args.__class__).items():
         value = getattr(args, name)
         if value not in (choices := _BOOLEANS.get(kind, (value,))):
             raise ValueError(f"{name}: expected {' or '.join(map(str, choices))}, got {value!r}")
         if value is None and type(None) in get_args(kind):
             continue
-        if name in _INHERITED:
-            _INHERITED[name](name, value)
-        for rule in filter(callable, marks):
+        for rule in filter(callable, (_INHERITED.get(name), *marks)):
             rule(name, value)
     for relation, why in _RELATIONS.items():
         name, how, other = relation.split()
-        value, default = getattr(args, name), default_of(args, name)
+        value, default = getattr(args, name), _default(args, name)
         if value != default and bool(getattr(args, other)) is (how == "with"):
             raise ValueError(
                 f"{name}: expected {default!r} {how} {other}, {why}; got {masked_text(repr(value))}"
@@ -205,23 +118,7 @@ def check_fields(args: TrainingArguments) -> None:
         number(low, high)("entropy_coef", args.entropy_coef)
 
 
-@cache
-def annotated_fields(config: type) -> dict[str, tuple[Any, list[Any]]]:
-    """Return the type of each field, and what ``Annotated`` says of it or of a part of it."""
-    kinds = get_type_hints(config)
-    return {
-        name: (kinds[name], _marks(annotation))
-        for name, annotation in get_type_hints(config, include_extras=True).items()
-    }
-
-
-def _marks(annotation: Any) -> list[Any]:
-    inner = [mark for part in get_args(annotation) for mark in _marks(part)]
-    return [*getattr(annotation, "__metadata__", ()), *inner]
-
-
-def default_of(args: TrainingArguments, name: str) -> Any:
-    """Return what a field is by default."""
+def _default(args: TrainingArguments, name: str) -> Any:
     return type(args).__dataclass_fields__[name].default
 
 
@@ -231,7 +128,9 @@ def parse_json_fields(args: TrainingArguments) -> None:
     Raises:
         ValueError: one is not JSON, or accelerate has no such setting.
     """
-    for name in args._VALID_DICT_FIELDS:
+    known = annotated_fields(args.__class__)
+    own = [name for name, (_, marks) in known.items() if options in marks]
+    for name in (*own, *args._VALID_DICT_FIELDS):
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
             try:
@@ -242,6 +141,46 @@ def parse_json_fields(args: TrainingArguments) -> None:
     of_accelerate = args.accelerator_config
     for name in of_accelerate if isinstance(of_accelerate, dict) else ():
         check_name("accelerator_config", name, [item.name for item in fields(AcceleratorConfig)])
+
+
+def adopt_old_names(args: TrainingArguments) -> None:
+    """Move deprecated values to the fields that took their place.
+
+    Raises:
+        ValueError: an old and its new name are both set, to different values.
+    """
+
+    def deprecated(what: str, advice: str) -> None:
+        warnings.warn(f"{what}: Deprecated: {advice}.", FutureWarning, stacklevel=5)
+
+    for name, new in OLD_NAMES.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
+        deprecated(name, f"use {new}" if new else "the loss is always fused, drop it")
+        setattr(args, name, None)
+        if new is None:
+            continue
+        if getattr(args, new) not in (_default(args, new), value):
+            raise ValueError(
+                f"{name}, {new}: expected one of them (they are the same), "
+                f"got {value!r} and {getattr(args, new)!r}"
+            )
+        setattr(args, new, value)
+    if args.top_k is None:
+        deprecated("top_k", "use 0 for None")
+        args.top_k = 0
+    init = args.model_init_kwargs
+    if isinstance(init, dict) and "torch_dtype" in init:  # from_pretrained ignores it beside dtype
+        deprecated("model_init_kwargs['torch_dtype']", "use dtype")
+        init = dict(init)
+        old = init.pop("torch_dtype")
+        if dtype_name(init.setdefault("dtype", old)) != dtype_name(old):
+            raise ValueError(
+                "model_init_kwargs: expected one of dtype and torch_dtype (they are the same), got "
+                f"{init['dtype']!r} and {old!r}"
+            )
+        args.model_init_kwargs = init
 
 
 def check_inherited(args: TrainingArguments) -> None:
@@ -257,11 +196,10 @@ def check_inherited(args: TrainingArguments) -> None:
             f"report_to: expected trackers that are installed ({', '.join(installed) or 'none'}), "
             f"got {', '.join(missing)}; pip install {' '.join(missing)}"
         )
-    reasons = {
+    for name, reason in {
         "dispatch_batches": "the main process can send tensors alone, and prompts are none",
         "split_batches": "batch sizes are those of one process",
-    }
-    for name, reason in reasons.items():
+    }.items():
         if getattr(args.accelerator_config, name):
             raise ValueError(f"accelerator_config: expected {name}=False ({reason}), got True")
     if args.dataloader_num_workers:
@@ -314,92 +252,83 @@ def set_padding(args: TrainingArguments) -> None:
     Raises:
         ValueError: it is none of these.
     """
-    value = args.pad_to_multiple_of
+    name, value = "pad_to_multiple_of", args.pad_to_multiple_of
     words = {"auto": 128 if args.device.type == "neuron" else None}
     words |= dict.fromkeys(("none", "null", "None"))
     if isinstance(value, str):
         value = int(value) if value.isdecimal() else words.get(value, value)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(
-            f"pad_to_multiple_of: expected an integer >= 1, auto or none, got {value!r}"
-        )
+    if value is not None:
+        whole = isinstance(value, int)
+        check_number(name, value, "an integer >= 1, auto or none", lambda n: whole and n >= 1)
     args.pad_to_multiple_of = value
 
 
-def _old(advice: str, **metadata: Any) -> Any:
-    return setting(None, f"Deprecated: {advice}", **metadata)
-
-
-@dataclass
-class OldNames:
-    """Deprecated fields; None means not set, and each is None after construction."""
-
-    wandb_log_unique_prompts: bool | None = _old("use log_unique_prompts.", **FLAG)
-    use_liger_loss: bool | None = _old("the loss is always fused, drop it.", **FLAG)
-    use_transformers_paged: bool | None = _old("use use_transformers_continuous_batching.", **FLAG)
-    vllm_guided_decoding_regex: str | None = _old("use vllm_structured_outputs_regex.")
-    vllm_importance_sampling_cap: float | None = _old("use vllm_importance_sampling_clip_max.")
-
-
-_NEW_NAMES = {
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "use_transformers_paged": "use_transformers_continuous_batching",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-}
-
-
-def adopt_old_names(args: TrainingArguments) -> None:
-    """Move deprecated values to the fields that took their place.
-
-    Raises:
-        ValueError: an old and its new name are both set, to different values.
-    """
-    for item in fields(OldNames):
-        value, new = getattr(args, item.name), _NEW_NAMES.get(item.name)
-        if value is None:
-            continue
-        _warn_of_old(f"{item.name}: {item.metadata['help']}")
-        setattr(args, item.name, None)
-        if new is None:
-            continue
-        if getattr(args, new) not in (default_of(args, new), value):
+def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
+    """Raise ValueError unless the engine's settings fit together, and fit ``loss``."""
+    _check_unused(args)
+    _check_generation(args)
+    if args.use_sampling_mask:
+        top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
+        if top_k < 1:
             raise ValueError(
-                f"{item.name}, {new}: expected one of them (they are the same), "
-                f"got {value!r} and {getattr(args, new)!r}"
+                "use_sampling_mask: expected top_k >= 1 with it, which bounds how many ids are "
+                f"left for a token, got {top_k}"
             )
-        setattr(args, new, value)
-    if args.top_k is None:
-        _warn_of_old("top_k: Deprecated: use 0 for None.")
-        args.top_k = 0
-    init = args.model_init_kwargs
-    if isinstance(init, dict) and "torch_dtype" in init:  # from_pretrained ignores it beside dtype
-        _warn_of_old("model_init_kwargs['torch_dtype']: Deprecated: use dtype.")
-        old, init = init["torch_dtype"], {k: v for k, v in init.items() if k != "torch_dtype"}
-        if _dtype_name(init.setdefault("dtype", old)) != _dtype_name(old):
+    if args.use_vllm or args.use_transformers_continuous_batching:
+        _check_correction(args, loss)
+
+
+def _check_unused(args: TrainingArguments) -> None:
+    """Raise for vLLM's settings that have no effect in the mode; warn of others."""
+    unused = []
+    for name, (_, marks) in annotated_fields(args.__class__).items():
+        for mode in (mark for mark in marks if isinstance(mark, str)):
+            if getattr(args, name) == _default(args, name):
+                continue
+            if not args.use_vllm:
+                unused.append(name)
+            elif mode not in (EITHER, args.vllm_mode):
+                raise ValueError(f"{name}: expected only with vllm_mode={mode!r}")
+    if unused and args.rollout_engine is None:
+        warnings.warn(f"{', '.join(unused)}: no effect without use_vllm", stacklevel=5)
+
+
+def _check_generation(args: TrainingArguments) -> None:
+    own_names = args.use_vllm or args.rollout_engine is not None  # checked by that engine
+    known = GenerationConfig(cache_implementation=args.cache_implementation)  # checks it
+    for name in options("generation_kwargs", args.generation_kwargs):
+        if name in _SHARED_WITH_THE_LOSS:
             raise ValueError(
-                "model_init_kwargs: expected one of dtype and torch_dtype (they are the same), got "
-                f"{init['dtype']!r} and {old!r}"
+                f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
+                "instead, which the loss reads too"
             )
-        args.model_init_kwargs = init
+        if not own_names and name in ("stop", "stop_strings"):
+            raise ValueError(
+                f"generation_kwargs[{name!r}]: expected no text where transformers generates; "
+                "token ids that end a completion are its 'stop_token_ids'"
+            )
+        if not own_names and name != "stop_token_ids" and not hasattr(known, name):
+            raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")
 
 
-def _warn_of_old(message: str) -> None:
-    warnings.warn(message, FutureWarning, stacklevel=5)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_model_dtype(name: str, value: Any) -> None:
-    """Raise ValueError unless from_pretrained takes the dtype among its arguments."""
-    dtype = options(name, value).get("dtype", "auto")
-    if dtype is None or dtype == "auto" or isinstance(dtype, dict):  # one for each part
+def _check_correction(args: TrainingArguments, loss: LossConfig) -> None:
+    """Check what corrects for the log-probabilities that the engine reports."""
+    mode = loss.correction_mode
+    if mode is None:
         return
-    known = getattr(torch, _dtype_name(dtype), None)
-    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+    filters = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
+    if any(filters.values()) and not args.use_sampling_mask:
+        used = ", ".join(name for name, on in filters.items() if on)
+        warnings.warn(
+            f"{used}: the engine reports log-probabilities after this filter, the policy's are of "
+            "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too, "
+            "and use_sampling_mask makes them alike",
+            stacklevel=5,
+        )
+    if loss.surrogate.uses_rollout_weight and mode.per_sequence:
+        per_token = [name for name, mode in CORRECTION_MODES.items() if not mode.per_sequence]
         raise ValueError(
-            f"{name}['dtype']: expected auto or a floating-point dtype of torch such as bfloat16, "
-            f"got {dtype!r}"
+            f"vllm_importance_sampling_mode: expected one of {', '.join(per_token)} with "
+            f"{loss.loss_type}, which weights tokens itself; got "
+            f"{args.vllm_importance_sampling_mode!r}"
         )

@@ -10,55 +10,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.common import hint, masked
+from grpo_trainer.common import describe_fields, hint, masked
 from grpo_trainer.config.checks import (
-    FLAG,
-    AtLeastOne,
-    Count,
-    Folder,
-    Fraction,
-    NotNegative,
-    OldNames,
-    Options,
-    Positive,
-    Share,
     adopt_old_names,
+    check_engine,
     check_fields,
     check_inherited,
-    check_model_dtype,
-    choice,
-    expect,
-    integer,
-    numbers,
     parse_json_fields,
-    repository,
     set_generation_batch,
     set_padding,
-    setting,
 )
-from grpo_trainer.config.engines import RolloutFields, check_engine
-from grpo_trainer.config.loss import (
-    BackwardFields,
-    LossFields,
-    backward_options,
-    check_level,
-    loss_config,
-)
-
-# the advantages have a function for each of them
-SCALES = ("group", "batch", "none")
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
-
-PromptsFunction = Annotated[
-    Callable[..., Any] | str,
-    expect("a function or its import path", lambda fn: isinstance(fn, str) or callable(fn)),
-]
+from grpo_trainer.config.fields import GRPOFields
+from grpo_trainer.config.loss import LossFields, backward_options, check_level, loss_config
 
 _on_disk = ContextVar("_on_disk", default=False)
 
@@ -92,223 +60,17 @@ class NamedFields:
 
 
 @dataclass
-class ToolFields:
-    """How long completions go on with tools, and where the next prompts come from."""
-
-    max_tool_calling_iterations: Count | None = setting(
-        None,
-        "How often a completion may call tools and go on with their answers. Default: until "
-        "max_completion_length.",
-    )
-    tool_timeout: Positive | None = setting(
-        60.0,
-        "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
-        "thread of their own for that; null in the file: no limit, and no other thread.",
-    )
-    dynamic_prompts_fn: PromptsFunction | None = setting(
-        None,
-        "Import path of a function (prompts, completions, rewards, metas) that returns the "
-        "prompts of the next generation batch, each text, messages, or None: the dataset's "
-        "next.",
-    )
-    dynamic_prompts_form: Annotated[str, choice(PROMPT_FORMS)] = setting(
-        "samples",
-        "What dynamic_prompts_fn is given and returns: samples (one entry per completion, with "
-        "the dataset's prompt) or groups (one per prompt, with all its completions).",
-    )
-
-
-@dataclass
-class MediaFields:
-    """Which images rows may name, and what becomes of a row whose images cannot be read."""
-
-    allow_remote_images: bool | None = setting(
-        None,
-        "Whether rows may name images by URLs. Default: yes, but not where grpo-train loads a "
-        "dataset of the hub.",
-        **FLAG,
-    )
-    allowed_media_path: Folder | None = setting(
-        None,
-        "Folder whose files rows may name as images. Default: any file, but where grpo-train loads "
-        "a dataset of the hub only the files that came with it.",
-    )
-    on_bad_image: Annotated[str, choice(("error", "skip"))] = setting(
-        "error",
-        "What a training row does whose images cannot be read: error, or skip, which logs it and "
-        "takes the next row.",
-    )
-
-
-@dataclass
-class GRPOConfig(
-    LossFields,
-    BackwardFields,
-    RolloutFields,
-    ToolFields,
-    MediaFields,
-    OldNames,
-    NamedFields,
-    TrainingArguments,
-):
+class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
     """How to train.
 
-    The arguments of :class:`~grpo_trainer.GRPOTrainer`. Beside the fields below it has those of
-    ``transformers.TrainingArguments`` and those of :class:`grpo_kernels.LossConfig`. Batch sizes
-    count completions, not prompts.
+    The arguments of :class:`~grpo_trainer.GRPOTrainer`: fields of GRPO, which
+    ``grpo-train --help`` describes, those of :class:`grpo_kernels.LossConfig` and those of
+    ``transformers.TrainingArguments``. Batch sizes count completions, not prompts.
 
     Raises:
         TypeError: there is no such argument; the message says which one was meant.
         ValueError: values are out of range or do not fit together.
     """
-
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "loss_kwargs",
-        "model_init_kwargs",
-        "generation_kwargs",
-        "chat_template_kwargs",
-        "transformers_continuous_batching_config",
-        "vllm_engine_kwargs",
-    ]
-
-    learning_rate: NotNegative = setting(1e-6, "Initial learning rate.")
-    logging_steps: float = setting(10, "Log every so many steps, or this share if below 1.")
-    gradient_checkpointing: bool | None = setting(True, "Recompute activations in backward.")
-    bf16: bool | None = setting(
-        None,
-        "bf16 mixed precision. Default: on where the GPU has it, unless fp16 is set.",
-        **FLAG,
-    )
-    logging_nan_inf_filter: bool = setting(
-        False, "Leave NaN and infinite losses out of the log; costs a wait in every step."
-    )
-    remove_unused_columns: bool = setting(
-        False, "Drop all columns but `prompt`; reward functions then do not see the others."
-    )
-
-    model_init_kwargs: Annotated[Options, check_model_dtype] = setting(
-        None,
-        "Arguments of from_pretrained for the model and reward models that are given by name. The "
-        "model's dtype is float32 by default.",
-    )
-    trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoint.")
-    disable_dropout: bool = setting(False, "Set every dropout probability to 0.")
-    cast_lm_head_to_fp32: bool = setting(
-        False,
-        "Keep an untied LM head in float32 and multiply float32 hidden states with it, under "
-        "mixed precision too (ScaleRL, arXiv:2510.13786). Without it the products have the "
-        "inputs' precision; they are summed in float32 and not rounded either way.",
-    )
-    shuffle_dataset: bool = setting(True, "Shuffle the training prompts in every epoch.")
-    num_generations: Annotated[int, integer(2)] = setting(
-        8, "Completions per prompt: the group size."
-    )
-    num_generations_eval: AtLeastOne | None = setting(
-        None, "The same in evaluation. Default: the same."
-    )
-    max_prompt_length: AtLeastOne | None = setting(
-        None, "Keep only the last so many prompt tokens."
-    )
-    max_completion_length: AtLeastOne = setting(512, "Longest completion, in tokens.")
-    pad_to_multiple_of: int | str | None = setting(
-        "auto", "Pad sequences to a multiple of this length; auto: 128 on Neuron, none elsewhere."
-    )
-
-    generation_batch_size: AtLeastOne | None = setting(
-        None, "Completions generated at once, over all processes. Excludes steps_per_generation."
-    )
-    steps_per_generation: AtLeastOne | None = setting(
-        None, "Micro-batches per generation. Default: gradient_accumulation_steps."
-    )
-    top_p: Share = setting(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
-    top_k: Count = setting(0, "Sample from the so many likeliest tokens; 0: from all.")
-    min_p: Fraction | None = setting(
-        None, "Least probability, as a share of the likeliest token's."
-    )
-    repetition_penalty: Positive = setting(1.0, "Above 1 makes tokens that occurred less likely.")
-    generation_kwargs: Options = setting(
-        None, "More transformers GenerationConfig fields; they override the ones above."
-    )
-    chat_template_kwargs: Options = setting(
-        None, "Arguments of apply_chat_template for conversational prompts."
-    )
-
-    ds3_gather_for_generation: bool = setting(
-        True,
-        "While transformers generates with a policy that is sharded (ZeRO-3, FSDP2), hold all of "
-        "its parameters on every process. Without it each is gathered for each token.",
-    )
-    cache_implementation: str | None = setting(
-        None, "Kind of key-value cache, as in transformers' generation."
-    )
-
-    num_iterations: AtLeastOne = setting(1, "Passes over each generation batch.")
-    mask_truncated_completions: bool = setting(
-        False, "Leave completions out of the loss that ended without an end-of-sequence token."
-    )
-    dynamic_sampling: bool = setting(
-        False,
-        "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476).",
-    )
-    max_resampling_rounds: AtLeastOne = setting(
-        10, "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
-    )
-    use_adaptive_entropy: bool = setting(
-        False,
-        "Let entropy_coef, from where it starts, rise by entropy_coef_delta after each step at "
-        "or below entropy_target and fall after others; the bonus applies after the former "
-        "(Skywork-OR1, arXiv:2505.22312).",
-    )
-    entropy_coef_min: NotNegative = setting(0.0, "Least coefficient of use_adaptive_entropy.")
-    entropy_coef_max: float = setting(1.0, "Largest coefficient of use_adaptive_entropy.")
-    entropy_coef_delta: NotNegative = setting(
-        0.005, "How far use_adaptive_entropy moves the coefficient."
-    )
-    entropy_target: NotNegative = setting(
-        0.2, "Entropy per token, in nats, that use_adaptive_entropy keeps."
-    )
-    router_aux_loss_coef: NotNegative | None = setting(
-        None, "Weight of a mixture-of-experts model's load-balancing loss. Default: its config's."
-    )
-    reward_weights: Annotated[list[float] | None, numbers] = setting(
-        None, "One per reward function. Default: all 1."
-    )
-    scale_rewards: Annotated[str, choice(SCALES)] = setting(
-        "group", f"Divide advantages by a standard deviation: {', '.join(SCALES)}."
-    )
-    multi_objective_aggregation: Annotated[str, choice(AGGREGATIONS)] = setting(
-        "sum_then_normalize", f"How several rewards are joined: {', '.join(AGGREGATIONS)}."
-    )
-
-    sync_ref_model: bool = setting(False, "Let the reference model of beta != 0 follow the policy.")
-    ref_model_mixup_alpha: Fraction = setting(
-        0.6, "Share of the policy in the reference after a sync."
-    )
-    ref_model_sync_steps: AtLeastOne = setting(512, "Optimizer steps from one sync to the next.")
-
-    log_completions: bool = setting(
-        False, "Print completions when logging and write them to output_dir/completions."
-    )
-    num_completions_to_print: Count | None = setting(
-        None, "How many of them to print. Default: all."
-    )
-    log_unique_prompts: bool = setting(False, "Of each prompt print and write one completion only.")
-    log_multimodal: bool = setting(
-        True, "Keep small copies of a prompt's images with its completions, for the report."
-    )
-    log_completions_hub_repo: Annotated[str | None, repository] = setting(
-        None,
-        "Hub dataset, made if there is none, that the files of completions are uploaded to during "
-        "the run. It is public unless hub_private_repo is set.",
-    )
-    overwrite_output_dir: bool = setting(
-        False,
-        "Train in a folder with the model or checkpoints of another run, and write over them.",
-    )
-    write_report: bool = setting(
-        True, "Write output_dir/report.html with every checkpoint and at the end."
-    )
 
     def __post_init__(self) -> None:
         parse_json_fields(self)
@@ -392,6 +154,9 @@ class GRPOConfig(
                 f"over all processes ({self.world_size}) makes whole groups of {group} "
                 f"completions per prompt, got {size}"
             )
+
+
+describe_fields(GRPOConfig)
 
 
 def check_arguments(args: Any, processing_class: Any) -> None:

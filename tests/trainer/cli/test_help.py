@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from transformers.hf_argparser import string_to_bool
 
-from grpo_trainer.cli import HELP, main, options
-from grpo_trainer.cli.help import help_text
+from grpo_kernels import LossConfig
+from grpo_kernels.losses import LOSSES
+from grpo_trainer.cli import HELP, main
+from grpo_trainer.cli.parser import own_configs
+from grpo_trainer.cli.train import run_parser
+from grpo_trainer.common import check_options, options
 from grpo_trainer.config import GRPOConfig
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
+KINDS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
+VALUES = {None: "{0}", "?": "[{0}]", "+": "{0} [{0} ...]"}
 
 
 def test_the_file_is_what_the_parser_takes():
-    assert HELP.read_text() == help_text(), "python -m grpo_trainer.cli.help writes it"
+    entries = re.findall(r"^  --(\w+) (\S.*?)(?:  +(.+))?$((?:\n {24}.+)*)", HELP.read_text(), re.M)
+    file = {name: (kind, " ".join(f"{a}{b}".split())) for name, kind, a, b in entries}
+    assert len(file) == len(entries)
+    assert file.pop("config")[0] == "FILE" and file.pop("accelerate_config")[0] == "FILE"
+    actions = {item.dest: item for item in reversed(run_parser()._actions)}
+    del actions["config"], actions["help"]
+    assert file.keys() == actions.keys()
+    for name, (kind, text) in file.items():
+        action = actions[name]
+        assert kind == VALUES[action.nargs].format(KINDS.get(action.type, "TEXT")), name
+        default = text.partition("(default: ")[2]
+        ours = text or name not in GRPOConfig.__mro__[-2].__dataclass_fields__
+        expected = f"{action.default})" if ours and action.default is not None else ""
+        assert default == expected, name
+        assert not text or all(str(choice) in text for choice in action.choices or ()), name
+
+
+def test_it_names_what_is_installed():
+    text = HELP.read_text()
+    assert f"\nOf transformers {version('transformers')}; " in text
+    assert f"\n{' ' * 24}{', '.join(own_configs())}.\n" in text
+
+
+@pytest.mark.parametrize(
+    "owner", dict.fromkeys((LossConfig, *(v.surrogate for v in LOSSES.values())))
+)
+def test_settings_of_losses_are_described_as_in_their_classes(owner):
+    section = (owner.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+):(.*(?:\n {12}.*)*)", section, re.M)
+    texts = options.descriptions()
+    for name, text in entries:
+        if name in GRPOConfig.__dataclass_fields__ and name != "max_completion_length":
+            assert " ".join(text.split()) in texts[name]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +89,6 @@ def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkey
     launcher = [flag for flag in launch_command_parser()._option_string_actions if "_" in flag]
     assert launcher
     of_transformers = [f"--{name}" for name in GRPOConfig.__mro__[-2].__dataclass_fields__]
-    options.check_options([*launcher, *of_transformers, "--no_dataloader_pin_memory=false"])
+    check_options([*launcher, *of_transformers, "--no_dataloader_pin_memory=false"])
     with pytest.raises(ValueError, match="--learning_rates: there is no such argument"):
-        options.check_options(["--learning_rates", "1"])
+        check_options(["--learning_rates", "1"])

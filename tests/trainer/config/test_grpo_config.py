@@ -20,12 +20,11 @@ from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
-from grpo_trainer.config.checks import OldNames
+from grpo_trainer.config.checks import OLD_NAMES
 
 HINTS = get_type_hints(GRPOConfig)
 INHERITED = get_type_hints(TrainingArguments)
-OLD = [item.name for item in dataclasses.fields(OldNames)]
-OWN = [name for name in HINTS if name not in INHERITED and name not in OLD and name[0] != "_"]
+OWN = [name for name in HINTS if name not in INHERITED and name not in OLD_NAMES and name[0] != "_"]
 DEFAULTS = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
 HUGE = 10**400  # larger than any float
 RUN = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x", "--use_cpu"]
