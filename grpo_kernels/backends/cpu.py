@@ -180,7 +180,7 @@ class Native(Backend):
         self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
         return out
 
-    def divergence(self, pair: Pair, divergence: Divergence) -> Tensor:
+    def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
         sums = torch.empty((2, len(pair.lse)), dtype=torch.float64)
         self._compare(pair, divergence, sums=sums)
         return sums

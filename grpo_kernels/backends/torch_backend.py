@@ -111,7 +111,7 @@ class Backend:
         """
         raise NotImplementedError(self.name)
 
-    def divergence(self, pair: Pair, divergence: Divergence) -> Tensor:
+    def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
         """Return (2, C) in fp64: the rows' divergences, of these columns, and their pulls' sums."""
         blocks = row_blocks(pair.student.logits, BLOCK_ELEMENTS)
         return torch.cat([block_divergence(pair.rows(block), divergence) for block in blocks], 1)

@@ -225,7 +225,7 @@ class _OfLogits:
         rows = self._teacher.narrow(chunk.rows.part)
         teacher = formed(rows, self._buffer, self._route, OutputSpec())
         pair = Pair(chunk.tile, teacher.tile, chunk.stats.lse, teacher.stats.lse)
-        found = backend.divergence(pair, divergence)
+        found = backend.divergence_sums(pair, divergence)
         if self._shard is not None:
             found = self._shard.gather(found).sum(0)
         each, pull = found

@@ -119,7 +119,7 @@ def _divergence_kernel(
             tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def divergence(pair: Pair, divergence: Divergence, config: RowConfig | None = None) -> Tensor:
+def divergence_sums(pair: Pair, divergence: Divergence, config: RowConfig | None = None) -> Tensor:
     """Return (2, C) in fp64; see :class:`Backend`."""
     sums = torch.empty((2, len(pair.lse)), dtype=torch.float64, device=pair.lse.device)
     _launch(pair, divergence, config, sums_ptr=sums)
