@@ -290,7 +290,8 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
         raise ValueError(f"teacher_topk: expected 1 to {vocab_size - 1} ids (V - 1), got {k}")
     if logprobs.requires_grad:
         raise ValueError("teacher_topk: expected tensors that need no gradient")
-    logprobs, indices = logprobs.reshape(-1, k).float(), indices.reshape(-1, k)
+    wide = torch.promote_types(logprobs.dtype, torch.float32)
+    logprobs, indices = logprobs.reshape(-1, k).to(wide), indices.reshape(-1, k)
     counted = (student.target != IGNORE_INDEX)[:, None]
     inside = (indices >= 0) & (indices < vocab_size) | ~counted
     host.assert_async(inside.all(), f"teacher_topk ids: expected ids in [0, {vocab_size})")
