@@ -142,7 +142,7 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         (README, ["SamplingMask.from_padded("], None),
         (README, ["linear_divergence("], "model.lm_head.weight"),
         (KERNELS, [" policy_loss("], "logits"),
-        (KERNELS, ["explain_logprobs("], None),
+        (KERNELS, ["SamplingMask, explain_logprobs"], None),
         (KERNELS, ["linear_divergence("], "lm_head.weight"),
         (KERNELS, ["warm_up("], None),
         (KERNELS, ["HeadLoRA("], "lora_b.weight"),
