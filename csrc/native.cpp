@@ -86,6 +86,14 @@ GRPO_EXPORT int32_t grpo_dlogits(const grpo::Tile* tile, const grpo::Gradient* g
   });
 }
 
+GRPO_EXPORT int32_t grpo_divergence(const grpo::Tile* tile, const grpo::Divergence* divergence,
+                                    int32_t rank, int32_t threads) {
+  const auto kernel = grpo::kernels()[rank]->divergence;
+  return grpo::status_of([&] {
+    grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *divergence, row); });
+  });
+}
+
 // Fills what `out` has pointers for, and the tile of logits if `linear` has one.
 GRPO_EXPORT int32_t grpo_linear(const grpo::Linear* linear, const grpo::Stats* out, int32_t rank,
                                 int32_t threads) {

@@ -9,7 +9,7 @@
 
 namespace grpo {
 
-constexpr int32_t kAbiVersion = 6;
+constexpr int32_t kAbiVersion = 7;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -59,6 +59,23 @@ struct Gradient {
   int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits
 };
 
+enum DivergenceKind : int32_t { kForwardKl = 0, kReverseKl = 1, kJsd = 2 };
+
+// What a divergence, or its gradient, needs besides the student's tile; the teacher's has as many
+// rows and columns.
+struct Divergence {
+  Tile teacher;
+  const double* lse;          // (rows,)
+  const double* teacher_lse;  // (rows,)
+  double* sums;               // (2, rows), of what ids add and of their pulls; null: the gradient
+  const double* pull;         // (rows,) the second of these, of whole rows
+  const float* coefficient;   // (rows,)
+  void* out;                  // (rows, columns)
+  int64_t out_stride;         // elements
+  double beta;                // of kJsd
+  int32_t kind, out_dtype;
+};
+
 // z = slope * u, where u is the logit, or tanh(inner * logit) with a softcap.
 struct Scores {
   bool softcapped;
@@ -86,6 +103,7 @@ struct RowKernels {
   const char* isa;
   void (*stats)(const Tile&, const Stats&, int64_t row);
   void (*dlogits)(const Tile&, const Gradient&, int64_t row);
+  void (*divergence)(const Tile&, const Divergence&, int64_t row);
   const LinearKernels* linear;
   const EntryKernels* entries;
 };

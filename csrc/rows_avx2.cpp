@@ -21,6 +21,7 @@ namespace grpo::avx2 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "divergence.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
 #include "entries.inc"
@@ -31,6 +32,6 @@ namespace grpo::avx2 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits, &avx2::kLinear, &avx2::kEntries};
+const RowKernels kAvx2 = {"avx2", avx2::stats, avx2::dlogits, avx2::divergence, &avx2::kLinear, &avx2::kEntries};
 }
 #endif

@@ -22,6 +22,7 @@ namespace grpo::avx512 {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "divergence.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
 #include "entries.inc"
@@ -32,7 +33,7 @@ namespace grpo::avx512 {
 #endif
 
 namespace grpo {
-const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, &avx512::kLinear,
+const RowKernels kAvx512 = {"avx512", avx512::stats, avx512::dlogits, avx512::divergence, &avx512::kLinear,
                             &avx512::kEntries};
 
 namespace {
@@ -44,9 +45,9 @@ template <const Gemm& kOfBf16>
 constexpr LinearKernels kLinear = {avx512::kLanes, gemm<kOfBf16>, avx512::fold, avx512::merge};
 }  // namespace
 
-const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, &kLinear<kAmxGemm>,
+const RowKernels kAmx = {"amx", avx512::stats, avx512::dlogits, avx512::divergence, &kLinear<kAmxGemm>,
                          &avx512::kEntries};
-const RowKernels kAvx512Bf16 = {"avx512_bf16", avx512::stats, avx512::dlogits,
+const RowKernels kAvx512Bf16 = {"avx512_bf16", avx512::stats, avx512::dlogits, avx512::divergence,
                                 &kLinear<kBf16Gemm>, &avx512::kEntries};
 }
 #endif

@@ -13,12 +13,13 @@ namespace grpo::baseline {
 #include "simd.inc"
 #include "convert.inc"
 #include "row_kernels.inc"
+#include "divergence.inc"
 #include "gemm_fp32.inc"
 #include "fold.inc"
 #include "entries.inc"
 }  // namespace grpo::baseline
 
 namespace grpo {
-const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits, &baseline::kLinear,
+const RowKernels kBaseline = {"baseline", baseline::stats, baseline::dlogits, baseline::divergence, &baseline::kLinear,
                               &baseline::kEntries};
 }

@@ -8,9 +8,14 @@ from grpo_kernels.batch import (
     context_parallel_rows,
     next_token_targets,
 )
-from grpo_kernels.engine import Bounded
+from grpo_kernels.engine import Bounded, DivergencePlan
 from grpo_kernels.fused_head import FusedHead
 from grpo_kernels.head import Head, HeadLoRA, Transform, VocabShard
+from grpo_kernels.linear_divergence import (
+    LinearDivergence,
+    explain_divergence,
+    linear_divergence,
+)
 from grpo_kernels.linear_logprobs import (
     LinearLogprobs,
     LogprobsPlan,
@@ -27,10 +32,12 @@ __version__ = VERSION
 
 __all__ = [
     "Bounded",
+    "DivergencePlan",
     "FusedHead",
     "FusedLinearGRPOLoss",
     "Head",
     "HeadLoRA",
+    "LinearDivergence",
     "LinearLogprobs",
     "LogprobsPlan",
     "LossConfig",
@@ -45,7 +52,9 @@ __all__ = [
     "available_backends",
     "context_parallel_rows",
     "explain",
+    "explain_divergence",
     "explain_logprobs",
+    "linear_divergence",
     "linear_logprobs",
     "linear_policy_loss",
     "next_token_targets",

@@ -121,6 +121,9 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         "logits": torch.randn(4, 5, 50, requires_grad=True),
         "hidden": torch.randn(4, 5, 16),
         "weight": weight,
+        "lm_head": SimpleNamespace(weight=weight),
+        "teacher_hidden": torch.randn(4, 5, 8),
+        "teacher_weight": torch.randn(50, 8),
         "vocab_size": 50,
         "lora_a": torch.nn.Linear(16, 3, bias=False),
         "lora_b": torch.nn.Linear(3, 50, bias=False),
@@ -136,9 +139,11 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
     ("text", "parts", "left"),
     [
         (README, ["FusedLinearGRPOLoss(", "explain("], "model.lm_head.weight"),
-        (README, ["linear_logprobs("], None),
+        (README, ["SamplingMask.from_padded("], None),
+        (README, ["linear_divergence("], "model.lm_head.weight"),
         (KERNELS, [" policy_loss("], "logits"),
-        (KERNELS, ["linear_logprobs("], None),
+        (KERNELS, ["SamplingMask, explain_logprobs"], None),
+        (KERNELS, ["linear_divergence("], "lm_head.weight"),
         (KERNELS, ["warm_up("], None),
         (KERNELS, ["HeadLoRA("], "lora_b.weight"),
         (KERNELS, ["active_lengths=", "main_grad="], "weight"),
@@ -152,7 +157,7 @@ def test_kernels(names: dict[str, Any], text: str, parts: list[str], left: str |
         names["loss"].backward()
     if left is not None:
         assert operator.attrgetter(left)(SimpleNamespace(**names)).grad.any()
-    if "out" in names:
+    if hasattr(names.get("out"), "masked_logprobs"):
         assert (names["out"].masked_logprobs <= 0).all()
 
 

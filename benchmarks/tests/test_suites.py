@@ -20,7 +20,7 @@ from benchmarks.training import SIZES, TrainingConfig
 from tests.support.launch import execute
 
 NAMES = (
-    *("heads", "savings", "backwards", "accuracy", "sharded"),
+    *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("products", "tiles", "hosts", "training", "rollouts"),
 )
 OURS = PROVIDERS[0]

@@ -7,6 +7,7 @@ from grpo_kernels.backends import cpu
 from grpo_kernels.backends.base import (
     ANY_ERROR,
     EXTRAS,
+    LEAST_LOGP,
     WHOLE,
     Entries,
     OutputSpec,
@@ -31,7 +32,8 @@ from grpo_kernels.backends.choice import (
     requested_backend,
     why_backend,
 )
+from grpo_kernels.backends.divergence import KINDS, Divergence, Pair, TopK
 from grpo_kernels.backends.entries import row_keys
-from grpo_kernels.backends.reference import reference_logprobs
+from grpo_kernels.backends.reference import reference_divergence, reference_logprobs
 from grpo_kernels.backends.topk import mean_logits, with_top_k
 from grpo_kernels.backends.torch_backend import Backend

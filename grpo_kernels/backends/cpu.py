@@ -24,11 +24,12 @@ from grpo_kernels.backends.base import (
     Tile,
     empty_stats,
 )
+from grpo_kernels.backends.divergence import Divergence, Pair
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
 
 _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
-_ABI_VERSION = 6  # kAbiVersion of csrc/rows.h
+_ABI_VERSION = 7  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # of vectors that are not fp32
@@ -36,6 +37,8 @@ _TYPE = {
     "target": torch.int64,
     "keys": torch.int32,
     "lse": torch.float64,
+    "teacher_lse": torch.float64,
+    "pull": torch.float64,
     "allowed": torch.float64,
 }
 # the structs of csrc/*.h: the fields, by their types in C
@@ -50,12 +53,15 @@ _STRUCTS = {
     "Extraction": "pointer logp, lse, keys, allowed; Entries out; pointer error, error_l1, norm",
     "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
     "int32 source_dtype, out_dtype, add",
+    "Divergence": "Tile teacher; pointer lse, teacher_lse, sums, pull, coefficient, out; "
+    "int64 out_stride; double beta; int32 kind, out_dtype",
     "Gradient": "pointer logp, entropy, lse, dlogp, dentropy, out; int64 out_stride; "
     "int32 out_dtype",
 }
 _KERNELS = {
     "grpo_stats": ("Tile", "Stats"),
     "grpo_dlogits": ("Tile", "Gradient"),
+    "grpo_divergence": ("Tile", "Divergence"),
     "grpo_linear": ("Linear", "Stats"),
     "grpo_extract": ("Tile", "Extraction"),
     "grpo_matmul": ("Entries", "Product"),
@@ -173,6 +179,32 @@ class Native(Backend):
         where = {"out": out, "out_stride": out.stride(0), "out_dtype": _DTYPES[out.dtype]}
         self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
         return out
+
+    def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
+        sums = torch.empty((2, len(pair.lse)), dtype=torch.float64)
+        self._compare(pair, divergence, sums=sums)
+        return sums
+
+    def divergence_gradient_(
+        self, pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor, out: Tensor
+    ) -> Tensor:
+        vectors = _vectors(len(pull), pull=pull, coefficient=coefficient)
+        where = {"out": out, "out_stride": out.stride(0), "out_dtype": _DTYPES[out.dtype]}
+        self._compare(pair, divergence, **vectors, **where)
+        return out
+
+    def _compare(self, pair: Pair, divergence: Divergence, **results: Any) -> None:
+        student, teacher, lse, teacher_lse = pair
+        assert student.logits.shape == teacher.logits.shape, teacher.logits.shape
+        self._run(
+            "grpo_divergence",
+            _tile(*student),
+            teacher=_tile(*teacher),
+            **_vectors(len(lse), lse=lse, teacher_lse=teacher_lse),
+            beta=divergence.beta,
+            kind=divergence.index,
+            **results,
+        )
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         return True

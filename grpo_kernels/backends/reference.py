@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import LEAST_LOGP, OutputSpec, RowStats, transformed
+from grpo_kernels.backends.divergence import Divergence, TopK
 from grpo_kernels.backends.topk import completed
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.head import Head, logits_dtype, matmul_precision, stats_dtype
@@ -49,6 +50,28 @@ def reference_logprobs(
         return stats
     first = scores.argsort(dim=-1, descending=True, stable=True)[:, : wanted.top_k]
     return completed(stats, target, logp.gather(-1, first), first)
+
+
+def reference_divergence(
+    hidden: Tensor,
+    head: Head,
+    teacher: tuple[Tensor, Head] | TopK,
+    precision: str,
+    divergence: Divergence,
+) -> tuple[Tensor, Tensor]:
+    """Compute divergence and entropy (T,), differentiable as :func:`reference_logprobs`."""
+    scores = _scores(hidden, head, precision)
+    logp = scores.log_softmax(-1)
+    entropy = -(logp.exp() * logp.clamp(min=LEAST_LOGP)).sum(-1)
+    if isinstance(teacher, TopK):
+        rest = scores.scatter(-1, teacher.indices, float("-inf")).logsumexp(-1, keepdim=True)
+        tail = rest - scores.logsumexp(-1, keepdim=True)
+        logp = torch.cat([logp.gather(-1, teacher.indices), tail], -1)
+        teacher_logp = teacher.with_tail.to(logp.dtype)
+    else:
+        teacher_logp = _scores(*teacher, precision).log_softmax(-1).to(logp.dtype)
+    pair = logp.clamp(min=LEAST_LOGP), teacher_logp.clamp(min=LEAST_LOGP)
+    return divergence.terms(*pair)[0].sum(-1), entropy
 
 
 def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)

@@ -18,6 +18,12 @@ from grpo_kernels.backends.base import (
     slope,
     transformed,
 )
+from grpo_kernels.backends.divergence import (
+    Divergence,
+    Pair,
+    block_divergence,
+    block_divergence_gradient,
+)
 from grpo_kernels.backends.entries import block_entries, grouped_sums, listed
 from grpo_kernels.head import Head
 
@@ -104,6 +110,24 @@ class Backend:
         row alone, and the statistics of a target that is none of the columns mean nothing.
         """
         raise NotImplementedError(self.name)
+
+    def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
+        """Return (2, C) in fp64: the rows' divergences, of these columns, and their pulls' sums."""
+        blocks = row_blocks(pair.student.logits, BLOCK_ELEMENTS)
+        return torch.cat([block_divergence(pair.rows(block), divergence) for block in blocks], 1)
+
+    def divergence_gradient_(
+        self, pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor, out: Tensor
+    ) -> Tensor:
+        """Write the gradient of ``coefficient * divergence`` (C,) into ``out``; return it.
+
+        ``pull`` (C,) fp64 is the sum of the whole rows' pulls, ``out`` as for :meth:`dlogits_`. A
+        row whose coefficient is 0 has no gradient, whatever its logits.
+        """
+        for block in row_blocks(pair.student.logits, BLOCK_ELEMENTS):
+            of_block = pull[block], coefficient[block]
+            out[block] = block_divergence_gradient(pair.rows(block), divergence, *of_block)
+        return out
 
     def extract_entries(
         self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int

@@ -37,6 +37,8 @@ class Triton(Backend):
     dlogits_ = _launcher("dlogits_")
     logp_gradient_ = _launcher("logp_gradient_")
     weighted_gradient = _launcher("weighted_gradient")
+    divergence_sums = _launcher("divergence_sums")
+    divergence_gradient_ = _launcher("divergence_gradient_")
     linear_stats = _launcher("linear_stats")
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")

@@ -25,7 +25,8 @@ from grpo_kernels.engine.differentiable import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.engine.gradients import GradientSums, tile_shape
+from grpo_kernels.engine.divergence import DivergencePlan, differentiable_divergence
+from grpo_kernels.engine.gradients import GradientSums, scaled_, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
     OF_ENTROPY,

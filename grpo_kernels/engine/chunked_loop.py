@@ -135,13 +135,13 @@ def chunked_loop(
         if reads_once:
             chunk = _read_once(of_part, buffer, route)
         else:
-            chunk = _formed(of_part, buffer, route, wanted)
+            chunk = formed(of_part, buffer, route, wanted)
         if take is not None:
             take(chunk)
         return chunk.stats
 
     found = [run(part) for part in chunks]
-    return concatenate(found or [_formed(rows, buffer, route, wanted).stats])
+    return concatenate(found or [formed(rows, buffer, route, wanted).stats])
 
 
 def _read_once(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
@@ -151,7 +151,7 @@ def _read_once(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
     return Chunk(rows, logits, stats, gradient=gradient)
 
 
-def _formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:
+def formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:
     """Form the raw logits of a range in ``buffer``, and their statistics."""
     part, shard = slice(0, rows.count), rows.head.shard
     if route.forms_logits:

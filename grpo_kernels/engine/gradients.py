@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -344,3 +345,18 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     # to the middle of the range: fp16 holds no factor of 1e-8
     scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
     return (x / scale).to(dtype), scale
+
+
+def scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
+    """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
+    if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
+        return gradients
+
+    def scaled(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
+        if gradient is None or x is None:
+            return None
+        if gradient.dtype == x.dtype or gradient.device.type == "cpu":  # which would take a copy
+            return gradient.mul_(scale)
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=x.dtype))
+
+    return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,12 +13,12 @@ from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
     INPUTS,
-    Gradients,
     Needs,
     Rows,
     RunOptions,
     check_ranks_agree,
     retry_on_oom,
+    scaled_,
 )
 from grpo_kernels.head import (
     Head,
@@ -145,7 +144,7 @@ class _PolicyLoss(torch.autograd.Function):
             if main_grad is not None:
                 main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
-            gradients = _scaled_(gradients, dloss, inputs)
+            gradients = scaled_(gradients, dloss, inputs)
         else:
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
             gradients = two_pass_backward(rows(), plan, saved, dloss)
@@ -156,21 +155,6 @@ class _PolicyLoss(torch.autograd.Function):
         if found[0] is not None and plan.active.index is not None:
             found[0] = torch.zeros_like(hidden).index_copy(0, plan.active.index, found[0])
         return None, None, *found
-
-
-def _scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
-    """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
-    if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
-        return gradients
-
-    def scaled(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-        if gradient is None or x is None:
-            return None
-        if gradient.dtype == x.dtype or gradient.device.type == "cpu":  # which would take a copy
-            return gradient.mul_(scale)
-        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=x.dtype))
-
-    return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))
 
 
 def check_same_plan(rows: Rows, plan: Plan) -> None:

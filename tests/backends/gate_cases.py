@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.backends import KINDS
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
     UNALIGNED_CONFIG,
@@ -17,7 +18,7 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import dlogits, extract, sums
+from grpo_kernels.backends.triton import divergence, dlogits, extract, sums
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import OPTIONS
 from grpo_kernels.backends.triton.linear_stats import (
@@ -64,6 +65,7 @@ _OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_pt
 
 def cases(target: str) -> list[Case]:
     rows = (*_stats_cases(target), *_dlogits_cases(target), *_logp_gradient_cases(target))
+    rows = (*rows, *_divergence_cases(target))
     linear = (*_linear_cases(target), *_merge_cases())
     entries = (*_extract_cases(target), *_gather_cases())
     return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
@@ -125,6 +127,27 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
         for each in _variants(types, _SOFTCAP, _TEMPERATURE, _ENTROPY, thorough=thorough):
             capped = {"HAS_SOFTCAP": "inner" in each}
             case = _row_case(kernel, config, each | _SOFTCAP, blocks | capped)
+            yield case
+        yield dataclasses.replace(case, aligned=False)
+
+
+def _divergence_cases(target: str) -> Iterator[Case]:
+    vectors = dict.fromkeys(("lse_ptr", "teacher_lse_ptr"), "*fp64")
+    vectors |= {"stride_teacher_row": "i64", "num_rows": "i32", "beta": "fp32"}
+    vectors |= {"teacher_outer": "fp32", "stride_out_row": "i64"}
+    sums = {"sums_ptr": "*fp64"}
+    transforms = _SOFTCAP | _TEMPERATURE
+    transforms |= {f"teacher_{name}": kind for name, kind in transforms.items()}
+    config, kernel = ROW_CONFIG.on(target), divergence._divergence_kernel
+    gradients = [
+        {"pull_ptr": "*fp64", "coefficient_ptr": "*fp32", "out_ptr": f"*{out}"}
+        for out in ("fp32", "bf16")
+    ]
+    for more, kind in itertools.product((sums, *gradients), range(len(KINDS))):
+        types = _row_types(logits_ptr="*fp32", teacher_ptr="*fp32", **vectors, **more)
+        blocks = {"BLOCK_V": config.columns(torch.float32), "KIND": kind}
+        for each in _variants(types, transforms, thorough=False):
+            case = _row_case(kernel, config, each, blocks)
             yield case
         yield dataclasses.replace(case, aligned=False)
 
@@ -206,7 +229,7 @@ def _gather_cases() -> Iterator[Case]:
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
     """Return ``constants`` with what is not passed."""
-    absent = (x for x in kernel.arg_names if x.endswith("_ptr") or x == "inner")
+    absent = (x for x in kernel.arg_names if x.endswith("_ptr") or x.endswith("inner"))
     return {**constants, **dict.fromkeys(x for x in absent if x not in types)}
 
 

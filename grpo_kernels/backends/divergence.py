@@ -1,0 +1,136 @@
+"""Divergences of a student's distribution from a teacher's, each defined once.
+
+With ``s`` and ``t`` the probabilities and ``m = (1 - beta) s + beta t``:
+
+* ``forward_kl``: KL(t, s) = sum_j t_j log(t_j / s_j)
+* ``reverse_kl``: KL(s, t) = sum_j s_j log(s_j / t_j)
+* ``jsd``: beta KL(t, m) + (1 - beta) KL(s, m), the generalised Jensen-Shannon divergence of
+  arXiv:2306.13649
+
+Of each the gradient by the student's scores is ``pull_j - s_j sum_k pull_k``, where ``pull_j`` is
+``s_j`` times the derivative by ``s_j``. An id of probability 0 counts as one of ``exp(-1e4)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.base import LEAST_LOGP, Tile, slope, transformed
+
+
+def _forward_kl(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    t = teacher_logp.exp()
+    return t * (teacher_logp - logp), -t
+
+
+def _reverse_kl(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    each = logp.exp() * (logp - teacher_logp)
+    return each, each
+
+
+def _jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    # log(s / m) and log(t / m), by the larger of the two: near 1 their ratio keeps its digits
+    delta = teacher_logp - logp
+    is_more, zero = delta > 0, torch.zeros_like(delta)
+    size = torch.where(is_more, delta, -delta)
+    weight = torch.where(is_more, zero + (1 - beta), zero + beta)
+    below = -torch.log1p(weight * torch.expm1(-size))
+    pull = (1 - beta) * logp.exp() * (below - torch.where(is_more, size, zero))
+    return pull + beta * teacher_logp.exp() * (below - torch.where(is_more, zero, size)), pull
+
+
+# kernels know a kind by its place
+KINDS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Which divergence; ``beta`` is that of ``jsd``."""
+
+    kind: str = "forward_kl"
+    beta: float = 0.5
+
+    @property
+    def index(self) -> int:
+        """The number of the kind."""
+        return list(KINDS).index(self.kind)
+
+    def terms(self, logp: Tensor, teacher_logp: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each id adds to the divergence, and its pull; all of one shape.
+
+        The log-probabilities are at least :data:`LEAST_LOGP`.
+        """
+        return KINDS[self.kind](logp, teacher_logp, self.beta)
+
+
+class Pair(NamedTuple):
+    """The same rows and columns of a student's and a teacher's logits."""
+
+    student: Tile
+    teacher: Tile  # its target is not read
+    lse: Tensor  # (C,) fp64, of whole rows
+    teacher_lse: Tensor  # (C,) fp64
+
+    def rows(self, index: slice) -> Pair:
+        """Return the same for a range of rows."""
+        student, teacher = self.student.rows(index), self.teacher.rows(index)
+        return Pair(student, teacher, self.lse[index], self.teacher_lse[index])
+
+
+class TopK(NamedTuple):
+    """A teacher's first k ids of each row; the other ids are one, the tail."""
+
+    logprobs: Tensor  # (T, k), descending
+    indices: Tensor  # (T, k) int64
+
+    @property
+    def with_tail(self) -> Tensor:
+        """(T, k + 1) log-probabilities in fp64, the last that of the tail."""
+        logp = self.logprobs.double()
+        tail = torch.log1p(-logp.exp().sum(-1, keepdim=True).clamp(max=1))
+        return torch.cat([logp, tail], -1).clamp(min=LEAST_LOGP)
+
+    def rows(self, index: slice | Tensor) -> TopK:
+        """Return the same for a subset of rows."""
+        return TopK(self.logprobs[index], self.indices[index])
+
+
+def block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
+    """Return the sums (2, C) of the terms of some rows and of their pulls, in fp64."""
+    logp, teacher_logp, _ = _logp_of(pair)
+    return torch.stack(
+        [x.sum(-1, dtype=torch.float64) for x in divergence.terms(logp, teacher_logp)]
+    )
+
+
+def block_divergence_gradient(
+    pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor
+) -> Tensor:
+    """Return the gradient of some rows by the student's raw logits, (C, V)."""
+    logp, teacher_logp, tanh = _logp_of(pair)
+    gradient = divergence.terms(logp, teacher_logp)[1]
+    gradient = gradient - logp.exp() * pull.to(logp.dtype).unsqueeze(-1)
+    gradient *= coefficient.unsqueeze(-1)
+    gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide what is no number
+    return slope(gradient, pair.student.transform, tanh)
+
+
+def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities (C, V) of both, and the softcap's tanh of the student's if any."""
+    scores, tanh = transformed(pair.student.logits, pair.student.transform)
+    teacher_scores, _ = transformed(pair.teacher.logits, pair.teacher.transform)
+    wide = torch.promote_types(scores.dtype, teacher_scores.dtype)
+    logp = relative_to(scores.to(wide), pair.lse)
+    return logp, relative_to(teacher_scores.to(wide), pair.teacher_lse), tanh
+
+
+def relative_to(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return ``scores - lse`` in place, at least :data:`LEAST_LOGP`; ``lse`` (C,) is fp64."""
+    anchor = lse.to(scores.dtype)
+    rest = (lse - anchor).to(scores.dtype)
+    logp = scores.sub_(anchor.unsqueeze(-1)).sub_(rest.unsqueeze(-1))
+    return logp.clamp_(min=LEAST_LOGP)

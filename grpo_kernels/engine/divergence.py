@@ -1,0 +1,288 @@
+"""The divergence of a head's rows from a teacher's: both heads' logits of a chunk at a time.
+
+A row's gradient is known up to the loss's one factor as soon as both tiles are there, so one pass
+makes all of it: three products for the student's head, one for the teacher's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import (
+    LEAST_LOGP,
+    Divergence,
+    OutputSpec,
+    Pair,
+    StatsGrad,
+    TileGradient,
+    TopK,
+    output_view,
+    reference_divergence,
+    why_backend,
+)
+from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, formed, new_tile
+from grpo_kernels.engine.differentiable import INPUTS
+from grpo_kernels.engine.gradients import GradientSums, scaled_
+from grpo_kernels.engine.masked_rows import scores_at
+from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.retry_on_oom import retry_on_oom
+from grpo_kernels.engine.route import Route, choose_route
+from grpo_kernels.engine.rows import Gradients, Needs, Rows, ranges
+from grpo_kernels.head import (
+    Head,
+    VocabShard,
+    check_plain,
+    first_derivative_only,
+    matmul_precision,
+    stats_dtype,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergencePlan:
+    """The plan of a ``linear_divergence`` call. Print it to see what runs, and why."""
+
+    head: Head
+    route: Route
+    teacher: Route | None  # None: its ids and their log-probabilities are given
+    needs: Needs
+    tokens: int  # rows that are not masked
+    divergence: Divergence
+
+    @staticmethod
+    def of(
+        rows: Rows, teacher: Rows | TopK, options: RunOptions, needs: Needs, divergence: Divergence
+    ) -> DivergencePlan:
+        """Choose for so many rows; the workspace is that of both tiles.
+
+        Raises:
+            ValueError: the backend cannot run, or not as asked for; the workspace is too small.
+        """
+        of_teacher = None
+        if isinstance(teacher, Rows):
+            if options.max_workspace_bytes is not None:
+                options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
+            of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
+        return DivergencePlan(
+            head=rows.head,
+            route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
+            teacher=of_teacher,
+            needs=needs,
+            tokens=rows.count,
+            divergence=divergence,
+        )
+
+    @property
+    def routes(self) -> list[Route]:
+        return [self.route] if self.teacher is None else [self.route, self.teacher]
+
+    @property
+    def chunks(self) -> list[slice]:
+        """The ranges of rows whose logits are there at once."""
+        tile_rows = min(route.tile_rows for route in self.routes)
+        return ranges(self.tokens, chunk_height(self.tokens, tile_rows, self.route.block))
+
+    def smaller(self) -> DivergencePlan | None:
+        """Return a plan with smaller tiles; None as for :meth:`Route.smaller`."""
+        route, teacher = self.route.smaller(), self.teacher and self.teacher.smaller()
+        if route is None or (self.teacher is not None and teacher is None):
+            return None
+        return replace(self, route=route, teacher=teacher)
+
+    @property
+    def advice(self) -> str:
+        """What to set for these tiles."""
+        return (
+            f"max_workspace_bytes={sum(route.tile_rows * route.row_bytes for route in self.routes)}"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A line to log with a run: where it differs, so may the bits."""
+        return self.route.fingerprint(self.head, f"{self.divergence}")
+
+    def __str__(self) -> str:
+        route, needs = self.route, self.needs
+        why = why_backend(route.backend, route.options.backend, route.device, route.dtype)
+        gemms = 1 + needs.hidden + needs.weight
+        of_teacher = "none" if self.teacher is None else f"1, {self.teacher.forward}"
+        lines = [
+            f"backend   {route.backend.name}",
+            f"student   {gemms} GEMMs in one pass, {route.forward}, precision={route.precision!r}",
+            f"teacher   {of_teacher}",
+            f"numerics  {self.fingerprint}",
+            *(f"  - {reason}" for reason in why),
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def differentiable_divergence(
+    rows: Rows, teacher: Rows | TopK, weights: Tensor, plan: DivergencePlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the () sum of ``weights`` times divergence, which autograd can differentiate, and
+    divergence and entropy (T,) of rows that are all counted."""
+    if not plan.route.backend.has_tiles:
+        given = teacher if isinstance(teacher, TopK) else (teacher.hidden, teacher.head)
+        found = reference_divergence(
+            rows.hidden, rows.head, given, plan.route.precision, plan.divergence
+        )
+        divergence, entropy = found
+        loss = (divergence * weights).sum(dtype=torch.float64).to(divergence.dtype)
+        return loss, divergence.detach(), entropy.detach()
+    check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
+    return _Divergence.apply(plan, rows, teacher, weights, *rows.inputs)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Any, rows: Rows, teacher: Any, weights: Tensor, *inputs: Any
+    ) -> Any:
+        found, gradients = _run(plan, rows, teacher, weights)
+        ctx.plan, ctx.teacher, ctx.gradients = plan, teacher, gradients
+        ctx.rows, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), "linear_divergence"
+        # the rest, too: autograd then refuses a second backward after a change in place
+        ctx.save_for_backward(*inputs, weights, *_tensors_of(teacher))
+        ctx.mark_non_differentiable(*found[1:])
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, saved: Any, dloss: Tensor | None, *others: Any) -> Any:
+        if dloss is None:
+            return (None,) * (4 + len(INPUTS))
+        inputs, weights = saved[: len(INPUTS)], saved[len(INPUTS)]
+        # the first backward takes the gradients over; a second computes them again
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            head = ctx.rows.head.with_tensors(*inputs[1:])
+            rows = replace(ctx.rows, hidden=inputs[0], head=head)
+            gradients = _run(ctx.plan, rows, ctx.teacher, weights)[1]
+        gradients = scaled_(gradients, dloss, inputs)
+        pairs = zip(gradients, inputs, strict=True)
+        return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+
+
+def _tensors_of(teacher: Rows | TopK) -> tuple[Tensor | None, ...]:
+    return tuple(teacher) if isinstance(teacher, TopK) else teacher.inputs
+
+
+def _run(
+    plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
+    """Compute loss, divergence, entropy and gradients, with as much memory as there is."""
+    with torch.no_grad():
+        return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
+
+
+def _one_pass(
+    plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
+    route, chunks = plan.route, plan.chunks
+    sums = GradientSums(rows, plan.needs, len(chunks)) if plan.needs.any else None
+    made: Any = _OfTopK if isinstance(teacher, TopK) else _OfLogits
+    compare, found = made(plan, teacher, rows.head.shard), []
+
+    def take(chunk: Chunk) -> None:
+        part = chunk.rows.part
+        divergence, gradient_ = compare(chunk)
+        found.append(divergence)
+        if sums is not None:
+            coefficient = sums.scaled(StatsGrad(weights[part])).dlogp
+            out = output_view(chunk.logits, chunk.rows.hidden.dtype)
+            sums.add(TileGradient(gradient_(coefficient, out)), chunk.rows)
+
+    with matmul_precision(route.device, route.precision):
+        stats = chunked_loop(rows, route, chunks, take=take)
+        gradients = Gradients() if sums is None else sums.finish()
+    wide = stats_dtype(route.dtype)
+    divergence = torch.cat(found) if found else weights.new_zeros(0, dtype=torch.float64)
+    loss = (divergence * weights).sum().to(wide)
+    return (loss, divergence.to(wide), stats.entropy), gradients
+
+
+class _OfLogits:
+    """Compare chunks with a teacher's, whose logits are formed beside theirs."""
+
+    def __init__(self, plan: DivergencePlan, teacher: Rows, shard: VocabShard | None) -> None:
+        assert plan.teacher is not None
+        self._plan, self._route, self._shard = plan, plan.teacher, shard
+        self._teacher = teacher.local().ready()
+        height = max((part.stop - part.start for part in plan.chunks), default=0)
+        self._buffer = new_tile(plan.teacher, height)
+
+    def __call__(self, chunk: Chunk) -> Any:
+        """Return (C,) divergences, and what writes their gradient, times coefficients."""
+        backend, divergence = self._plan.route.backend, self._plan.divergence
+        rows = self._teacher.narrow(chunk.rows.part)
+        teacher = formed(rows, self._buffer, self._route, OutputSpec())
+        pair = Pair(chunk.tile, teacher.tile, chunk.stats.lse, teacher.stats.lse)
+        found = backend.divergence_sums(pair, divergence)
+        if self._shard is not None:
+            found = self._shard.gather(found).sum(0)
+        each, pull = found
+        return each, lambda coefficient, out: backend.divergence_gradient_(
+            pair, divergence, pull, coefficient, out
+        )
+
+
+class _OfTopK:
+    """Compare chunks with a teacher's first k ids and the tail."""
+
+    def __init__(self, plan: DivergencePlan, teacher: TopK, shard: VocabShard | None) -> None:
+        self._plan, self._teacher, self._shard = plan, teacher, shard
+
+    def __call__(self, chunk: Chunk) -> Any:
+        """Return (C,) divergences, and what writes their gradient, times coefficients."""
+        backend, stats, shard = self._plan.route.backend, chunk.stats, self._shard
+        teacher = self._teacher.rows(chunk.rows.part)
+        ids = teacher.indices if shard is None else teacher.indices - shard.start
+        own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
+        place = own.nonzero()[:, 0], ids[own]
+        scores, slopes = scores_at(chunk.tile, *place)
+        logp = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
+        logp[own] = scores
+        tail = self._lse_of_tail(chunk, place, own.sum(1))
+        logp = torch.cat([logp, tail[:, None]], 1) - stats.lse[:, None]
+        if shard is not None:  # the owner's of each id, and the sum of the tails
+            everyone = shard.gather(logp)
+            logp = torch.cat([everyone[..., :-1].amax(0), everyone[..., -1:].logsumexp(0)], 1)
+        logp = logp.clamp(min=LEAST_LOGP)
+        each, pulls = self._plan.divergence.terms(logp, teacher.with_tail)
+        pull, probabilities = pulls.sum(-1), logp.exp()
+
+        def gradient_(coefficient: Tensor, out: Tensor) -> Tensor:
+            # of the ids in the tail: their probability, times one factor a row
+            tail = pulls[:, -1] / probabilities[:, -1].clamp(min=1e-30)
+            wide = coefficient.to(torch.float64)
+            dlogp = (wide * (pull - tail)).to(stats.logp.dtype)
+            nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
+            certain = stats._replace(logp=torch.full_like(stats.logp, LEAST_LOGP))
+            backend.dlogits_(nowhere, certain, StatsGrad(dlogp), out)
+            of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
+            of_ids = of_ids.masked_fill(coefficient[:, None] == 0, 0)
+            out[place] = (of_ids[own] * slopes).to(out.dtype)
+            return out
+
+        return each.sum(-1), gradient_
+
+    def _lse_of_tail(self, chunk: Chunk, place: tuple[Tensor, Tensor], count: Tensor) -> Tensor:
+        """Return the (C,) logsumexp of the scores that are not listed: their sum, no difference."""
+        tile, listed = chunk.tile, chunk.logits[place]
+        chunk.logits[place] = -torch.inf
+        first = tile._replace(target=torch.zeros_like(tile.target))
+        lse: Tensor = self._plan.route.backend.stats(first, False).lse
+        chunk.logits[place] = listed
+        cap = tile.transform.softcap
+        if cap is not None:  # to which the transform brings -inf: as if each were one more such id
+            least = -cap / tile.transform.temperature
+            lse = lse + torch.log1p(-count * (least - lse).exp())
+        return torch.where(count < tile.logits.shape[1], lse, -torch.inf)

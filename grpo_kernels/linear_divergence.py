@@ -1,0 +1,307 @@
+"""linear_divergence: how far a linear head's distribution is from a teacher's, without logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from grpo_kernels.arguments import check_device, check_like, check_name, check_number
+from grpo_kernels.backends import KINDS, Divergence, TopK
+from grpo_kernels.batch import IGNORE_INDEX, host
+from grpo_kernels.engine import (
+    DivergencePlan,
+    Needs,
+    Rows,
+    RunOptions,
+    check_ranks_agree,
+    differentiable_divergence,
+    raise_on_all_ranks,
+)
+from grpo_kernels.head import (
+    Head,
+    check_floating,
+    checked_head,
+    head_of,
+    row_temperature,
+    stats_dtype,
+    unshard_head,
+)
+
+_MASS = 1e-3  # by which log-probabilities that were rounded to 16 bits may add up to more than 1
+
+
+class LinearDivergence(NamedTuple):
+    """Outputs of :func:`linear_divergence`. The loss alone has a gradient."""
+
+    loss: Tensor  # ()
+    divergence: Tensor  # (...) nats; 0 where the mask is
+    entropy: Tensor  # (...) nats, of the student; 0 where the mask is
+
+
+@_disable_dynamo  # torch.compiler's imports Triton at once
+def linear_divergence(
+    hidden: Tensor,
+    head: Tensor | Head,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: Tensor | Head | None = None,
+    *,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    vocab_size: int | None = None,
+    precision: str = "fp32",
+    backend: str = "auto",
+    max_workspace_bytes: int | None = None,
+    batch_invariant: bool = False,
+) -> LinearDivergence:
+    """Compute the divergence of a student's head from a teacher's over the whole vocabulary.
+
+    Neither model's logits exist in memory, but for those of a chunk of rows. One pass makes the
+    loss and its gradients: three products over the vocabulary for the student, one for the teacher.
+    Inside of ``torch.compile`` it is a break of the graph.
+
+    Args:
+        hidden: (..., D) the student's last hidden states; fp32, bf16, fp16 or fp64.
+        head: (V, D) the student's weight, or a :class:`Head`, with LoRA or a shard of the
+            vocabulary as for :func:`grpo_kernels.linear_logprobs`.
+        teacher_hidden: (..., D_t) the teacher's at the same tokens, of any of these dtypes; fp64
+            where ``hidden`` is.
+        teacher_head: (V, D_t) weight or a :class:`Head`, in the same shards as the student's.
+        teacher_topk: in place of the last two, the teacher's first k ids: (..., k)
+            log-probabilities, descending, and (..., k) int64 ids, as ``linear_logprobs`` returns
+            them. All other ids count as one, the tail, for both.
+        kind: ``"forward_kl"``, KL(teacher, student); ``"reverse_kl"``, KL(student, teacher);
+            ``"jsd"``, beta KL(teacher, m) + (1 - beta) KL(student, m) with
+            m = (1 - beta) student + beta teacher (arXiv:2306.13649).
+        beta: of ``"jsd"``, in (0, 1).
+        temperature: a float > 0, or one value per token; it divides both models' logits.
+        weights: (...) factors of the tokens' divergence in the loss; None: 1.
+        mask: (...) bool, or 0 and 1: which tokens count. The others enter no product. None: all.
+        vocab_size: the ids in use, where the weights have further rows of padding; None: all rows.
+        precision, backend, batch_invariant: as in :func:`grpo_kernels.linear_logprobs`.
+        max_workspace_bytes: bound on both tiles of logits; None: twice the backend's default.
+
+    Returns:
+        :class:`LinearDivergence`: ``loss`` is the mean of weights times divergence over the tokens
+        that count, in fp32 (fp64 for fp64 inputs), and differentiable in the hidden states, weight,
+        bias and LoRA factors of the student.
+
+    Raises:
+        ValueError: a shape, dtype, device, value or name is wrong, the teacher requires a gradient,
+            or the two vocabularies differ; the message names the argument.
+    """
+    check_floating("hidden", hidden)
+    shard = head.shard if isinstance(head, Head) else None
+    with raise_on_all_ranks(shard, hidden.device):
+        options = RunOptions(
+            precision=precision,
+            backend=backend,
+            max_workspace_bytes=max_workspace_bytes,
+            batch_invariant=batch_invariant,
+        )
+        divergence = _checked(kind, beta)
+        of_both = temperature, vocab_size, precision
+        rows = _rows("", hidden, head, *of_both)
+        tokens = hidden.shape[:-1]
+        rows = _with_target(rows, _token_values("mask", mask, tokens, hidden))
+        teacher = _teacher(rows, tokens, teacher_hidden, teacher_head, teacher_topk, *of_both)
+        factors = _token_values("weights", weights, tokens, hidden)
+        valid = rows.valid()
+        if valid.index is not None:
+            index = valid.index
+            teacher = teacher.rows(index) if isinstance(teacher, TopK) else teacher.at(index)
+        if isinstance(teacher, Rows):
+            teacher = teacher.as_all()
+        plan = DivergencePlan.of(valid, teacher, options, Needs.of(valid.inputs), divergence)
+    check_ranks_agree(valid, plan.route, divergence, plan.needs.of_inputs, len(plan.chunks))
+    wide = stats_dtype(hidden.dtype)
+    if factors is None:
+        factors = torch.ones_like(rows.target, dtype=wide)
+    factors = factors.to(wide) / max(valid.count, 1)
+    factors = factors if valid.index is None else factors[valid.index]
+    loss, *each = differentiable_divergence(valid.as_all(), teacher, factors, plan)
+    return LinearDivergence(loss, *(valid.scatter(x).reshape(tokens) for x in each))
+
+
+def explain_divergence(
+    hidden: Tensor,
+    head: Tensor | Head,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: Tensor | Head | None = None,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> DivergencePlan:
+    """Return the plan that :func:`linear_divergence` would follow for the same arguments; print it.
+
+    Without a teacher it is that of top-k targets.
+
+    Args:
+        options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``.
+
+    Raises:
+        ValueError: as ``linear_divergence`` would for these arguments.
+    """
+    chosen = RunOptions(**options)
+    of_both = 1.0, vocab_size, chosen.precision
+    rows = _rows("", hidden, head, *of_both)
+    teacher: Rows | TopK = TopK(hidden[:0], hidden[:0])
+    if teacher_hidden is not None:
+        teacher = _teacher(rows, hidden.shape[:-1], teacher_hidden, teacher_head, None, *of_both)
+    return DivergencePlan.of(rows, teacher, chosen, Needs.of(rows.inputs), _checked(kind, beta))
+
+
+def _checked(kind: str, beta: float) -> Divergence:
+    check_name("kind", kind, KINDS)
+    check_number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
+    return Divergence(kind=kind, beta=beta)
+
+
+def _rows(
+    whose: str,
+    hidden: Tensor,
+    head: Tensor | Head,
+    temperature: float | Tensor,
+    vocab_size: int | None,
+    precision: str,
+) -> Rows:
+    """Return the rows of a model; ``whose`` comes before the names in messages."""
+    try:
+        check_floating("hidden", hidden)
+        temperature = row_temperature(temperature, hidden.shape[:-1], hidden)
+        head = unshard_head(head_of(head, None, None, 1.0, None, temperature))
+        hidden, head = checked_head(hidden, head, precision)
+    except ValueError as error:
+        raise ValueError(f"{whose}{error}") from None
+    if vocab_size is not None:
+        held = head.vocab_size
+        if not isinstance(vocab_size, int) or not 0 < vocab_size <= held:
+            raise ValueError(
+                f"vocab_size: expected 1 to {held} (ids of {whose}head), got {vocab_size!r}"
+            )
+        if head.shard is None:
+            head = head.columns(slice(vocab_size))
+        elif vocab_size != held:
+            raise ValueError(
+                f"vocab_size: expected that of the VocabShard ({held}) or None, got {vocab_size}"
+            )
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    return Rows(hidden=hidden, head=head, target=hidden.new_zeros(len(hidden), dtype=torch.int64))
+
+
+def _with_target(rows: Rows, mask: Tensor | None) -> Rows:
+    """Return rows that are skipped where the mask is 0."""
+    if mask is None:
+        return rows
+    target = torch.where(mask != 0, 0, IGNORE_INDEX)
+    return Rows(hidden=rows.hidden, head=rows.head, target=target)
+
+
+def _token_values(
+    name: str, values: Tensor | None, tokens: torch.Size, hidden: Tensor
+) -> Tensor | None:
+    """Return a value per token, (T,)."""
+    if values is None:
+        return None
+    check_like(name, values, hidden[..., 0], "hidden without its last dimension")
+    if values.requires_grad:
+        raise ValueError(f"{name}: expected a tensor that needs no gradient")
+    return values.reshape(-1)
+
+
+def _teacher(
+    student: Rows,
+    tokens: torch.Size,
+    hidden: Tensor | None,
+    head: Tensor | Head | None,
+    topk: tuple[Tensor, Tensor] | None,
+    *of_both: Any,
+) -> Rows | TopK:
+    """Return what the student's rows are compared with."""
+    if topk is not None:
+        if hidden is not None or head is not None:
+            raise ValueError(
+                "teacher_topk: expected None beside teacher_hidden and teacher_head, got both"
+            )
+        return _checked_topk(topk, tokens, student)
+    for name, value in (("teacher_hidden", hidden), ("teacher_head", head)):
+        if value is None:
+            raise ValueError(f"{name}: expected a tensor where there is no teacher_topk, got None")
+    assert hidden is not None and head is not None
+    teacher = _rows("teacher_", hidden, head, *of_both)
+    if hidden.shape[:-1] != tokens:
+        raise ValueError(
+            f"teacher_hidden: expected shape {(*tokens, 'D')} (tokens of hidden), got "
+            f"{tuple(hidden.shape)}"
+        )
+    check_device("teacher_hidden", hidden, student.hidden.device)
+    if Needs.of(teacher.inputs).any:
+        raise ValueError(
+            "teacher_hidden, teacher_head: expected tensors that need no gradient; run the teacher "
+            "under torch.no_grad() and detach its weight"
+        )
+    if (torch.float64 in (student.hidden.dtype, teacher.hidden.dtype)) and (
+        student.hidden.dtype != teacher.hidden.dtype
+    ):
+        raise ValueError(
+            f"teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
+            f"{teacher.hidden.dtype} and {student.hidden.dtype}"
+        )
+    ids, own = teacher.head.vocab_size, student.head.vocab_size
+    if ids != own:
+        raise ValueError(
+            f"teacher_head: expected the student's vocabulary of {own} ids, got {ids}; where the "
+            "further rows are padding, vocab_size says how many are in use"
+        )
+    shards = student.head.shard, teacher.head.shard
+    if [shard and shard.rows for shard in shards] != [shards[0] and shards[0].rows] * 2:
+        raise ValueError("teacher_head: expected the same shard of the vocabulary as head's")
+    return teacher
+
+
+def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows) -> TopK:
+    """Return a teacher's first ids, (T, k); on a GPU their values are checked there, later."""
+    if not isinstance(topk, tuple | list) or len(topk) != 2:
+        raise ValueError(
+            "teacher_topk: expected (log-probabilities, ids), each (..., k), got "
+            f"{type(topk).__name__}"
+        )
+    logprobs, indices = topk
+    check_floating("teacher_topk log-probabilities", logprobs)
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"teacher_topk ids: expected a torch.int64 tensor, got {got}")
+    k, vocab_size = logprobs.shape[-1] if logprobs.dim() else 0, student.head.vocab_size
+    for name, x in (("log-probabilities", logprobs), ("ids", indices)):
+        if x.shape != (*tokens, k):
+            raise ValueError(
+                f"teacher_topk {name}: expected shape {(*tokens, 'k')}, got {tuple(x.shape)}"
+            )
+        check_device(f"teacher_topk {name}", x, student.hidden.device)
+    if not 1 <= k < vocab_size:
+        raise ValueError(f"teacher_topk: expected 1 to {vocab_size - 1} ids (V - 1), got {k}")
+    if logprobs.requires_grad:
+        raise ValueError("teacher_topk: expected tensors that need no gradient")
+    wide = torch.promote_types(logprobs.dtype, torch.float32)
+    logprobs, indices = logprobs.reshape(-1, k).to(wide), indices.reshape(-1, k)
+    counted = (student.target != IGNORE_INDEX)[:, None]
+    inside = (indices >= 0) & (indices < vocab_size) | ~counted
+    host.assert_async(inside.all(), f"teacher_topk ids: expected ids in [0, {vocab_size})")
+    ordered = (logprobs.diff() <= 0) | ~counted
+    host.assert_async(ordered.all(), "teacher_topk log-probabilities: expected descending ones")
+    distinct = (indices.sort(-1).values.diff() != 0) | ~counted
+    host.assert_async(distinct.all(), "teacher_topk ids: expected each once in a row")
+    mass = (logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS) | ~counted
+    host.assert_async(
+        mass.all(),
+        "teacher_topk log-probabilities: expected probabilities that add up to 1 at most",
+    )
+    return TopK(logprobs, torch.where(counted, indices, 0))
