@@ -115,6 +115,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             (N, F), ``weights`` (F,) and ``group_size``, and, if it takes them, of ``prompts``,
             ``completions`` and ``completion_ids``, lists of N; groups are consecutive. It returns
             N numbers, or for each completion a list of one number per token.
+        teacher: what ``args.distillation`` learns from, in place of ``args.teacher``: a model, its
+            name or folder, the name of an adapter of the policy, the address of a vLLM server, or
+            a function of lists of token ids that gives log-probabilities of all but the first.
+            With one no reward function is needed.
 
     Raises:
         ValueError: an argument is wrong, or an unsupported combination is asked for.
@@ -145,6 +149,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         environment_factory: EnvironmentFactory | None = None,
         rollout_engine: RolloutEngine | None = None,
         advantages: AdvantageFunction | None = None,
+        teacher: TeacherSource | None = None,
     ) -> None:
         check_overrides(type(self), GRPOTrainer)
         args = args if args is not None else GRPOConfig()
@@ -163,6 +168,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self._rollout_func = rollout_func
         own = self._environments.rewards if self._environments is not None else []
         self._rewards = own
+        teacher = args.teacher if teacher is None else teacher
+        if teacher is not None and not (reward_funcs or own):
+            reward_funcs = [no_reward]
         if reward_funcs or not own:
             given = resolve_rewards(reward_funcs or [], reward_processing_classes, args)
             self._rewards = given + own
@@ -188,6 +196,11 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self._placement = placement_of(self.accelerator)
         self._reference = make_reference(policy, args, peft_config, self._placement)
         add_fused_head(base_policy(policy))
+        self._teacher = None
+        if teacher is not None:
+            if isinstance(teacher, str) and teacher.startswith(("http://", "https://")):
+                teacher = VLLMClient(teacher).prompt_logprobs
+            self._teacher = Teacher(teacher, policy, args, self._placement)
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
             self._check_head()
@@ -302,15 +315,21 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         training = model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         scale = self._entropy.scale if self._entropy is not None else None
-        loss, metrics, routers = policy_loss_of(
+        divergence = None
+        if self._teacher is not None and self.args.distillation != "logprobs":
+            divergence = self._teacher.divergence(inputs, self.model, steps)
+        loss, metrics, routers, apart = policy_loss_of(
             model,
             inputs,
             inputs.token_batch(steps, scale),
             self.loss_config,
             backward_options(self.args),
             with_router_loss=self._router_coef != 0,
+            divergence=divergence,
         )
         self._metrics[training].add(metrics)
+        if apart is not None:
+            self._metrics[training].add(value_metric("teacher_kl", apart, apart.device))
         if self._entropy is not None and training:
             self._entropy.add(metrics)
         if routers is None:

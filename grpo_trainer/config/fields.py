@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_kernels.arguments import check_name, check_number
+from grpo_kernels.backends import KINDS
 from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import masked_text, masked_url
 
@@ -233,6 +234,11 @@ class GRPOFields:
     sync_ref_model: bool = False
     ref_model_mixup_alpha: Fraction = 0.6
     ref_model_sync_steps: AtLeastOne = 512
+
+    teacher: str | None = None
+    distillation: Annotated[str, choice(("logprobs", *KINDS))] = "logprobs"
+    distillation_coef: Positive = 1.0
+    distillation_beta: Annotated[float, number(0, 1, above=True)] = 0.5
 
     # the gradients of the LM head, as linear_policy_loss computes them
     backward_tolerance: Tolerance | None = None

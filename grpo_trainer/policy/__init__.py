@@ -24,3 +24,4 @@ from grpo_trainer.policy.placement import (
     loading_whole,
     placement_of,
 )
+from grpo_trainer.policy.teacher import Teacher, TeacherSource

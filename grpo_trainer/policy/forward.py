@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels import Head, LossConfig, Metrics, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_trainer.config import GRPOConfig
@@ -30,21 +31,28 @@ def policy_loss_of(
     config: LossConfig,
     options: dict[str, Any],
     with_router_loss: bool = False,
-) -> tuple[Tensor, Metrics, Tensor | None]:
-    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss.
+    divergence: HeadFn | None = None,
+) -> tuple[Tensor, Metrics, Tensor | None, Tensor | None]:
+    """Return the policy loss of ``batch`` with ``tokens``, its metrics, the routers' loss, and the
+    mean of the tokens' divergence from a teacher, whose loss is added where it is given.
 
     ``options`` are those of ``linear_policy_loss``.
     """
     metrics: list[Metrics] = []
+    apart: list[Tensor] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
         loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
         metrics.append(of_loss)
+        if divergence is not None:
+            found = divergence(hidden, head)
+            apart.append(found.divergence.sum() / (batch.target != IGNORE_INDEX).sum().clamp(min=1))
+            loss = loss + found.loss
         return loss
 
     more = {"output_router_logits": True} if with_router_loss else {}
-    output = _run(model, batch, head_fn, **more)
-    return output.head, metrics[-1], output.aux_loss
+    output = run(model, batch, head_fn, **more)
+    return output.head, metrics[-1], output.aux_loss, apart[-1] if apart else None
 
 
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
@@ -67,7 +75,7 @@ def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> 
         return logprobs
 
     with evaluating(model):
-        return _run(model, batch, head_fn).head
+        return run(model, batch, head_fn).head
 
 
 @contextmanager
@@ -80,7 +88,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.train(was_training)
 
 
-def _run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
+def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
+    """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it."""
     return model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,

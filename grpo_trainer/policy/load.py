@@ -175,6 +175,18 @@ def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
     return kind.from_pretrained(name, **settings)
 
 
+def load_pretrained_model(
+    model: str | PreTrainedModel, what: str, args: GRPOConfig
+) -> PreTrainedModel:
+    """Return a second model, or the one that is given, in the policy's dtype."""
+    if not isinstance(model, str):
+        return model
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
+    settings |= options("model_init_kwargs", args.model_init_kwargs)
+    with loading(model, f"{what}: model {model!r}", settings):
+        return _pretrained(model, settings).to(args.device)
+
+
 def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
     """Return ``model`` under a new adapter, the only thing that is then trained."""
     if not is_peft_available():

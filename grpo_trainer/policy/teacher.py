@@ -1,0 +1,145 @@
+"""A teacher: its log-probabilities of the policy's tokens as advantages, or its distributions.
+
+On-policy distillation, arXiv:2306.13649. By log-probabilities it is the policy gradient of the
+reverse KL, whose reward of a token is ``log pi_T - log pi``, and any server will do. Over the whole
+vocabulary the divergence's own gradient is added to the loss, which takes the teacher's hidden
+states and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_kernels import Head, linear_divergence
+from grpo_kernels.batch import IGNORE_INDEX
+from grpo_kernels.fused_head import HeadFn
+from grpo_kernels.hf import add_fused_head
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import MicroBatch
+from grpo_trainer.policy.forward import Reference, run, target_logprobs
+from grpo_trainer.policy.load import base_policy, load_pretrained_model
+from grpo_trainer.policy.placement import Placement
+
+# token ids of whole sequences to the log-probability of each token after the first
+LogprobsFunction = Callable[[list[list[int]]], Sequence[Sequence[float]]]
+TeacherSource = PreTrainedModel | str | LogprobsFunction
+
+
+class Teacher:
+    """What the policy learns from.
+
+    Args:
+        source: a model; its name or folder; the name of an adapter of the policy; or a function of
+            lists of token ids that gives log-probabilities of all but the first.
+        policy: has the adapters.
+        args: which divergence, and its weight.
+        placement: where parameters are.
+
+    Raises:
+        ValueError: it cannot be loaded, has another vocabulary, or cannot give what is asked for.
+    """
+
+    def __init__(
+        self, source: TeacherSource, policy: PreTrainedModel, args: GRPOConfig, placement: Placement
+    ) -> None:
+        self._args = args
+        self._function: LogprobsFunction | None = None
+        self._reference: Reference | None = None
+        by_logprobs = args.distillation == "logprobs"
+        if is_peft_model(policy) and isinstance(source, str) and source in policy.peft_config:
+            self._reference = Reference(placement, adapter=source)
+        elif callable(source) and not isinstance(source, PreTrainedModel):
+            if not by_logprobs:
+                raise ValueError(
+                    "distillation: expected 'logprobs' with a teacher that gives log-probabilities "
+                    f"alone, got {args.distillation!r}"
+                )
+            if args.temperature != 1:
+                raise ValueError(
+                    "temperature: expected 1.0, which is that of such a teacher's "
+                    f"log-probabilities, got {args.temperature}"
+                )
+            self._function = source
+        else:
+            model = load_pretrained_model(source, "teacher", args)
+            sizes = [each.config.get_text_config().vocab_size for each in (model, policy)]
+            if not by_logprobs and min(sizes) * 2 < max(sizes):
+                raise ValueError(
+                    f"teacher: expected the policy's vocabulary of {sizes[1]} ids, got {sizes[0]}"
+                )
+            add_fused_head(base_policy(model))
+            self._reference = Reference(placement, model.requires_grad_(False).eval())
+        if placement.sharded and not by_logprobs:
+            raise ValueError(
+                "distillation: expected 'logprobs' with sharded parameters, since a teacher's head "
+                f"is gathered for its own forward alone, got {args.distillation!r}"
+            )
+
+    def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:
+        """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
+        estimated KL(policy, teacher)."""
+        assert batch.old_logprobs is not None  # computed for it
+        in_loss = batch.target != IGNORE_INDEX
+        gain = (self._logprobs(batch, policy) - batch.old_logprobs).where(in_loss, 0.0)
+        if batch.advantages.dim() == 1:
+            batch.advantages = batch.advantages[:, None].expand(batch.target.shape)
+        batch.advantages = batch.advantages + self._args.distillation_coef * gain
+        return -gain.sum() / in_loss.sum().clamp(min=1)
+
+    def _logprobs(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:  # (B, L)
+        if self._reference is not None:
+            with self._reference.running(policy) as model:
+                return target_logprobs(model, batch, self._args.temperature)
+        assert self._function is not None
+        lengths = batch.attention_mask.sum(1).tolist()
+        rows = [ids[:n] for ids, n in zip(batch.input_ids.tolist(), lengths, strict=True)]
+        answers = self._function(rows)
+        if [len(each) for each in answers] != [n - 1 for n in lengths]:
+            raise ValueError(
+                "teacher: expected a log-probability for each token but the first of "
+                f"{[n for n in lengths]} tokens, got {[len(each) for each in answers]}"
+            )
+        found = torch.zeros(batch.target.shape, device=batch.target.device)
+        for row, each in zip(found, answers, strict=True):
+            row[: len(each)] = torch.as_tensor(each)
+        return found
+
+    def divergence(self, batch: MicroBatch, policy: PreTrainedModel, steps: int) -> HeadFn:
+        """Return what makes of hidden states and head the batch's share of the weighted divergence,
+        a mean over the tokens of ``steps`` micro-batches."""
+        kept: list[tuple[Tensor, Head]] = []
+
+        def keep(hidden: Tensor, head: Head) -> Tensor:
+            frozen = (None if x is None else x.detach() for x in head.tensors)
+            kept.append((hidden, head.with_tensors(*frozen)))  # type: ignore[arg-type]
+            return hidden[..., :1]
+
+        assert self._reference is not None
+        with self._reference.running(policy) as model, torch.no_grad():
+            run(model, batch, keep)
+        in_loss = batch.target != IGNORE_INDEX
+        share = in_loss.sum() / (batch.num_items * steps)
+        args = self._args
+
+        def divergence(hidden: Tensor, head: Head) -> Any:
+            teacher_hidden, teacher_head = kept[0]
+            return linear_divergence(
+                hidden,
+                head,
+                teacher_hidden.to(hidden.dtype),
+                teacher_head,
+                kind=args.distillation,
+                beta=args.distillation_beta,
+                temperature=args.temperature,
+                mask=in_loss,
+                weights=in_loss * (args.distillation_coef * share),
+                vocab_size=min(head.vocab_size, teacher_head.vocab_size),
+            )
+
+        return divergence
