@@ -81,7 +81,7 @@ class Sampling:
 
 
 def vllm_params(sampling: Sampling) -> dict[str, Any]:
-    """Return fields of vLLM's SamplingParams, without ``n`` and ``structured_outputs``.
+    """Return what vLLM is asked, in the process or as a server, without ``n``.
 
     Raises:
         ValueError: generation_kwargs sets one of them again.
@@ -96,6 +96,8 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
     }
     if sampling.suppressed:
         params["logit_bias"] = dict.fromkeys(sorted(sampling.suppressed), _NEVER)
+    if sampling.structured_outputs_regex is not None:
+        params["structured_outputs"] = {"regex": sampling.structured_outputs_regex}
     again = sorted(set(params) & set(sampling.engine_options))
     if again:
         raise ValueError(

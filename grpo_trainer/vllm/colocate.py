@@ -29,7 +29,7 @@ from grpo_trainer.engines import (
     vllm_params,
 )
 from grpo_trainer.policy import base_policy, loading_whole
-from grpo_trainer.vllm.requests import Request, requests_of, runs
+from grpo_trainer.vllm.requests import joined, requests_of
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -57,7 +57,8 @@ class ColocatedVLLM:
             raise ValueError(f"use_vllm: expected vllm to be installed: {error}") from error
         self._vllm = vllm
         self._accelerator = context.accelerator
-        self._group = _tensor_parallel_group(context)
+        self._group = _tensor_parallel_group(context)  # None: every process is alone
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         settings = _engine_settings(context) | options(
             "vllm_engine_kwargs", args.vllm_engine_kwargs
         )
@@ -83,31 +84,35 @@ class ColocatedVLLM:
         if self._sleeps:  # the weights have their memory again
             self._llm.wake_up(tags=["kv_cache"])
             self._sleeps = False
-        gathered = self._gather(requests_of(prompt_ids, images))
-        requests = runs([request for part in gathered for request in part])
+        parts: list[Any] = [requests_of(prompt_ids, images)]
+        if self._group is not None:  # together they run each request
+            own, parts = parts[0], [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(parts, own, group=self._group)
+        requests, mine = joined(parts, self._rank)
+        prompts = [
+            {"prompt_token_ids": one.short_ids}
+            | ({"multi_modal_data": {"image": list(one.images)}} if one.images else {})
+            for one, _ in requests
+        ]
         params = [self._params(sampling, count) for _, count in requests]
         with self._own_random_numbers():
-            outputs = self._llm.generate(
-                [_prompt(request) for request, _ in requests], params, use_tqdm=False
-            )
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
             self._llm.sleep(level=2)
             self._sleeps = True
         for (request, _), output in zip(requests, outputs, strict=True):
             request.check(output.prompt_token_ids)
-        samples = [sample for output in outputs for sample in output.outputs]
-        start = sum(len(part) for part in gathered[: self._rank_in_group])
-        mine = samples[start : start + len(prompt_ids)]
-        token_ids = [list(sample.token_ids) for sample in mine]
+        samples = [sample for output in outputs for sample in output.outputs][mine]
+        token_ids = [list(sample.token_ids) for sample in samples]
         logprobs = [
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
-            for sample, ids in zip(mine, token_ids, strict=True)
+            for sample, ids in zip(samples, token_ids, strict=True)
         ]
         if not sampling.sampling_mask_size:
             return Completions(token_ids, logprobs)
         mask = [
             [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
-            for sample in mine
+            for sample in samples
         ]
         return Completions(token_ids, logprobs, mask)
 
@@ -132,7 +137,7 @@ class ColocatedVLLM:
         the same tokens, and in no others.
         """
         seed = [int(torch.randint(2**31, ()))]
-        first = self._accelerator.process_index - self._rank_in_group
+        first = self._accelerator.process_index - self._rank
         if self._group is not None:
             dist.broadcast_object_list(seed, src=first, group=self._group)
         states = random.getstate(), np.random.get_state()
@@ -145,34 +150,14 @@ class ColocatedVLLM:
 
     def _params(self, sampling: Sampling, count: int) -> Any:
         params = vllm_params(sampling)
-        if sampling.structured_outputs_regex is not None:
-            structured = self._vllm.sampling_params.StructuredOutputsParams
-            params["structured_outputs"] = structured(regex=sampling.structured_outputs_regex)
+        structured = params.get("structured_outputs")
+        if isinstance(structured, dict):
+            kind = self._vllm.sampling_params.StructuredOutputsParams
+            params["structured_outputs"] = kind(**structured)
         try:
             return self._vllm.SamplingParams(n=count, detokenize=False, **params)
         except TypeError as error:  # a name that it does not have
             raise ValueError(f"generation_kwargs: {error}") from error
-
-    def _gather(self, prompts: list[Request]) -> list[list[Request]]:
-        """Return the prompts of all processes of the group: together they run each request."""
-        if self._group is None:
-            return [prompts]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, prompts, group=self._group)
-        return gathered
-
-    @property
-    def _rank_in_group(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
-
-
-def _prompt(request: Request) -> dict[str, Any]:
-    if not request.images:
-        return {"prompt_token_ids": request.ids}
-    return {
-        "prompt_token_ids": request.short_ids,
-        "multi_modal_data": {"image": list(request.images)},
-    }
 
 
 def _describe(context: EngineContext, folder: str) -> None:
@@ -220,5 +205,4 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
         )
     if size == 1:
         return None
-    ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
-    return dist.new_subgroups_by_enumeration(ranks)[0]
+    return dist.new_subgroups(size)[0]

@@ -29,7 +29,7 @@ from grpo_trainer.engines import (
 )
 from grpo_trainer.vllm.client import VLLMClient
 from grpo_trainer.vllm.http import ServerError
-from grpo_trainer.vllm.requests import Request, requests_of, runs
+from grpo_trainer.vllm.requests import Request, joined, requests_of
 
 _WALK = "walk"  # the first process tells the others: gather the weights with me
 
@@ -83,9 +83,9 @@ class VLLMServer(BackgroundEngine):
 
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
-        self.client: VLLMClient | None = None
-        self._running: Future[list[Any]] | None = None  # on the first process
-        self._count = 0  # prompts of this process in it
+        self.client: VLLMClient | None = None  # on the first process
+        self._running: Future[list[Any]] | None = None  # there, too
+        self._mine = slice(0)  # of its completions, those of this process
         sharded = context.placement.sharded
         self._on_first = partial(on_first_process, context.accelerator, sharded)
         self._on_first(lambda _: self._connect(context))
@@ -104,25 +104,25 @@ class VLLMServer(BackgroundEngine):
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Pending:
         """Have the first process ask; only ``result`` talks to the others."""
-        prompts = gather_object(requests_of(prompt_ids, images))
-        if self._accelerator.is_main_process:
+        params = vllm_params(sampling)
+        parts = gather_object([requests_of(prompt_ids, images)])
+        requests, self._mine = joined(parts, self._accelerator.process_index)
+        if self.client is not None:
             # almost always one part: every prompt has as many completions
-            parts = groupby(runs(prompts), key=lambda run: run[1])
             self._running = start(
-                [self._complete([one for one, _ in part], n, sampling) for n, part in parts]
+                [
+                    self._complete(self.client, [one for one, _ in part], params | {"n": n})
+                    for n, part in groupby(requests, key=lambda pair: pair[1])
+                ]
             )
-        self._count = len(prompt_ids)
         return self  # nothing else is asked of it meanwhile
 
     def result(self) -> Completions:
         """Return this process's share of what the first one has."""
         answers = self._on_first(lambda _: self._running.result())  # type: ignore[union-attr]
         self._running = None
-        # they differ where some conversations have ended and others have not
-        first = sum(gather_object([self._count])[: self._accelerator.process_index])
-        mine = slice(first, first + self._count)
         token_ids, logprobs, mask = (
-            [row for answer in answers for row in answer.get(name, ())][mine]
+            [row for answer in answers for row in answer.get(name, ())][self._mine]
             for name in ("completion_ids", "logprobs", "sampling_mask")
         )
         return Completions(token_ids, logprobs, mask or None)
@@ -157,19 +157,11 @@ class VLLMServer(BackgroundEngine):
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
 
     async def _complete(
-        self, prompts: list[Request], n: int, sampling: Sampling
+        self, client: VLLMClient, requests: list[Request], params: dict[str, Any]
     ) -> dict[str, list[Any]]:
-        """Return ``n`` completions of each prompt, as the client does."""
-        assert self.client is not None  # this is the first process
-        params = vllm_params(sampling) | {"n": n}
-        # what not every server knows
-        names = ("stop_token_ids", "ignore_eos", *sampling.engine_options)
-        others = {name: params.pop(name) for name in names}
-        if sampling.structured_outputs_regex is not None:
-            params["structured_outputs"] = {"regex": sampling.structured_outputs_regex}
-        ids = [prompt.short_ids if prompt.images else prompt.ids for prompt in prompts]
-        images = [list(prompt.images) for prompt in prompts]
-        answer = await self.client.complete(ids, images, params, others)
-        for prompt, as_read in zip(prompts, answer["prompt_ids"], strict=True):
-            prompt.check(as_read)
+        """Return completions of each prompt, as the client does."""
+        ids = [request.short_ids for request in requests]
+        answer = await client.complete(ids, [list(one.images) for one in requests], params)
+        for request, as_read in zip(requests, answer["prompt_ids"], strict=True):
+            request.check(as_read)
         return answer

@@ -1,31 +1,31 @@
-"""The half of VLLMClient that replaces the weights of the server, through files or by NCCL."""
+"""How weights reach a server: through files that both sides see, or from GPU to GPU by NCCL."""
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from grpo_trainer.engines import WeightSource, policy_weights
-from grpo_trainer.vllm.http import JsonServer, RetryableError, ServerError
-
-if TYPE_CHECKING:
-    from grpo_trainer.vllm.nccl import NCCLTransfer
-
-logger = logging.getLogger(__name__)
+from grpo_trainer.common import is_loopback
+from grpo_trainer.engines import WeightSource
+from grpo_trainer.vllm.http import ONCE, JsonServer, ServerError
 
 _FILE_BYTES = 1 << 30  # so much of the weights is in memory a second time
+# what vLLM's transfer asks of the server, each at the path of its name -> field of its argument
+_CALLS = {
+    "init_weight_transfer_engine": "init_info",
+    "start_weight_update": None,
+    "update_weights": "update_info",
+    "finish_weight_update": None,
+}
 
 
 class FileTransfer:
@@ -65,9 +65,8 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in weights:
-        copied = value.detach().to("cpu", copy=True).contiguous()
-        part[name] = copied
-        size += copied.numel() * copied.element_size()
+        part[name] = value.detach().to("cpu", copy=True).contiguous()
+        size += part[name].nbytes
         if size >= _FILE_BYTES:
             yield part
             part, size = {}, 0
@@ -75,160 +74,64 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         yield part
 
 
-class TakesWeights:
-    """A server, and what it was sent.
+class NCCLTransfer:
+    """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
 
     Args:
-        group_port: port of this machine for weights that go from GPU to GPU.
-        request_timeout: seconds that one request may take.
+        workers: processes that hold the server's model.
+        port: of this machine, where they meet.
+        timeout: seconds that one update may take.
     """
 
-    def __init__(self, server: JsonServer, group_port: int, request_timeout: float) -> None:
-        self.server = server
-        self.group_port = group_port
-        self.request_timeout = request_timeout
-        self._transfer: FileTransfer | NCCLTransfer | None = None
-        self._version = ""  # of the weights that were sent last
-        self._source: WeightSource | None = None  # of these
-        # copies in main memory that replace those of the source, and where they were
-        self._named: dict[str, tuple[Tensor, torch.device]] = {}
-        self._named_is_new = False
+    def __init__(self, workers: int, port: int, timeout: float) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine
 
-    def get_world_size(self) -> int:
-        """Return processes that hold the server's model."""
-        return int(self.server.field(self.server.ask("GET", "/get_world_size"), "world_size"))
+        self._vllm = nccl_engine
+        self._workers = workers
+        self._port = port
+        self._timeout = timeout
+        self._engine: Any = None
+        self._weights: WeightSource = lambda: iter(())
+        self._named: frozenset[str] = frozenset()
+        self._meta: list[Any] | None = None  # what the policy consists of seldom changes
 
-    def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration."""
-        answer = self.server.ask("GET", "/server_info?config_format=json")
-        return self.server.field(answer, "vllm_config")
+    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
+        """Send ``weights``; ``named`` are parameters that may not be the policy's."""
+        if named != self._named:
+            self._meta = None
+        self._weights, self._named = weights, named
+        if self._engine is None:
+            self._engine = self._join(server)
+        self._engine.send_weights()
 
-    def init_communicator(
-        self,
-        device: torch.device | str | int = 0,
-        way: str = "auto",
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """Prepare for sending weights.
+    def metadata(self) -> list[Any]:
+        if self._meta is None:
+            self._meta = [
+                self._vllm.ParamMeta(name=name, dtype=value.dtype, shape=tuple(value.shape))
+                for name, value in self
+            ]
+        return self._meta
 
-        Args:
-            device: where they are.
-            way: ``nccl``: from GPU to GPU, by vLLM's own transfer; ``file``: through a folder that
-                the server sees, too; ``auto``: the first if device and server can.
-            folder: for files. Default: one among the system's temporary files.
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights()
 
-        Raises:
-            ServerError: the server fails or refuses.
-            ImportError: ``nccl`` without vLLM installed here.
-        """
-        self.close_communicator()
-        if way == "auto":
-            on_gpu = torch.cuda.is_available() and torch.device(device).type == "cuda"
-            prepared = on_gpu and self.get_server_info().get("weight_transfer_config") is not None
-            way = "nccl" if prepared else "file"
-            logger.info("weights reach %s by %s", self.server.url, way)
-        if way == "nccl":
-            from grpo_trainer.vllm.nccl import NCCLTransfer  # imports vllm
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
 
-            settings = (self.get_world_size(), self.group_port, self.request_timeout)
-            self._transfer = NCCLTransfer(*settings)
-        else:
-            place = Path(folder or tempfile.gettempdir())
-            self._transfer = FileTransfer(place, self.request_timeout)
+    def _join(self, server: JsonServer) -> Any:
+        from vllm.utils.network_utils import get_ip
 
-    def update_weights(self, weights: WeightSource) -> None:
-        """Replace the server's weights.
+        def call(name: str, value: Any = None) -> None:
+            body = {} if value is None else {_CALLS[name]: value}
+            # the broadcast beside it is made once
+            server.ask("POST", f"/{name}", body, timeout=self._timeout, stop=ONCE)
 
-        Raises:
-            ServerError: the server fails or refuses.
-            ValueError: :meth:`init_communicator` was not called.
-        """
-        self._named.clear()
-        self._source = weights
-        self._send()
-
-    def update_model_params(self, model: PreTrainedModel) -> None:
-        """Replace the server's weights by those of ``model``, adapters merged in."""
-        self.update_weights(lambda: policy_weights(model))
-
-    def update_named_param(self, name: str, weights: Tensor) -> None:
-        """Take a copy of one parameter of a checkpoint.
-
-        All that were taken are sent together, before the next completion, at the latest by
-        :meth:`reset_prefix_cache`: vLLM has some of them in one, such as those of queries, keys and
-        values, and would leave the rest of it undefined. They replace those of the last
-        :meth:`update_model_params`; without one every parameter has to be taken.
-        """
-        self._checked_transfer()
-        self._named[name] = weights.detach().to("cpu", copy=True), weights.device
-        self._named_is_new = True
-
-    @contextmanager
-    def weight_update(self) -> Iterator[None]:
-        """Send what :meth:`update_named_param` takes inside at the end."""
-        yield
-        self._send_named()
-
-    def reset_prefix_cache(self) -> None:
-        """Make the server forget keys, values and images of earlier prompts.
-
-        Raises:
-            ServerError: it fails, or requests are running.
-        """
-        self._send_named()
-        self.server.wait(self.server.retrying()(self._reset))
-
-    def close_communicator(self) -> None:
-        """End the transfer of weights. The server keeps those that it has."""
-        if self._transfer is not None:
-            self._transfer.close()
-        self._transfer, self._source, self._version = None, None, ""
-        self._named.clear()
-        self._named_is_new = False
-
-    def _checked_transfer(self) -> FileTransfer | NCCLTransfer:
-        if self._transfer is None:
-            raise ValueError(
-                "init_communicator: expected to be called before weights are sent, got none"
-            )
-        return self._transfer
-
-    def _send_named(self) -> None:
-        if self._named_is_new:
-            self._send()
-
-    def _send(self) -> None:
-        transfer, self._named_is_new = self._checked_transfer(), False
-        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
-        self.server.ask("POST", "/pause?mode=keep")
-        transfer.send(self.server, self._newest, frozenset(self._named))
-        self.server.wait(self.server.retrying()(self._reset))
-        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
-        self.server.ask("POST", "/resume")
-
-    def _newest(self) -> Iterator[tuple[str, Tensor]]:
-        named = dict(self._named)
-        for name, value in self._source() if self._source is not None else ():
-            kept, device = named.pop(name, (value, value.device))
-            yield name, kept.to(device)
-        for name, (kept, device) in named.items():
-            yield name, kept.to(device)
-
-    async def _reset(self) -> None:
-        await self.server.answer("POST", "/reset_encoder_cache")
-        answer = await self.server.answer("POST", "/reset_prefix_cache")
-        if not self.server.field(answer, "success"):
-            raise RetryableError(
-                f"{self.server.url}/reset_prefix_cache: failed, requests are running"
-            )
-
-    async def _check_weights(self) -> None:
-        if not self._version:
-            return
-        answer = await self.server.answer("GET", "/weight_info")
-        if self.server.field(answer, "weight_version") != self._version:
-            raise ServerError(
-                f"{self.server.url}: expected the weights that were sent last, got others: the "
-                "server was restarted, or somebody else sends it weights; a run goes on with "
-                "resume_from_checkpoint"
-            )
+        address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
+        info = self._vllm.NCCLTrainerInitInfo(
+            rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
+        )
+        client = SimpleNamespace(**{name: partial(call, name) for name in _CALLS})
+        return self._vllm.NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=client, source=self
+        )
