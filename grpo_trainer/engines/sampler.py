@@ -21,9 +21,9 @@ from grpo_trainer.engines.base import (
     Images,
     Pending,
     RolloutEngine,
+    Sampling,
     TokenIds,
 )
-from grpo_trainer.engines.sampling import Sampling
 from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
 from grpo_trainer.engines.weights import parameter_versions, policy_weights
 from grpo_trainer.monitor import phase
@@ -99,10 +99,6 @@ class Sampler:
         checked = partial(self._checked, count=len(prompt_ids))
         self._running = Started(self.step(), pending, checked)
         return self._running
-
-    def restored(self, completions: Completions, step: int) -> Started:
-        """Return what was sampled after ``step`` optimizer steps, in an earlier process."""
-        return Started(step, completions=completions)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
