@@ -151,11 +151,11 @@ async def _later(function: Callable[[], Any]) -> Outcome:
 
 def _within(future: Future[T], seconds: float) -> T | None:
     """Return what comes of it; None: not in time."""
-    wait([future], seconds)
-    if future.done():
-        return future.result()
-    future.cancel()
-    return None
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        future.cancel()
+        return None
 
 
 def _parts(value: Any) -> list[str | Image.Image]:
@@ -213,7 +213,6 @@ class Environments:
 
     def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
         self._by_column = isinstance(factory, Mapping)
-        self._factories: dict[Any, Any]
         self._factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
         self._tools = tools
         self._pools = {name: [self._make(name)] for name in self._factories}

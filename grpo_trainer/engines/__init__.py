@@ -20,7 +20,7 @@ from grpo_trainer.engines.sampler import (
     Source,
     Started,
     make_sampler,
+    policy_weights,
     register_rollout_engine,
 )
 from grpo_trainer.engines.transformers import TransformersEngine, pad_token_id
-from grpo_trainer.engines.weights import policy_weights

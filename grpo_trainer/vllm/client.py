@@ -74,7 +74,10 @@ class VLLMClient:
     ) -> None:
         if base_url is not None:
             check_url("base_url", base_url)
-        url = base_url or f"http://{_address(host)}:{server_port}"
+        # what a server binds to reach it from everywhere is no host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        host = f"[{host}]" if ":" in host else host
+        url = base_url or f"http://{host}:{server_port}"
         self.server = JsonServer(url, api_key or os.environ.get("VLLM_API_KEY"))
         self.group_port = group_port
         self.request_timeout = request_timeout
@@ -175,7 +178,14 @@ class VLLMClient:
         self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
     ) -> dict[str, Any]:
         """Return what :meth:`generate` does, for its arguments as the server's ``fields``."""
-        await self._check_weights()
+        if self._version:
+            answer = await self.server.answer("GET", "/weight_info")
+            if self.server.field(answer, "weight_version") != self._version:
+                raise ServerError(
+                    f"{self.server.url}: expected the weights that were sent last, got others: the "
+                    "server was restarted, or somebody else sends it weights; a run goes on with "
+                    "resume_from_checkpoint"
+                )
         questions = await self._questions(prompts, images_of, fields)
         answers = await together(
             [
@@ -351,20 +361,3 @@ class VLLMClient:
             raise RetryableError(
                 f"{self.server.url}/reset_prefix_cache: failed, requests are running"
             )
-
-    async def _check_weights(self) -> None:
-        if not self._version:
-            return
-        answer = await self.server.answer("GET", "/weight_info")
-        if self.server.field(answer, "weight_version") != self._version:
-            raise ServerError(
-                f"{self.server.url}: expected the weights that were sent last, got others: the "
-                "server was restarted, or somebody else sends it weights; a run goes on with "
-                "resume_from_checkpoint"
-            )
-
-
-def _address(host: str) -> str:
-    """Return the host of a URL; what a server binds to reach it from everywhere is no host."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

@@ -46,12 +46,9 @@ class NoServerError(RetryableError, ConnectionError):
 
 
 class JsonServer:
-    """One server that speaks JSON. Requests run on the thread of all coroutines, where they can be
-    cut off.
-
-    Args:
-        url: of its root. User and password in it are sent as basic authentication.
-        api_key: sent as a bearer token; None: none is sent.
+    """One server that speaks JSON, at the root ``url``; user and password in it are sent as basic
+    authentication, ``api_key`` as a bearer token. Requests run on the thread of all coroutines,
+    where they can be cut off.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -88,18 +85,13 @@ class JsonServer:
         timeout: float = 60.0,
         stop: stop_base = A_FEW,
     ) -> Any:
-        """Return the answer of the first try that has one.
-
-        Args:
-            body: None: an empty object is posted, since the server asks for a content type that no
-                page in a browser may send elsewhere.
-            timeout: seconds that a try may take.
-            stop: when to give up what may work the next time.
+        """Return the answer of the first try that has one; each may take ``timeout`` seconds.
 
         Raises:
             NoServerError: there is no connection.
             ServerError: the server refuses, or what is its own fault does not go away.
         """
+        # it asks for a content type that no page in a browser may send elsewhere
         body = {} if body is None and method == "POST" else body
         return await self.retrying(stop)(self._once, method, path, body, timeout)
 

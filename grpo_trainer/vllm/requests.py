@@ -98,25 +98,34 @@ def completions_of(
                 raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {max_tokens}")
             token_ids.append(ids)
             if logprobs is not None:
-                numbers, likeliest = _columns(choice["logprobs"])
-                numbers = _of_each(ids, numbers, "log-probabilities")
+                numbers, sets = _columns(choice["logprobs"], logprobs > 0)
+                for what, column in (("log-probabilities", numbers), ("sets of ids", sets)):
+                    if column is not None and len(column) != len(ids):
+                        raise ValueError(f"{len(column)} {what} for {len(ids)} tokens")
                 values.append([_number(value) for value in numbers])
-            if logprobs:
-                left = [_left(each) for each in _of_each(ids, likeliest, "sets of ids")]
-                mask.append([_checked_ids(each, vocab_size) for each in left])
+                mask.append([_checked_ids(each, vocab_size) for each in sets or ()])
     answer = {"prompt_ids": prompt_ids, "completion_ids": token_ids}
     answer["logprobs"] = None if logprobs is None else values
     return answer | {"sampling_mask": mask} if logprobs else answer
 
 
-def _columns(logprobs: Any) -> tuple[list[Any], list[Any]]:
-    """Return of each token its log-probability, and the likeliest ids with theirs."""
-    if "content" not in logprobs:  # of a completion request
-        return logprobs["token_logprobs"], logprobs.get("top_logprobs")
-    entries = logprobs["content"]
-    return [entry["logprob"] for entry in entries], [
-        {top.get("token") or top["token_id"]: top["logprob"] for top in entry["top_logprobs"]}
-        for entry in entries
+def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | None]:
+    """Return of each token its log-probability and, with ``masks``, the ids that filters left."""
+    if "content" in logprobs:
+        entries = logprobs["content"]
+        numbers = [entry["logprob"] for entry in entries]
+        likeliest = [
+            {top.get("token") or top["token_id"]: top["logprob"] for top in entry["top_logprobs"]}
+            for entry in entries
+        ]
+    else:  # of a completion request
+        numbers, likeliest = logprobs["token_logprobs"], logprobs.get("top_logprobs")
+    if not masks:
+        return numbers, None
+    # ids come as token_id:7 or 7
+    return numbers, [
+        [int(str(token).rpartition(":")[2]) for token, value in each.items() if value > _NEVER]
+        for each in likeliest
     ]
 
 
@@ -126,17 +135,6 @@ def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:
     if wrong:
         raise ValueError(f"token id {wrong[0]!r}, expected 0 <= id < {end}")
     return ids
-
-
-def _of_each(ids: TokenIds, column: list[Any], what: str) -> list[Any]:
-    if len(column) != len(ids):
-        raise ValueError(f"{len(column)} {what} for {len(ids)} tokens")
-    return column
-
-
-def _left(likely: dict[str | int, float]) -> TokenIds:
-    """Return the ids, which come as ``token_id:7`` or 7."""
-    return [int(str(id).rpartition(":")[2]) for id, value in likely.items() if value > _NEVER]
 
 
 def _number(value: float | None) -> float:

@@ -31,9 +31,7 @@ _CALLS = {
 class FileTransfer:
     """Writes the weights into a folder for each update, and deletes those of the one before.
 
-    Args:
-        folder: where; it is made if it is missing.
-        timeout: seconds that the server may take to load.
+    The server may take ``timeout`` seconds to load them.
     """
 
     def __init__(self, folder: Path, timeout: float) -> None:
@@ -77,10 +75,7 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 class NCCLTransfer:
     """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
 
-    Args:
-        workers: processes that hold the server's model.
-        port: of this machine, where they meet.
-        timeout: seconds that one update may take.
+    They meet at ``port`` of this machine. One request may take ``timeout`` seconds.
     """
 
     def __init__(self, workers: int, port: int, timeout: float) -> None:
