@@ -34,19 +34,12 @@ from grpo_trainer.monitor import phase
 
 @dataclass
 class Conversation:
-    """One prompt and what the policy and its tools have added so far.
-
-    Args:
-        sample: the completion, which has nothing yet.
-        environment: what its tools act upon; None: there is none.
-        toolbox: what the policy can call.
-        budget: tokens for the whole completion, results of tools included.
-    """
+    """One prompt and what the policy and its tools have added so far."""
 
     sample: Sample
-    environment: Any
-    toolbox: Toolbox
-    budget: int
+    environment: Any  # what its tools act upon; None: there is none
+    toolbox: Toolbox  # what the policy can call
+    budget: int  # tokens for the whole completion, results of tools included
     calls: list[Call] = field(default_factory=list)  # of the last turn, not answered yet
     rounds: int = 0  # of calls that were answered
     over: bool = False

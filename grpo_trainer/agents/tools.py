@@ -213,7 +213,9 @@ class Environments:
 
     def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
         self._by_column = isinstance(factory, Mapping)
-        self._factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        self._factories: dict[Any, Any] = {None: factory}
+        if isinstance(factory, Mapping):
+            self._factories = dict(factory)
         self._tools = tools
         self._pools = {name: [self._make(name)] for name in self._factories}
         self.taken: list[Any] = []  # by the last batch

@@ -32,30 +32,21 @@ _TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn, for every engine alike.
+    """How completions are drawn, for every engine alike."""
 
-    Args:
-        eos_token_ids: tokens that end a completion; it keeps the one it ends with.
-        max_tokens: longest completion.
-        temperature, top_p, top_k, min_p, repetition_penalty: as in GRPOConfig.
-        suppressed: tokens that are never drawn: those that stand for parts of images, which a
-            forward over the completion would look for.
-        structured_outputs_regex: what the text of a completion must match; None: anything.
-        sampling_mask_size: report what the filters left of so many of each token's likeliest ids;
-            0: do not.
-        engine_options: the rest of generation_kwargs, in the engine's own names.
-    """
-
-    eos_token_ids: frozenset[int]
-    max_tokens: int
-    temperature: float = 1.0
+    eos_token_ids: frozenset[int]  # end a completion, which keeps the one it ends with
+    max_tokens: int  # of the longest completion
+    temperature: float = 1.0  # this and the next four as in GRPOConfig
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    # never drawn: they stand for parts of images, which a forward over a completion would look for
     suppressed: frozenset[int] = frozenset()
-    structured_outputs_regex: str | None = None
+    structured_outputs_regex: str | None = None  # what a completion's text matches; None: anything
+    # report what the filters left of so many of each token's likeliest ids; 0: do not
     sampling_mask_size: int = 0
+    # the rest of generation_kwargs, in the engine's own names
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
