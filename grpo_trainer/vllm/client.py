@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tenacity import stop_after_delay
@@ -31,7 +31,10 @@ from grpo_trainer.vllm.requests import (
     checked_prompts,
     completions_of,
 )
-from grpo_trainer.vllm.transfer import FileTransfer, NCCLTransfer
+from grpo_trainer.vllm.transfer import FileTransfer
+
+if TYPE_CHECKING:
+    from grpo_trainer.vllm.nccl import NCCLTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +233,8 @@ class VLLMClient:
             way = "nccl" if prepared else "file"
             logger.info("weights reach %s by %s", self.server.url, way)
         if way == "nccl":
+            from grpo_trainer.vllm.nccl import NCCLTransfer  # imports vllm
+
             settings = (self.get_world_size(), self.group_port, self.request_timeout)
             self._transfer = NCCLTransfer(*settings)
         else:

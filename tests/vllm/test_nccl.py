@@ -39,7 +39,7 @@ def sent(monkeypatch):
 
 def test_updates(sent):
     """One group for all updates, also where other parameters are sent."""
-    from grpo_trainer.vllm.transfer import NCCLTransfer
+    from grpo_trainer.vllm.nccl import NCCLTransfer
 
     server, transfer = _Server(), NCCLTransfer(workers=2, port=51216, timeout=5.0)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
