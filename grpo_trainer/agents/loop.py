@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
-from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, ToolRunner, schemas
+from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
@@ -31,24 +31,15 @@ from grpo_trainer.data import (
 from grpo_trainer.engines import Sampled, Sampler, Sampling
 from grpo_trainer.monitor import phase
 
-T = TypeVar("T")
-
 
 @dataclass
 class Conversation:
-    """One prompt and what the policy and its tools have added so far.
-
-    Args:
-        sample: the completion, which has nothing yet.
-        environment: what its tools act upon; None: there is none.
-        toolbox: what the policy can call.
-        budget: tokens for the whole completion, results of tools included.
-    """
+    """One prompt and what the policy and its tools have added so far."""
 
     sample: Sample
-    environment: Any
-    toolbox: Toolbox
-    budget: int
+    environment: Any  # what its tools act upon; None: there is none
+    toolbox: Toolbox  # what the policy can call
+    budget: int  # tokens for the whole completion, results of tools included
     calls: list[Call] = field(default_factory=list)  # of the last turn, not answered yet
     rounds: int = 0  # of calls that were answered
     over: bool = False
@@ -74,19 +65,19 @@ class Conversation:
         """Add tokens, as many as there is room for."""
         count, sample = min(len(ids), self.room), self.sample
         sample.completion_ids += ids[:count]
-        sample.env_mask = _longer(sample.env_mask, [by_policy] * count, count)
-        sample.logprobs = _longer(sample.logprobs, logprobs, count)
-        sample.sampling_mask = _longer(sample.sampling_mask, sampling_mask, count)
+        env_mask = [by_policy] * count
+        columns = {"env_mask": env_mask, "logprobs": logprobs, "sampling_mask": sampling_mask}
+        for name, values in columns.items():
+            column = getattr(sample, name)
+            whole = None if column is None or values is None else column + values[:count]
+            setattr(sample, name, whole)
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """Add what the policy said. A turn that is not ``complete`` calls nothing."""
         self.sample.completion.append(message)
         self.sample.truncated = not complete
         functions = [call["function"] for call in message.get("tool_calls") or ()]
-        self.calls = [
-            Call(each["name"], each["arguments"], self.toolbox.get(each["name"]))
-            for each in functions
-        ]
+        self.calls = [Call.of(self.toolbox, **function) for function in functions]
         self.over = not complete or not self.calls
 
     def add_results(self, messages: list[Message], whole: Encoded, start: int) -> None:
@@ -106,10 +97,7 @@ class Conversation:
         self.turn = len(self.sample.completion_ids)
 
 
-def _longer(column: list[T] | None, values: list[T] | None, count: int) -> list[T] | None:
-    return None if column is None or values is None else column + values[:count]
-
-
+@dataclass(eq=False)
 class ToolLoop:
     """Samples completions that call tools.
 
@@ -117,48 +105,30 @@ class ToolLoop:
     then the tools answer all calls. On several processes all take part until no conversation waits
     on any of them, since some engines work for all processes at once.
 
-    Args:
-        args: budgets and the template's arguments.
-        accelerator: tells how far the other processes are.
-        tools: what every completion can call.
-        environments: what completions act upon, with tools of their own.
-        sampling: what a turn ends with, and which tokens stand for images.
-        context: tokens that the policy has positions for; None: any number.
-
     Raises:
         ValueError: the chat template cannot write conversations with these tools.
     """
 
-    def __init__(
-        self,
-        args: GRPOConfig,
-        accelerator: Accelerator,
-        processing_class: ProcessingClass,
-        tools: Toolbox,
-        environments: Environments | None,
-        sampling: Sampling,
-        context: int | None,
-    ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._processing_class = processing_class
-        self._tools = tools
-        self._environments = environments
-        self._eos = sampling.eos_token_ids
-        self._context = context
-        self._options = options("chat_template_kwargs", args.chat_template_kwargs)
-        tokenizer = tokenizer_of(processing_class)
-        self._parser = TurnParser(tokenizer, self._eos, families=True)
+    args: GRPOConfig  # budgets and the template's arguments
+    accelerator: Accelerator  # tells how far the other processes are
+    processing_class: ProcessingClass
+    tools: Toolbox  # what every completion can call
+    environments: Environments | None  # what completions act upon, with tools of their own
+    sampling: Sampling  # what a turn ends with, and which tokens stand for images
+    context: int | None  # tokens that the policy has positions for; None: any number
+
+    def __post_init__(self) -> None:
+        tokenizer, eos = tokenizer_of(self.processing_class), self.sampling.eos_token_ids
+        self._options = options("chat_template_kwargs", self.args.chat_template_kwargs)
+        self._parser = TurnParser(tokenizer, eos, families=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
-        self._template = ToolTemplate(processing_class, self._eos, self._options)
-        for toolbox in environments.toolboxes if environments else [tools]:
+        self._template = ToolTemplate(self.processing_class, eos, self._options)
+        for toolbox in self.environments.toolboxes if self.environments else [self.tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
-        self._media = Media.of(args)
-        places = tokenizer.convert_ids_to_tokens(list(sampling.suppressed))
-        if isinstance(processing_class, ProcessorMixin):  # what its templates write
-            places.append(processing_class.image_token)
-        self._runner = ToolRunner(places, args.tool_timeout)
+        self._places = tokenizer.convert_ids_to_tokens(list(self.sampling.suppressed))
+        if isinstance(self.processing_class, ProcessorMixin):  # what its templates write
+            self._places.append(self.processing_class.image_token)
 
     def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
@@ -174,11 +144,11 @@ class ToolLoop:
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
         columns = {}
-        if self._environments is not None:
+        if self.environments is not None:
             columns["environments"] = [talk.environment for talk in talks]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self._accelerator.device).view(2, 2)
+        per_completion, per_call = sums.to(self.accelerator.device).view(2, 2)
         metrics = {
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
@@ -186,16 +156,14 @@ class ToolLoop:
         return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
 
     def _begin(self, rows: list[Row]) -> list[Conversation]:
-        args = self._args
-        if self._environments is None:
-            pairs: list[tuple[Any, Toolbox]] = [(None, self._tools)] * len(rows)
+        args = self.args
+        if self.environments is None:
+            pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(rows)
             prompts = [row["prompt"] for row in rows]
         else:
-            pairs = self._environments.take(rows)
-            prompts = [
-                self._environments.reset(environment, row, self._media)
-                for (environment, _), row in zip(pairs, rows, strict=True)
-            ]
+            pairs, media = self.environments.take(rows), Media.of(args)
+            reset = self.environments.reset
+            prompts = [reset(one, row, media) for (one, _), row in zip(pairs, rows, strict=True)]
         for prompt in prompts:
             if isinstance(prompt, str):
                 raise ValueError(
@@ -203,10 +171,10 @@ class ToolLoop:
                 )
         tools = [schemas(toolbox) for _, toolbox in pairs]
         encoded = encode_prompts(
-            prompts, self._processing_class, args.max_prompt_length, self._options, tools
+            prompts, self.processing_class, args.max_prompt_length, self._options, tools
         )
         budget = args.max_completion_length
-        check_context(prompts, [each.ids for each in encoded], budget, self._context)
+        check_context(prompts, [each.ids for each in encoded], budget, self.context)
         talks = []
         for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
             sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
@@ -222,12 +190,12 @@ class ToolLoop:
         """
         most = max((talk.room for talk in waiting), default=0)
         longest = max((len(talk.ids) for talk in waiting), default=0)
-        if self._accelerator.num_processes > 1:
-            here = torch.tensor([[most, longest]], device=self._accelerator.device)
-            most, longest = self._accelerator.gather(here).amax(0).tolist()
+        if self.accelerator.num_processes > 1:
+            here = torch.tensor([[most, longest]], device=self.accelerator.device)
+            most, longest = self.accelerator.gather(here).amax(0).tolist()
         if most == 0:
             return None
-        return most if self._context is None else min(most, self._context - longest)
+        return most if self.context is None else min(most, self.context - longest)
 
     def _turn(self, waiting: list[Conversation], step: int, sampler: Sampler) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
@@ -242,7 +210,7 @@ class ToolLoop:
         for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
             talk.add(ids, 1, logprobs, mask)
             so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
-            ended = so_far[-1] in self._eos
+            ended = so_far[-1] in self.sampling.eos_token_ids
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:
                 tools = schemas(talk.toolbox)
@@ -251,11 +219,12 @@ class ToolLoop:
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:
         """Give every conversation what its calls return."""
-        most = self._args.max_tool_calling_iterations
+        most = self.args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]
-        outcomes = self._runner.run([call for talk in talks for call in talk.calls])
+        calls = [call for talk in talks for call in talk.calls]
+        outcomes = answer(calls, self._places, self.args.tool_timeout)
         answers = iter(outcomes)
         for talk in talks:
             # cut where they are more than there is room for, however they are split: nobody has to
@@ -267,8 +236,8 @@ class ToolLoop:
                 parts = [part[:left] if isinstance(part, str) else part for part in outcome.parts]
                 left -= min(left, sum(len(part) for part in parts if isinstance(part, str)))
                 messages.append(result_message(call.name, parts))
-                if outcome.timed_out and self._environments is not None:
-                    self._environments.drop(talk.environment)
+                if outcome.timed_out and self.environments is not None:
+                    self.environments.drop(talk.environment)
             end, tools = talk.ids[-1], schemas(talk.toolbox)
             talk.add_results(messages, *self._template.results(messages, tools, end))
         return outcomes

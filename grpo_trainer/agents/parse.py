@@ -43,7 +43,11 @@ def in_one_pass(template: dict[str, Any]) -> Any:
 
     loaded = load_response_template(template)
     fields = {
-        name: replace(field, open_re=_Once.of(field.open_re), close_re=_Once.of(field.close_re))
+        name: replace(
+            field,
+            open_re=field.open_re and _Once(field.open_re),
+            close_re=field.close_re and _Once(field.close_re),
+        )
         for name, field in loaded.fields.items()
     }
     return replace(loaded, fields=fields)
@@ -57,10 +61,6 @@ class _Once:
     _searched: tuple[str, bool] = ("", False)
     _start: int = 0  # of the last search
     _match: Any = None
-
-    @classmethod
-    def of(cls, pattern: Any) -> _Once | None:
-        return None if pattern is None else cls(pattern)
 
     def search(self, text: str, start: int, partial: bool = False) -> Any:
         ahead = self._start <= start and (self._match is None or start <= self._match.start())

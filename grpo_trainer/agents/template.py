@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -35,25 +36,18 @@ _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
 
 
+@dataclass(eq=False)
 class ToolTemplate:
-    """The chat template of a tokenizer or processor, for conversations with tools.
+    """The chat template of a tokenizer or processor, for conversations with tools."""
 
-    Args:
-        options: further arguments of ``apply_chat_template``.
-    """
+    processing_class: ProcessingClass
+    eos_token_ids: Collection[int]
+    options: dict[str, Any]  # further arguments of ``apply_chat_template``
+    _thought: Message = field(default_factory=dict, init=False)  # that a turn has, or none
+    _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of a call
 
-    def __init__(
-        self,
-        processing_class: ProcessingClass,
-        eos_token_ids: Collection[int],
-        options: dict[str, Any],
-    ) -> None:
-        self._processing_class = processing_class
-        self._tokenizer = tokenizer_of(processing_class)
-        self._eos = set(eos_token_ids)
-        self._options = options
-        self._thought: Message = {}
-        self._arguments: Any = _VALUES
+    def __post_init__(self) -> None:
+        self._tokenizer = tokenizer_of(self.processing_class)
 
     def results(
         self, messages: list[Message], tools: Schemas, end: int | None = None
@@ -141,18 +135,20 @@ class ToolTemplate:
         # The turn was sampled up to its end; a template may write more behind that. Other messages
         # have ends, too: some models end a turn with what other messages begin with.
         turn = _shared(prefix, self._ids(self._text([_USER, _TURN | thought], tools)))
-        end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
+        end = next(
+            (i for i in range(turn, len(prefix)) if prefix[i] in self.eos_token_ids), len(prefix)
+        )
         text = self._text([*before, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
         if not images:
             return Encoded(self._ids(text)), prefix[: end + 1]
-        if isinstance(self._processing_class, ProcessorMixin):
-            return encode_text(text, images, self._processing_class), prefix[: end + 1]
+        if isinstance(self.processing_class, ProcessorMixin):
+            return encode_text(text, images, self.processing_class), prefix[: end + 1]
         name = next(message["name"] for message in messages if images_of([message]))
         raise ValueError(
             f"tools: expected {name!r} to return no image to a policy that takes none, got one; "
             "models that take images have a processor as processing_class, not a "
-            f"{type(self._processing_class).__name__}"
+            f"{type(self.processing_class).__name__}"
         )
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
@@ -161,7 +157,7 @@ class ToolTemplate:
 
     def _text(self, messages: list[Message], tools: Schemas, **options: Any) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, **self._options, **options
+            messages, tools=tools or None, tokenize=False, **self.options, **options
         )
 
     def _ids(self, text: str) -> list[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from datasets import Dataset, IterableDataset
 from PIL import Image
@@ -19,6 +19,7 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Media, Prompt, Row, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
 
+T = TypeVar("T")
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 _EMPTY = [{"role": "user", "content": ""}]  # a prompt that `reset` says all of
@@ -75,8 +76,15 @@ class Call(NamedTuple):
     """What the model asked for."""
 
     name: str
-    arguments: dict[str, Any]
-    tool: Tool | None  # None: there is none of that name
+    function: Callable[[], Any]  # with its arguments; plain or ``async``
+
+    @classmethod
+    def of(cls, toolbox: Toolbox, name: str, arguments: dict[str, Any]) -> Call:
+        def missing() -> None:
+            raise LookupError(f"Tool {name} not found.")
+
+        tool = toolbox.get(name)
+        return cls(name, missing if tool is None else partial(tool.function, **arguments))
 
 
 class Outcome(NamedTuple):
@@ -87,75 +95,67 @@ class Outcome(NamedTuple):
     timed_out: bool = False
 
 
-class ToolRunner:
-    """Runs tools. First the plain functions, in order, then the ``async`` ones, all together.
+def answer(
+    calls: list[Call], places: Collection[str] = (), timeout: float | None = None
+) -> list[Outcome]:
+    """Answer each call; a tool that raises or takes too long answers with its error.
 
-    With a time limit, plain functions run in threads of their own. One that takes too long cannot
-    be stopped: its thread is left behind. Without a limit they run in the caller's thread.
+    First the plain functions run, in order, then the ``async`` ones, all together. With a time
+    limit, plain functions run in threads of their own. One that takes too long cannot be stopped:
+    its thread is left behind. Without a limit they run in the caller's thread.
 
     Args:
         places: texts of tokens that stand for images: the model would look for one.
         timeout: seconds for a call; None: any number.
     """
-
-    def __init__(self, places: Collection[str] = (), timeout: float | None = None) -> None:
-        self._places = places
-        self._timeout = timeout
-
-    def run(self, calls: list[Call]) -> list[Outcome]:
-        """Answer each call. A tool that raises or takes too long answers with its error."""
-        outcomes: dict[int, Outcome] = {}
-        later: dict[int, Callable[[], Any]] = {}
-        for index, (name, arguments, tool) in enumerate(calls):
-            if tool is None:
-                outcomes[index] = _failed(f"Tool {name} not found.")
-            elif inspect.iscoroutinefunction(tool.function):
-                later[index] = partial(tool.function, **arguments)
-            else:
-                outcomes[index] = self._run(partial(tool.function, **arguments))
-        together = start([self._await(function) for function in later.values()]).result()
-        outcomes |= zip(later, together, strict=True)
-        return [self._without_places(outcomes[index]) for index in range(len(calls))]
-
-    def _without_places(self, outcome: Outcome) -> Outcome:
+    outcomes: dict[int, Outcome | None] = {}
+    later: dict[int, Future[list[Outcome]]] = {}
+    waits = [inspect.iscoroutinefunction(call.function) for call in calls]
+    for index in sorted(range(len(calls)), key=waits.__getitem__):
+        function = calls[index].function
+        if waits[index]:
+            later[index] = start([_later(function)])
+        elif timeout is None:
+            outcomes[index] = _now(function)
+        else:
+            outcomes[index] = _within(in_thread(partial(_now, function), "tool"), timeout)
+    wait(later.values(), timeout)
+    for index, future in later.items():
+        answered = _within(future, 0)
+        outcomes[index] = answered[0] if answered else None
+    late = _failed(f"No answer within {timeout or 0:g} seconds.")._replace(timed_out=True)
+    answers = [outcomes[index] or late for index in range(len(calls))]
+    for index, outcome in enumerate(answers):
         texts = [part for part in outcome.parts if isinstance(part, str)]
-        if any(place in text for place in self._places for text in texts):
-            return _failed("The answer has a token that stands for an image.")
-        return outcome
+        if any(place in text for place in places for text in texts):
+            answers[index] = _failed("The answer has a token that stands for an image.")
+    return answers
 
-    def _run(self, function: Callable[[], Any]) -> Outcome:
-        if self._timeout is None:
-            return self._answer(function)
-        try:
-            return in_thread(partial(self._answer, function), "tool").result(self._timeout)
-        except TimeoutError:
-            return self._too_late()
 
-    def _answer(self, function: Callable[[], Any]) -> Outcome:
-        try:
-            return Outcome(_parts(function()))
-        except BaseException as error:  # a tool may run code that the model wrote
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            if isinstance(error, KeyboardInterrupt) and in_main_thread:  # Ctrl-C
-                raise
-            return _failed(error)
+def _now(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(_parts(function()))
+    except BaseException as error:  # a tool may run code that the model wrote
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and in_main_thread:  # Ctrl-C
+            raise
+        return _failed(error)
 
-    async def _await(self, function: Callable[[], Any]) -> Outcome:
-        task = asyncio.ensure_future(self._answer_async(function))
-        done, _ = await asyncio.wait([task], timeout=self._timeout)
-        if done:
-            return task.result()
-        task.cancel()
-        return self._too_late()
 
-    async def _answer_async(self, function: Callable[[], Any]) -> Outcome:
-        try:
-            return Outcome(_parts(await function()))
-        except BaseException as error:  # what leaves a task would end the loop of all of them
-            return _failed(error)
+async def _later(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(_parts(await function()))
+    except BaseException as error:  # what leaves a task would end the loop of all of them
+        return _failed(error)
 
-    def _too_late(self) -> Outcome:
-        return _failed(f"No answer within {self._timeout:g} seconds.")._replace(timed_out=True)
+
+def _within(future: Future[T], seconds: float) -> T | None:
+    """Return what comes of it; None: not in time."""
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        future.cancel()
+        return None
 
 
 def _parts(value: Any) -> list[str | Image.Image]:
@@ -165,17 +165,15 @@ def _parts(value: Any) -> list[str | Image.Image]:
     kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
     if not kinds or any(kind not in _BLOCKS for kind in kinds):
         return [encodable(str(value))]
+    for image in [part.get("image") for part in parts if part["type"] == "image"]:
+        if not isinstance(image, Image.Image):  # the policy may have written the name of a file
+            raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
     return [
-        _image(part) if part["type"] == "image" else encodable(str(part.get("text") or ""))
+        Media().open(part["image"])
+        if part["type"] == "image"
+        else encodable(str(part.get("text") or ""))
         for part in parts
     ]
-
-
-def _image(part: dict[str, Any]) -> Image.Image:
-    image = part.get("image")
-    if not isinstance(image, Image.Image):  # the policy may have written the name of a file
-        raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
-    return Media().open(image)
 
 
 def _failed(error: Any) -> Outcome:
@@ -215,8 +213,9 @@ class Environments:
 
     def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
         self._by_column = isinstance(factory, Mapping)
-        self._factories: dict[Any, Any]
-        self._factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        self._factories: dict[Any, Any] = {None: factory}
+        if isinstance(factory, Mapping):
+            self._factories = dict(factory)
         self._tools = tools
         self._pools = {name: [self._make(name)] for name in self._factories}
         self.taken: list[Any] = []  # by the last batch
@@ -302,9 +301,11 @@ class Environments:
             if not name.startswith("_") and name not in _OURS
         ]
         own = make_toolbox(methods, f"environment_factory: {kind.__name__}")
-        for name in sorted(set(own) & set(self._tools)):
+        twice = sorted(own.keys() & self._tools.keys())
+        if twice:
             raise ValueError(
-                f"environment_factory: expected other names than those of tools, got {name!r} twice"
+                "environment_factory: expected other names than those of tools, got "
+                f"{twice[0]!r} twice"
             )
         return environment, self._tools | own
 

@@ -10,6 +10,7 @@ from grpo_trainer.data.images import (
     data_url,
     distrust_rows,
     has_images,
+    image_source,
     images_of,
     model_inputs,
     open_images,

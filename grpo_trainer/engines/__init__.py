@@ -1,15 +1,18 @@
 """Engines: they turn prompts into completions."""
 
 from grpo_trainer.engines.base import (
+    MAX_LOGPROBS,
     BackgroundEngine,
     Completions,
     EngineContext,
     Images,
     Pending,
     RolloutEngine,
+    Sampling,
     TokenIds,
     WeightSource,
     cut_after_eos,
+    vllm_params,
 )
 from grpo_trainer.engines.sampler import (
     Sampled,
@@ -17,8 +20,7 @@ from grpo_trainer.engines.sampler import (
     Source,
     Started,
     make_sampler,
+    policy_weights,
     register_rollout_engine,
 )
-from grpo_trainer.engines.sampling import MAX_LOGPROBS, Sampling, vllm_params
 from grpo_trainer.engines.transformers import TransformersEngine, pad_token_id
-from grpo_trainer.engines.weights import policy_weights

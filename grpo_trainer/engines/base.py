@@ -1,25 +1,142 @@
-"""What every rollout engine does: it samples completions, and takes new weights."""
+"""What every rollout engine does, and how completions are drawn: the same for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import GRPOConfig
+from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
-from grpo_trainer.engines.sampling import Sampling
-from grpo_trainer.policy import WHOLE, Placement
+from grpo_trainer.policy import WHOLE, Placement, base_policy
+
+logger = logging.getLogger(__name__)
 
 TokenIds = list[int]
 Images = Sequence[ImageInputs | None] | None  # of prompts, one each
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
 # the policy's own memory, so it is copied before the next optimizer step and never written to.
 WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
+
+MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
+_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+_NEVER = -100.0  # added to a logit: the least that vLLM takes
+_TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn, for every engine alike."""
+
+    eos_token_ids: frozenset[int]  # end a completion, which keeps the one it ends with
+    max_tokens: int  # of the longest completion
+    temperature: float = 1.0  # this and the next four as in GRPOConfig
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    # never drawn: they stand for parts of images, which a forward over a completion would look for
+    suppressed: frozenset[int] = frozenset()
+    structured_outputs_regex: str | None = None  # what a completion's text matches; None: anything
+    # report what the filters left of so many of each token's likeliest ids; 0: do not
+    sampling_mask_size: int = 0
+    # the rest of generation_kwargs, in the engine's own names
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(
+        cls,
+        args: GRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel | None = None,
+    ) -> Sampling:
+        """Return what ``args`` asks for. generation_kwargs override the other fields.
+
+        Completions end with the tokens that tokenizer and ``model`` name. An ``eos_token_id`` in
+        generation_kwargs replaces them, ``stop_token_ids`` there come in addition.
+        """
+        base = None if model is None else base_policy(model)
+        config = getattr(base, "config", None)
+        text = None if config is None else config.get_text_config()
+        size = len(tokenizer) if text is None else text.vocab_size
+        extra = dict(options("generation_kwargs", args.generation_kwargs))
+        settings = {name: extra.pop(name, getattr(args, name)) for name in _PARAMETERS}
+        if args.use_sampling_mask:
+            settings["sampling_mask_size"] = min(settings["top_k"] + _TIES, len(tokenizer))
+        more = _checked("stop_token_ids", extra.pop("stop_token_ids", None), size)
+        if "eos_token_id" in extra:
+            ends = _checked("eos_token_id", extra.pop("eos_token_id"), size)
+        else:  # a chat model ends its turn with another token than a document ends with
+            generation = getattr(base, "generation_config", None)
+            of_model = _listed(getattr(generation, "eos_token_id", None))
+            of_model = of_model or _listed(getattr(text, "eos_token_id", None))
+            named = _listed(tokenizer.eos_token_id) + of_model
+            unknown = [token for token in named if not 0 <= token < size]
+            if unknown:
+                message = "eos_token_id: %s end nothing, the model has %d tokens"
+                logger.warning(message, unknown, size)
+            ends = [token for token in named if token not in unknown]
+        of_images = {getattr(config, name, None) for name in _IMAGE_TOKENS}
+        return cls(
+            eos_token_ids=frozenset(ends + more),
+            max_tokens=args.max_completion_length,
+            suppressed=frozenset(token for token in of_images if isinstance(token, int)),
+            structured_outputs_regex=args.vllm_structured_outputs_regex,
+            engine_options=extra,
+            **settings,
+        )
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What all engines have under the same name."""
+        return {name: getattr(self, name) for name in _PARAMETERS}
+
+
+def vllm_params(sampling: Sampling) -> dict[str, Any]:
+    """Return what vLLM is asked, in the process or as a server, without ``n``.
+
+    Raises:
+        ValueError: generation_kwargs sets one of them again.
+    """
+    params = sampling.parameters | {
+        "min_p": sampling.min_p or 0.0,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": sampling.sampling_mask_size,  # 0: of the sampled token alone
+        # what ends a completion is said here; a model folder may name other tokens
+        "stop_token_ids": sorted(sampling.eos_token_ids),
+        "ignore_eos": True,
+    }
+    if sampling.suppressed:
+        params["logit_bias"] = dict.fromkeys(sorted(sampling.suppressed), _NEVER)
+    if sampling.structured_outputs_regex is not None:
+        params["structured_outputs"] = {"regex": sampling.structured_outputs_regex}
+    again = sorted(set(params) & set(sampling.engine_options))
+    if again:
+        raise ValueError(
+            f"generation_kwargs: expected none of {', '.join(again)}, which are set already"
+        )
+    return params | dict(sampling.engine_options)
+
+
+def _listed(ids: Any) -> list[Any]:
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
+
+
+def _checked(name: str, ids: Any, size: int) -> list[int]:
+    tokens = _listed(ids)
+    if not all(type(token) is int and 0 <= token < size for token in tokens):
+        raise ValueError(
+            f"generation_kwargs[{name!r}]: expected ids of tokens, below {size}, got {ids!r}"
+        )
+    return tokens
 
 
 class Completions(NamedTuple):

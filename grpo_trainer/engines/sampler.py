@@ -1,18 +1,25 @@
-"""Completions of the policy as it is now, whichever engine samples them."""
+"""Completions of the policy as it is now, whichever engine samples them.
+
+Engines get its weights as a checkpoint has them: plain names, tied heads, adapters merged in.
+"""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, groupby
 from typing import Any, Protocol
 
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Row, Sample, has_images
 from grpo_trainer.engines.base import (
     BackgroundEngine,
@@ -21,13 +28,14 @@ from grpo_trainer.engines.base import (
     Images,
     Pending,
     RolloutEngine,
+    Sampling,
     TokenIds,
 )
-from grpo_trainer.engines.sampling import Sampling
 from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
-from grpo_trainer.engines.weights import parameter_versions, policy_weights
 from grpo_trainer.monitor import phase
-from grpo_trainer.policy import WHOLE, Placement
+from grpo_trainer.policy import WHOLE, Placement, base_policy
+
+_BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
 EngineFactory = Callable[[EngineContext], RolloutEngine]
 
@@ -35,8 +43,8 @@ EngineFactory = Callable[[EngineContext], RolloutEngine]
 ENGINES: dict[str, EngineFactory | str] = {
     "transformers": TransformersEngine.from_context,
     "transformers_continuous": ContinuousBatchingEngine,
-    "vllm_colocate": "grpo_trainer.vllm.colocate.ColocatedVLLM",
-    "vllm_server": "grpo_trainer.vllm.server.VLLMServer",
+    "vllm_colocate": "grpo_trainer.vllm.engines.ColocatedVLLM",
+    "vllm_server": "grpo_trainer.vllm.engines.VLLMServer",
 }
 
 
@@ -82,27 +90,20 @@ class Sampler:
         Raises:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
-        self._wait()
-        self._update()
+        more = self._ready(images)
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
-        completions = self.engine.generate(prompt_ids, sampling, **self._with(images))
-        return self._checked(completions, len(prompt_ids))
+        return self._checked(self.engine.generate(prompt_ids, sampling, **more), len(prompt_ids))
 
     def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
-        self._wait()
-        self._update()
-        pending = self.engine.start(prompt_ids, self.sampling, **self._with(images))
+        more = self._ready(images)
+        pending = self.engine.start(prompt_ids, self.sampling, **more)
         checked = partial(self._checked, count=len(prompt_ids))
         self._running = Started(self.step(), pending, checked)
         return self._running
-
-    def restored(self, completions: Completions, step: int) -> Started:
-        """Return what was sampled after ``step`` optimizer steps, in an earlier process."""
-        return Started(step, completions=completions)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
@@ -118,13 +119,12 @@ class Sampler:
         """Send the weights before the next generation in any case: they were loaded."""
         self._version = None
 
-    def _wait(self) -> None:
-        """Wait for what was started. Weights are never sent in the middle of it."""
+    def _ready(self, images: Images) -> dict[str, Images]:
+        """Send the weights if they have changed, but never while the engine generates: wait for
+        that. Return its argument for ``images``, if there are any."""
         if self._running is not None:
             self._running.result()
             self._running = None
-
-    def _update(self) -> None:
         policy = self.policy()
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, self.placement))
@@ -132,9 +132,6 @@ class Sampler:
             with phase("sync"):
                 self.engine.update_weights(lambda: policy_weights(policy, self.placement))
             self._version = version
-
-    def _with(self, images: Images) -> dict[str, Images]:
-        """Return the engine's argument for ``images``, if there are any."""
         if not has_images(images):
             return {}
         if "images" not in inspect.signature(self.engine.generate).parameters:
@@ -185,12 +182,11 @@ class Started:
         """
         if self.pending is not None:
             try:
-                completions = self.pending.result()
+                self.completions = self.checked(self.pending.result())
             except Exception:
                 self.pending = None  # it is over; after an interrupt it is not
                 raise
             self.pending = None
-            self.completions = self.checked(completions)
         if self.completions is None:
             raise RuntimeError("rollout engine: the generation has failed, or was cancelled")
         return self.completions
@@ -213,7 +209,12 @@ def make_sampler(
         ValueError: there is no such engine, or it cannot run here.
     """
     args = context.args
-    name = _engine_name(args)
+    name = args.rollout_engine
+    if name is None and args.use_vllm:
+        name = f"vllm_{args.vllm_mode}"
+    elif name is None:
+        continuous = args.use_transformers_continuous_batching
+        name = "transformers_continuous" if continuous else "transformers"
     if engine is not None and name != "transformers":
         raise ValueError(f"rollout_engine: expected it once, got one beside the {name} of args")
     if name not in ENGINES:
@@ -229,15 +230,6 @@ def make_sampler(
             f"`start`), got {type(engine).__name__}"
         )
     return Sampler(engine, context.policy, sampling, step, context.placement)
-
-
-def _engine_name(args: GRPOConfig) -> str:
-    if args.rollout_engine is not None:
-        return args.rollout_engine
-    if args.use_vllm:
-        return f"vllm_{args.vllm_mode}"
-    continuous = args.use_transformers_continuous_batching
-    return "transformers_continuous" if continuous else "transformers"
 
 
 @dataclass(frozen=True)
@@ -256,3 +248,89 @@ class Source(Protocol):
     def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
         """Return one completion per row. In a distributed run every process calls it."""
         ...
+
+
+def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:
+    """Return what is equal as long as no trainable parameter is replaced or written to.
+
+    A fused optimizer's writing does not show: it does not count up what autograd watches.
+    """
+    placement.at_rest(policy)
+    trained = (placement.local(p) for p in policy.parameters() if p.requires_grad)
+    return [(parameter.data_ptr(), parameter._version) for parameter in trained]
+
+
+def policy_weights(
+    policy: PreTrainedModel, placement: Placement = WHOLE
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of the checkpoint that ``policy`` would be, one after the other.
+
+    Tensors are the policy's own where nothing is sharded, merged or converted. A tied LM head comes
+    under its name as well, since an engine may keep a copy of it. Shards are gathered one parameter
+    at a time, which all processes do together, and adapters are merged one layer at a time, in a
+    copy of that layer, so there is never a second model in memory.
+
+    Raises:
+        ValueError: the policy's base is quantised, which cannot be merged exactly.
+    """
+    base = base_policy(policy)
+    if is_peft_model(policy):
+        if getattr(base, "is_quantized", False):
+            raise ValueError(
+                "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
+                "which cannot be merged into it exactly"
+            )
+        weights = _merged(policy, placement)
+    else:
+        weights = placement.weights(policy)
+    shapes = placement.described(base)
+    saved = revert_weight_conversion(base, shapes)
+    if all(saved.get(name) is value for name, value in shapes.items()):
+        return weights
+    # the model is held in another layout (experts as a stack): one block is copied at a time
+    blocks = groupby(weights, key=lambda item: _BLOCK.match(item[0])[0])  # type: ignore[index]
+    return chain.from_iterable(
+        revert_weight_conversion(base, dict(block)).items() for _, block in blocks
+    )
+
+
+def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
+    base = base_policy(policy)
+    [adapter] = policy.active_adapters
+    adapted = _adapted_modules(base)
+    prefixes = tuple(f"{name}." for name in adapted)
+    yield from placement.weights(base, lambda name: not name.startswith(prefixes))
+    for name, module in adapted.items():
+        if hasattr(module, "modules_to_save"):
+            weights = placement.weights(module.modules_to_save[adapter])
+        else:
+            layer = placement.whole_copy(module)
+            layer.merge(adapter_names=[adapter])
+            weights = iter(layer.get_base_layer().state_dict().items())
+            del layer  # or it would live as long as the next one is copied
+        for key, value in weights:
+            yield f"{name}.{key}", value
+
+
+def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
+    """Return what PEFT put into the model, by the name of the module it replaced, if it can be
+    merged and an engine that ties the head could hold it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    adapted = {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
+    for name, module in adapted.items():
+        nested = name.rpartition(".")[0] in adapted
+        other = isinstance(module, AuxiliaryTrainingWrapper)
+        if nested or (other and not isinstance(module, ModulesToSaveWrapper)):
+            raise ValueError(f"peft_config: expected whole layers for use_vllm, got {name}")
+    if base.config.get_text_config().tie_word_embeddings:
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        tied = [name for name, module in adapted.items() if module in ends]
+        if tied:
+            raise ValueError(
+                "peft_config: expected no adapter on tied embeddings, whose ends then differ (an "
+                f"engine has one weight for both), got one on {', '.join(tied)}"
+            )
+    return adapted

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ from grpo_trainer.engines.base import (
     EngineContext,
     Images,
     RolloutEngine,
+    Sampling,
     TokenIds,
     cut_after_eos,
 )
-from grpo_trainer.engines.sampling import Sampling
 from grpo_trainer.policy import WHOLE, Placement, evaluating
 
 # transformers' own filters, which run after ours, off
@@ -91,50 +92,64 @@ class TransformersEngine(RolloutEngine):
         settings = (args.cache_implementation, context.placement, args.ds3_gather_for_generation)
         return cls(context.policy, context.tokenizer, *settings)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether every process runs every forward with the others."""
+        return self.placement.sharded and not self.gathers
+
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
         """Return one completion per prompt."""
         model = self.policy()
-        # where they do not gather, every process runs every forward with the others
-        in_step = self.placement.sharded and not self.gathers
-        with nullcontext() if in_step else self.placement.whole(model):
+        whole = nullcontext() if self.in_step else self.placement.whole(model)
+        with whole, evaluating(model):  # gradient checkpointing would disable the cache, too
             if prompt_ids:
-                return self._complete(model, prompt_ids, sampling, images, in_step)
-            if in_step:  # a prompt to discard
-                self._complete(model, [[0]], sampling, images, in_step)
+                return self._complete(model, prompt_ids, sampling, images)
+            if self.in_step:  # a prompt to discard
+                self._complete(model, [[0]], sampling, images)
             return Completions([])
 
     def _complete(
-        self,
-        model: PreTrainedModel,
-        prompt_ids: list[TokenIds],
-        sampling: Sampling,
-        images: Images,
-        in_step: bool,
+        self, model: Any, prompt_ids: list[TokenIds], sampling: Sampling, images: Images
     ) -> Completions:
         """Complete them in one left-padded batch."""
-        config = _generation_config(sampling, self.tokenizer, self.cache_implementation)
+        config = self._config(sampling)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded(rows, padding_value=config.pad_token_id).to(model.device)
         mask = padded([torch.ones_like(row) for row in rows]).to(model.device)
         lengths = [len(row) for row in prompt_ids]
-        more = model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True)
         filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
-        with evaluating(model):  # gradient checkpointing would disable the cache, too
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=config,
-                logits_processor=None if filters is None else LogitsProcessorList([filters]),
-                synced_gpus=in_step,
-                **more,
-            )
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=None if filters is None else LogitsProcessorList([filters]),
+            synced_gpus=self.in_step,
+            **model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True),
+        )
         rows_ids = output[:, ids.shape[1] :].tolist()
         completions = [cut_after_eos(row, sampling.eos_token_ids) for row in rows_ids]
         left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
         return Completions(completions, sampling_mask=left)
+
+    def _config(self, sampling: Sampling) -> GenerationConfig:
+        """Return the sampling in transformers' words."""
+        settings = sampling.parameters | {
+            "do_sample": True,
+            "use_cache": True,
+            "max_new_tokens": sampling.max_tokens,
+            "cache_implementation": self.cache_implementation,
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": sorted(sampling.eos_token_ids) or None,
+            "pad_token_id": pad_token_id(self.tokenizer),
+        }
+        if sampling.sampling_mask_size:
+            settings |= NO_FILTERS  # RecordingFilters has them
+        settings |= sampling.engine_options
+        never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
+        return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
 
 
 class ContinuousBatchingEngine(TransformersEngine):
@@ -167,24 +182,18 @@ class ContinuousBatchingEngine(TransformersEngine):
             )
 
     def _complete(
-        self,
-        model: PreTrainedModel,
-        prompt_ids: list[TokenIds],
-        sampling: Sampling,
-        images: Images,
-        in_step: bool,
+        self, model: Any, prompt_ids: list[TokenIds], sampling: Sampling, images: Images
     ) -> Completions:
         if has_images(images):
             raise ValueError(
                 "use_transformers_continuous_batching: expected prompts of text, got images"
             )
-        with evaluating(model):
-            outputs = model.generate_batch(
-                prompt_ids,
-                generation_config=_generation_config(sampling, self.tokenizer),
-                continuous_batching_config=self._batching,
-                progress_bar=False,
-            )
+        outputs = model.generate_batch(
+            prompt_ids,
+            generation_config=self._config(sampling),
+            continuous_batching_config=self._batching,
+            progress_bar=False,
+        )
         done = list(outputs.values())  # in the order of the prompts
         failed = [output.error for output in done if output.error is not None]
         if failed or len(done) != len(prompt_ids):
@@ -197,26 +206,6 @@ class ContinuousBatchingEngine(TransformersEngine):
             return Completions(ids)
         pairs = zip(done, ids, strict=True)
         return Completions(ids, [output.logprobs[: len(row)] for output, row in pairs])
-
-
-def _generation_config(
-    sampling: Sampling, tokenizer: PreTrainedTokenizerBase, cache: str | None = None
-) -> GenerationConfig:
-    """Return the sampling in transformers' words."""
-    settings = sampling.parameters | {
-        "do_sample": True,
-        "use_cache": True,
-        "max_new_tokens": sampling.max_tokens,
-        "cache_implementation": cache,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": sorted(sampling.eos_token_ids) or None,
-        "pad_token_id": pad_token_id(tokenizer),
-    }
-    if sampling.sampling_mask_size:
-        settings |= NO_FILTERS  # RecordingFilters has them
-    settings |= sampling.engine_options
-    never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
-    return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

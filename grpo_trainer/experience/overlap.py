@@ -89,7 +89,7 @@ class NextBatch:
             self._prompts.restore(state["before"])
             self._draw()
             completions = Completions(**state["completions"])
-            self._started = self._sampler.restored(completions, state["step"])
+            self._started = Started(state["step"], completions=completions)
 
     def _draw(self) -> None:
         self._before = self._prompts.state()

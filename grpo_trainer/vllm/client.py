@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from tenacity import stop_after_delay
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_trainer.common import together
 from grpo_trainer.config import check_url
-from grpo_trainer.engines import TokenIds
-from grpo_trainer.vllm.http import ONCE, JsonServer, ServerError
+from grpo_trainer.engines import TokenIds, WeightSource, policy_weights
+from grpo_trainer.vllm.http import ONCE, JsonServer, RetryableError, ServerError
 from grpo_trainer.vllm.requests import (
     Messages,
     Question,
@@ -23,10 +31,21 @@ from grpo_trainer.vllm.requests import (
     checked_prompts,
     completions_of,
 )
-from grpo_trainer.vllm.transfer import TakesWeights
+from grpo_trainer.vllm.transfer import FileTransfer
+
+if TYPE_CHECKING:
+    from grpo_trainer.vllm.nccl import NCCLTransfer
+
+logger = logging.getLogger(__name__)
+
+# fields of requests that every server knows
+_KNOWN = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"),
+    *("logprobs", "logit_bias", "structured_outputs"),
+}
 
 
-class VLLMClient(TakesWeights):
+class VLLMClient:
     """Talks to a vLLM server that was started with ``grpo-train serve``.
 
     Args:
@@ -58,12 +77,21 @@ class VLLMClient(TakesWeights):
     ) -> None:
         if base_url is not None:
             check_url("base_url", base_url)
-        url = base_url or f"http://{_address(host)}:{server_port}"
-        key = api_key or os.environ.get("VLLM_API_KEY")
-        advice = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"
-        super().__init__(JsonServer(url, key, advice), group_port, request_timeout)
+        # what a server binds to reach it from everywhere is no host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        host = f"[{host}]" if ":" in host else host
+        url = base_url or f"http://{host}:{server_port}"
+        self.server = JsonServer(url, api_key or os.environ.get("VLLM_API_KEY"))
+        self.group_port = group_port
+        self.request_timeout = request_timeout
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
+        self._transfer: FileTransfer | NCCLTransfer | None = None
+        self._version = ""  # of the weights that were sent last
+        self._source: WeightSource | None = None  # of these
+        # copies in main memory that replace those of the source, and where they were
+        self._named: dict[str, tuple[Tensor, torch.device]] = {}
+        self._named_is_new = False
         self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def health(self) -> bool:
@@ -73,6 +101,15 @@ class VLLMClient(TakesWeights):
         except ServerError:
             return False
         return True
+
+    def get_world_size(self) -> int:
+        """Return processes that hold the server's model."""
+        return int(self.server.field(self.server.ask("GET", "/get_world_size"), "world_size"))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Return the server's configuration."""
+        answer = self.server.ask("GET", "/server_info?config_format=json")
+        return self.server.field(answer, "vllm_config")
 
     def generate(
         self,
@@ -121,7 +158,7 @@ class VLLMClient(TakesWeights):
         images_of = checked_images(images, len(prompts))
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs: expected a number >= 0 or None, got {logprobs!r}")
-        sampling: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "n": n,
             "repetition_penalty": repetition_penalty,
             "temperature": temperature,
@@ -132,36 +169,38 @@ class VLLMClient(TakesWeights):
             "logprobs": logprobs,
         }
         if structured_outputs_regex is not None:
-            sampling["structured_outputs"] = {"regex": structured_outputs_regex}
+            fields["structured_outputs"] = {"regex": structured_outputs_regex}
         extra = {**(generation_kwargs or {}), **more}
-        again = sorted(extra.keys() & sampling.keys() | more.keys() & (generation_kwargs or {}))
+        again = sorted(extra.keys() & fields.keys() | more.keys() & (generation_kwargs or {}))
         if again:
             raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
         self._send_named()
-        return self.server.wait(self.complete(prompts, images_of, sampling, extra))
+        return self.server.wait(self.complete(prompts, images_of, fields | extra))
 
     async def complete(
-        self,
-        prompts: list[Any],
-        images_of: list[list[Any]],
-        sampling: dict[str, Any],
-        extra: dict[str, Any],
+        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what :meth:`generate` does, for its arguments as the server's fields."""
-        await self._check_weights()
-        questions = await self._questions(prompts, images_of, sampling, extra)
+        """Return what :meth:`generate` does, for its arguments as the server's ``fields``."""
+        if self._version:
+            answer = await self.server.answer("GET", "/weight_info")
+            if self.server.field(answer, "weight_version") != self._version:
+                raise ServerError(
+                    f"{self.server.url}: expected the weights that were sent last, got others: the "
+                    "server was restarted, or somebody else sends it weights; a run goes on with "
+                    "resume_from_checkpoint"
+                )
+        questions = await self._questions(prompts, images_of, fields)
         answers = await together(
             [
-                self.server.answer("POST", *question[:2], self.request_timeout)
-                for question in questions
+                self.server.answer("POST", one.path, one.body, self.request_timeout)
+                for one in questions
             ]
         )
-        settings = (sampling["n"], sampling["max_tokens"], sampling["logprobs"], self._vocab_size)
         try:
-            return completions_of(questions, answers, *settings)
+            return completions_of(questions, answers, fields, self._vocab_size)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
-                f"{self.server.url}{questions[0].path}: expected {sampling['n']} completions of "
+                f"{self.server.url}{questions[0].path}: expected {fields['n']} completions of "
                 f"each of {len(prompts)} prompts: {error!r}; got {str(answers)[:500]}"
             ) from error
 
@@ -169,21 +208,101 @@ class VLLMClient(TakesWeights):
         """Return completions of conversations: :meth:`generate` with ``settings``."""
         return self.generate(messages, **settings)
 
+    def init_communicator(
+        self,
+        device: torch.device | str | int = 0,
+        way: str = "auto",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Prepare for sending weights.
+
+        Args:
+            device: where they are.
+            way: ``nccl``: from GPU to GPU, by vLLM's own transfer; ``file``: through a folder that
+                the server sees, too; ``auto``: the first if device and server can.
+            folder: for files. Default: one among the system's temporary files.
+
+        Raises:
+            ServerError: the server fails or refuses.
+            ImportError: ``nccl`` without vLLM installed here.
+        """
+        self.close_communicator()
+        if way == "auto":
+            on_gpu = torch.cuda.is_available() and torch.device(device).type == "cuda"
+            prepared = on_gpu and self.get_server_info().get("weight_transfer_config") is not None
+            way = "nccl" if prepared else "file"
+            logger.info("weights reach %s by %s", self.server.url, way)
+        if way == "nccl":
+            from grpo_trainer.vllm.nccl import NCCLTransfer  # imports vllm
+
+            settings = (self.get_world_size(), self.group_port, self.request_timeout)
+            self._transfer = NCCLTransfer(*settings)
+        else:
+            place = Path(folder or tempfile.gettempdir())
+            self._transfer = FileTransfer(place, self.request_timeout)
+
+    def update_weights(self, weights: WeightSource) -> None:
+        """Replace the server's weights.
+
+        Raises:
+            ServerError: the server fails or refuses.
+            ValueError: :meth:`init_communicator` was not called.
+        """
+        self._named.clear()
+        self._source = weights
+        self._send()
+
+    def update_model_params(self, model: PreTrainedModel) -> None:
+        """Replace the server's weights by those of ``model``, adapters merged in."""
+        self.update_weights(lambda: policy_weights(model))
+
+    def update_named_param(self, name: str, weights: Tensor) -> None:
+        """Take a copy of one parameter of a checkpoint.
+
+        All that were taken are sent together, before the next completion, at the latest by
+        :meth:`reset_prefix_cache`: vLLM has some of them in one, such as those of queries, keys and
+        values, and would leave the rest of it undefined. They replace those of the last
+        :meth:`update_model_params`; without one every parameter has to be taken.
+        """
+        self._checked_transfer()
+        self._named[name] = weights.detach().to("cpu", copy=True), weights.device
+        self._named_is_new = True
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Send what :meth:`update_named_param` takes inside at the end."""
+        yield
+        self._send_named()
+
+    def reset_prefix_cache(self) -> None:
+        """Make the server forget keys, values and images of earlier prompts.
+
+        Raises:
+            ServerError: it fails, or requests are running.
+        """
+        self._send_named()
+        self.server.wait(self.server.retrying()(self._reset))
+
+    def close_communicator(self) -> None:
+        """End the transfer of weights. The server keeps those that it has."""
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer, self._source, self._version = None, None, ""
+        self._named.clear()
+        self._named_is_new = False
+
     def close(self) -> None:
         """End the connection. The server goes on."""
         self.close_communicator()
         self.server.close()
 
     async def _questions(
-        self,
-        prompts: list[Any],
-        images_of: list[list[Any]],
-        sampling: dict[str, Any],
-        extra: dict[str, Any],
+        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
     ) -> list[Question]:
-        in_chat, fields = are_messages(prompts[0]), sampling | extra
+        in_chat = not isinstance(prompts[0], str) and are_messages(prompts[0])
+        extra = fields.keys() - _KNOWN
         request = "ChatCompletionRequest" if in_chat else "CompletionRequest"
-        unknown = sorted(extra.keys() - await self._fields(request)) if extra else []
+        unknown = sorted(extra - await self._fields(request)) if extra else []
         if unknown:  # which the server would ignore
             raise ValueError(
                 f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
@@ -212,8 +331,38 @@ class VLLMClient(TakesWeights):
             self._schemas = self.server.field(answer, "components")["schemas"]
         return set(self._schemas.get(request, {}).get("properties", ()))
 
+    def _checked_transfer(self) -> FileTransfer | NCCLTransfer:
+        if self._transfer is None:
+            raise ValueError(
+                "init_communicator: expected to be called before weights are sent, got none"
+            )
+        return self._transfer
 
-def _address(host: str) -> str:
-    """Return the host of a URL; what a server binds to reach it from everywhere is no host."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
+    def _send_named(self) -> None:
+        if self._named_is_new:
+            self._send()
+
+    def _send(self) -> None:
+        transfer, self._named_is_new = self._checked_transfer(), False
+        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
+        self.server.ask("POST", "/pause?mode=keep")
+        transfer.send(self.server, self._newest, frozenset(self._named))
+        self.server.wait(self.server.retrying()(self._reset))
+        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
+        self.server.ask("POST", "/resume")
+
+    def _newest(self) -> Iterator[tuple[str, Tensor]]:
+        named = dict(self._named)
+        for name, value in self._source() if self._source is not None else ():
+            kept, device = named.pop(name, (value, value.device))
+            yield name, kept.to(device)
+        for name, (kept, device) in named.items():
+            yield name, kept.to(device)
+
+    async def _reset(self) -> None:
+        await self.server.answer("POST", "/reset_encoder_cache")
+        answer = await self.server.answer("POST", "/reset_prefix_cache")
+        if not self.server.field(answer, "success"):
+            raise RetryableError(
+                f"{self.server.url}/reset_prefix_cache: failed, requests are running"
+            )

@@ -27,6 +27,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice
 _CONNECT_TIMEOUT = 10.0
 _CONNECTIONS = 64  # requests that run at the same time; others wait for them
 _SHOWN = 500  # characters of an answer in a message
+# what to do if no server answers, or one without a path
+_ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"
 # without that path; TRL's server had a slash behind it before it was vLLM's own
 _ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
 
@@ -44,19 +46,14 @@ class NoServerError(RetryableError, ConnectionError):
 
 
 class JsonServer:
-    """One server that speaks JSON. Requests run on the thread of all coroutines, where they can be
-    cut off.
-
-    Args:
-        url: of its root. User and password in it are sent as basic authentication.
-        api_key: sent as a bearer token; None: none is sent.
-        advice: what to do if no server answers, or one that does not have a path.
+    """One server that speaks JSON, at the root ``url``; user and password in it are sent as basic
+    authentication, ``api_key`` as a bearer token. Requests run on the thread of all coroutines,
+    where they can be cut off.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, advice: str = "") -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         root = url.rstrip("/")
         self.url = masked_urls(root)  # for messages
-        self._advice = advice
         if api_key and self.url != root:
             raise ValueError(
                 f"api_key: expected none with a user and a password in the URL, {self.url}: a "
@@ -88,18 +85,13 @@ class JsonServer:
         timeout: float = 60.0,
         stop: stop_base = A_FEW,
     ) -> Any:
-        """Return the answer of the first try that has one.
-
-        Args:
-            body: None: an empty object is posted, since the server asks for a content type that no
-                page in a browser may send elsewhere.
-            timeout: seconds that a try may take.
-            stop: when to give up what may work the next time.
+        """Return the answer of the first try that has one; each may take ``timeout`` seconds.
 
         Raises:
             NoServerError: there is no connection.
             ServerError: the server refuses, or what is its own fault does not go away.
         """
+        # it asks for a content type that no page in a browser may send elsewhere
         body = {} if body is None and method == "POST" else body
         return await self.retrying(stop)(self._once, method, path, body, timeout)
 
@@ -140,17 +132,15 @@ class JsonServer:
             )
         except httpx.ReadTimeout as error:
             raise RetryableError(f"{request}: no answer within {timeout:g} seconds") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise NoServerError(f"{request}: no connection ({_first_cause(error)})") from error
         except httpx.TransportError as error:
-            raise NoServerError(
-                f"{request}: the connection broke ({_first_cause(error)})"
-            ) from error
+            never = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            what = "no connection" if never else "the connection broke"
+            raise NoServerError(f"{request}: {what} ({_first_cause(error)})") from error
         except httpx.HTTPError as error:
             raise ServerError(f"{request}: {error}") from error
         if response.status_code != httpx.codes.OK:
             kind = RetryableError if response.is_server_error else ServerError
-            advice = self._advice if response.status_code in _ANOTHER_SERVER else ""
+            advice = _ADVICE if response.status_code in _ANOTHER_SERVER else ""
             shown = response.text[:_SHOWN]
             raise kind(f"{request}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content:
@@ -164,7 +154,7 @@ class JsonServer:
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
         error: Any = state.outcome and state.outcome.exception()
-        advice = self._advice if isinstance(error, NoServerError) else ""
+        advice = _ADVICE if isinstance(error, NoServerError) else ""
         count, seconds = state.attempt_number, state.seconds_since_start
         tries = f", {count} times in {seconds:.1f} seconds" if count > 1 else ""
         raise type(error)(f"{error}{tries}. {advice}".rstrip(". ")) from error

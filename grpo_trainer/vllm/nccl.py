@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,14 +21,19 @@ from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import WeightSource
 from grpo_trainer.vllm.http import ONCE, JsonServer
 
+# what vLLM's transfer asks of the server, each at the path of its name -> field of its argument
+_CALLS = {
+    "init_weight_transfer_engine": "init_info",
+    "start_weight_update": "",
+    "update_weights": "update_info",
+    "finish_weight_update": "weight_version",
+}
+
 
 class NCCLTransfer(VLLMWeightSource):
     """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
 
-    Args:
-        workers: processes that hold the server's model.
-        port: of this machine, where they meet.
-        timeout: seconds that one update may take.
+    They meet at ``port`` of this machine. One request may take ``timeout`` seconds.
     """
 
     def __init__(self, workers: int, port: int, timeout: float) -> None:
@@ -63,35 +70,14 @@ class NCCLTransfer(VLLMWeightSource):
             self._engine.shutdown()
 
     def _join(self, server: JsonServer) -> Any:
+        def call(name: str, *value: Any, **named: Any) -> None:
+            body = dict(zip((_CALLS[name],), value, strict=False)) | named
+            # the broadcast beside it is made once
+            server.ask("POST", f"/{name}", body, timeout=self._timeout, stop=ONCE)
+
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
         info = NCCLTrainerInitInfo(
             rank=0, master_address=address, master_port=self._port, world_size=self._workers + 1
         )
-        return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=_Calls(server, self._timeout), source=self
-        )
-
-
-class _Calls:
-    """What vLLM's transfer asks of the server meanwhile."""
-
-    def __init__(self, server: JsonServer, timeout: float) -> None:
-        self._server = server
-        self._timeout = timeout
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._post("/start_weight_update", {})
-
-    def update_weights(self, update_info: Any) -> None:
-        self._post("/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("/finish_weight_update", {"weight_version": weight_version})
-
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        self._server.ask(
-            "POST", path, body, timeout=self._timeout, stop=ONCE
-        )  # the broadcast beside it is made once
+        client = SimpleNamespace(**{name: partial(call, name) for name in _CALLS})
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self)

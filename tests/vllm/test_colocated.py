@@ -14,7 +14,7 @@ from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mi
 
 @pytest.fixture
 def make_engine(make_args, policy, tokenizer):
-    from grpo_trainer.vllm.colocate import ColocatedVLLM
+    from grpo_trainer.vllm.engines import ColocatedVLLM
 
     made = []
 

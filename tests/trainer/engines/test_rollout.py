@@ -9,8 +9,8 @@ import torch
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.engines import Completions, RolloutEngine, Sampling, register_rollout_engine
+from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
-from grpo_trainer.engines.sampling import vllm_params
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import BackgroundEngine
 

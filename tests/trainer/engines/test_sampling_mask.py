@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_trainer.engines import Completions, Sampling, TransformersEngine
-from grpo_trainer.engines.sampling import vllm_params
+from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.vllm import ServerError
 from tests.support.trainer import BackgroundEngine, mask_ids
 from tests.support.vllm_stub import choices

@@ -1,4 +1,4 @@
-"""vLLM inside the training process, on the same device: weights move by reference."""
+"""vLLM as an engine: in the training process, on the same device, or as a server."""
 
 from __future__ import annotations
 
@@ -9,30 +9,44 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
+from grpo_trainer.common import start
 from grpo_trainer.config import options
 from grpo_trainer.engines import (
     MAX_LOGPROBS,
+    BackgroundEngine,
     Completions,
     EngineContext,
     Images,
+    Pending,
     Sampling,
     TokenIds,
     WeightSource,
     vllm_params,
 )
 from grpo_trainer.policy import base_policy, loading_whole
-from grpo_trainer.vllm.requests import Request, requests_of, runs
+from grpo_trainer.vllm.client import VLLMClient
+from grpo_trainer.vllm.http import ServerError
+from grpo_trainer.vllm.requests import Request, joined, requests_of
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_WALK = "walk"  # the first process tells the others: gather the weights with me
 
 
 class ColocatedVLLM:
@@ -57,7 +71,8 @@ class ColocatedVLLM:
             raise ValueError(f"use_vllm: expected vllm to be installed: {error}") from error
         self._vllm = vllm
         self._accelerator = context.accelerator
-        self._group = _tensor_parallel_group(context)
+        self._group = _tensor_parallel_group(context)  # None: every process is alone
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         settings = _engine_settings(context) | options(
             "vllm_engine_kwargs", args.vllm_engine_kwargs
         )
@@ -83,31 +98,35 @@ class ColocatedVLLM:
         if self._sleeps:  # the weights have their memory again
             self._llm.wake_up(tags=["kv_cache"])
             self._sleeps = False
-        gathered = self._gather(requests_of(prompt_ids, images))
-        requests = runs([request for part in gathered for request in part])
+        parts: list[Any] = [requests_of(prompt_ids, images)]
+        if self._group is not None:  # together they run each request
+            own, parts = parts[0], [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(parts, own, group=self._group)
+        requests, mine = joined(parts, self._rank)
+        prompts = [
+            {"prompt_token_ids": one.short_ids}
+            | ({"multi_modal_data": {"image": list(one.images)}} if one.images else {})
+            for one, _ in requests
+        ]
         params = [self._params(sampling, count) for _, count in requests]
         with self._own_random_numbers():
-            outputs = self._llm.generate(
-                [_prompt(request) for request, _ in requests], params, use_tqdm=False
-            )
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
             self._llm.sleep(level=2)
             self._sleeps = True
         for (request, _), output in zip(requests, outputs, strict=True):
             request.check(output.prompt_token_ids)
-        samples = [sample for output in outputs for sample in output.outputs]
-        start = sum(len(part) for part in gathered[: self._rank_in_group])
-        mine = samples[start : start + len(prompt_ids)]
-        token_ids = [list(sample.token_ids) for sample in mine]
+        samples = [sample for output in outputs for sample in output.outputs][mine]
+        token_ids = [list(sample.token_ids) for sample in samples]
         logprobs = [
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
-            for sample, ids in zip(mine, token_ids, strict=True)
+            for sample, ids in zip(samples, token_ids, strict=True)
         ]
         if not sampling.sampling_mask_size:
             return Completions(token_ids, logprobs)
         mask = [
             [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
-            for sample in mine
+            for sample in samples
         ]
         return Completions(token_ids, logprobs, mask)
 
@@ -132,7 +151,7 @@ class ColocatedVLLM:
         the same tokens, and in no others.
         """
         seed = [int(torch.randint(2**31, ()))]
-        first = self._accelerator.process_index - self._rank_in_group
+        first = self._accelerator.process_index - self._rank
         if self._group is not None:
             dist.broadcast_object_list(seed, src=first, group=self._group)
         states = random.getstate(), np.random.get_state()
@@ -145,34 +164,14 @@ class ColocatedVLLM:
 
     def _params(self, sampling: Sampling, count: int) -> Any:
         params = vllm_params(sampling)
-        if sampling.structured_outputs_regex is not None:
-            structured = self._vllm.sampling_params.StructuredOutputsParams
-            params["structured_outputs"] = structured(regex=sampling.structured_outputs_regex)
+        structured = params.get("structured_outputs")
+        if isinstance(structured, dict):
+            kind = self._vllm.sampling_params.StructuredOutputsParams
+            params["structured_outputs"] = kind(**structured)
         try:
             return self._vllm.SamplingParams(n=count, detokenize=False, **params)
         except TypeError as error:  # a name that it does not have
             raise ValueError(f"generation_kwargs: {error}") from error
-
-    def _gather(self, prompts: list[Request]) -> list[list[Request]]:
-        """Return the prompts of all processes of the group: together they run each request."""
-        if self._group is None:
-            return [prompts]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, prompts, group=self._group)
-        return gathered
-
-    @property
-    def _rank_in_group(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
-
-
-def _prompt(request: Request) -> dict[str, Any]:
-    if not request.images:
-        return {"prompt_token_ids": request.ids}
-    return {
-        "prompt_token_ids": request.short_ids,
-        "multi_modal_data": {"image": list(request.images)},
-    }
 
 
 def _describe(context: EngineContext, folder: str) -> None:
@@ -220,5 +219,137 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
         )
     if size == 1:
         return None
-    ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
-    return dist.new_subgroups_by_enumeration(ranks)[0]
+    return dist.new_subgroups(size)[0]
+
+
+def on_first_process(
+    accelerator: Accelerator,
+    gathers: bool,
+    work: Callable[[WeightSource], Any],
+    weights: WeightSource = lambda: iter(()),
+) -> Any:
+    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
+    all of them, too.
+
+    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
+    """
+    if accelerator.num_processes == 1:
+        return work(weights)
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        walk: Iterator[tuple[str, Tensor]] = iter(())
+
+        def lead() -> Iterator[tuple[str, Tensor]]:
+            nonlocal walk
+            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            broadcast_object_list([_WALK, None])
+            walk = weights()
+            return walk
+
+        try:
+            outcome[0] = work(lead if gathers else weights)
+        except (ServerError, ValueError) as error:
+            outcome[1] = error
+        deque(walk, maxlen=0)
+        broadcast_object_list(outcome)
+    else:
+        broadcast_object_list(outcome)
+        while outcome[0] == _WALK:
+            deque(weights(), maxlen=0)
+            broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class VLLMServer(BackgroundEngine):
+    """Samples with a server that was started with ``grpo-train serve``.
+
+    Raises:
+        ConnectionError: no server answers in time.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._accelerator = context.accelerator
+        self.client: VLLMClient | None = None  # on the first process
+        self._running: Future[list[Any]] | None = None  # there, too
+        self._mine = slice(0)  # of its completions, those of this process
+        sharded = context.placement.sharded
+        self._on_first = partial(on_first_process, context.accelerator, sharded)
+        self._on_first(lambda _: self._connect(context))
+        atexit.register(self.close)
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Complete this process's prompts; those of all processes are sent together."""
+        try:
+            return self.start(prompt_ids, sampling, images).result()
+        finally:
+            self.cancel()  # where it was interrupted
+
+    def start(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Pending:
+        """Have the first process ask; only ``result`` talks to the others."""
+        params = vllm_params(sampling)
+        parts = gather_object([requests_of(prompt_ids, images)])
+        requests, self._mine = joined(parts, self._accelerator.process_index)
+        if self.client is not None:
+            # almost always one part: every prompt has as many completions
+            self._running = start(
+                [
+                    self._complete(self.client, [one for one, _ in part], params | {"n": n})
+                    for n, part in groupby(requests, key=lambda pair: pair[1])
+                ]
+            )
+        return self  # nothing else is asked of it meanwhile
+
+    def result(self) -> Completions:
+        """Return this process's share of what the first one has."""
+        answers = self._on_first(lambda _: self._running.result())  # type: ignore[union-attr]
+        self._running = None
+        token_ids, logprobs, mask = (
+            [row for answer in answers for row in answer.get(name, ())][self._mine]
+            for name in ("completion_ids", "logprobs", "sampling_mask")
+        )
+        return Completions(token_ids, logprobs, mask or None)
+
+    def update_weights(self, weights: WeightSource) -> None:
+        self._on_first(lambda source: self.client.update_weights(source), weights)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.cancel()
+        if self.client is not None:
+            self.client.close()
+
+    def cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        self._running = None
+
+    def _connect(self, context: EngineContext) -> None:
+        args = context.args
+        self.client = VLLMClient(
+            args.vllm_server_base_url,
+            args.vllm_server_host,
+            args.vllm_server_port,
+            args.vllm_group_port,
+            args.vllm_server_timeout,
+            request_timeout=args.vllm_request_timeout,
+            vocab_size=context.policy().config.get_text_config().vocab_size,
+        )
+        folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
+        device = context.accelerator.device
+        self.client.init_communicator(device, args.vllm_weight_transfer, folder)
+
+    async def _complete(
+        self, client: VLLMClient, requests: list[Request], params: dict[str, Any]
+    ) -> dict[str, list[Any]]:
+        """Return completions of each prompt, as the client does."""
+        ids = [request.short_ids for request in requests]
+        answer = await client.complete(ids, [list(one.images) for one in requests], params)
+        for request, as_read in zip(requests, answer["prompt_ids"], strict=True):
+            request.check(as_read)
+        return answer
