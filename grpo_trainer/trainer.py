@@ -61,6 +61,8 @@ from grpo_trainer.monitor import (
     value_metric,
 )
 from grpo_trainer.policy import (
+    Teacher,
+    TeacherSource,
     base_policy,
     check_images_run,
     check_placement,
@@ -75,8 +77,16 @@ from grpo_trainer.policy import (
     target_logprobs,
 )
 from grpo_trainer.report import ReportWriter
-from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, resolve_rewards, score
+from grpo_trainer.rewards import (
+    RewardLog,
+    RewardSource,
+    Tokenizers,
+    no_reward,
+    resolve_rewards,
+    score,
+)
 from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
+from grpo_trainer.vllm import VLLMClient
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -449,13 +459,18 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature
-        if old:
+        teaches = self._teacher is not None and self.args.distillation == "logprobs"
+        if old or teaches:
             with phase("old"):
                 policy = self._placement.runs(self.model)
                 batch.old_logprobs = target_logprobs(policy, batch, temperature)
         if self._reference is not None:
             with phase("ref"), self._reference.running(self.model) as reference:
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
+        if self._teacher is not None and teaches:
+            with phase("ref"):
+                apart = self._teacher.add_to_advantages(batch, self.model)
+            self._metrics[self.model.training].add(value_metric("teacher_kl", apart, apart.device))
         return batch
 
     # Checkpoints.

@@ -238,7 +238,7 @@ class GRPOFields:
     teacher: str | None = None
     distillation: Annotated[str, choice(("logprobs", *KINDS))] = "logprobs"
     distillation_coef: Positive = 1.0
-    distillation_beta: Annotated[float, number(0, 1, above=True)] = 0.5
+    distillation_beta: Tolerance = 0.5
 
     # the gradients of the LM head, as linear_policy_loss computes them
     backward_tolerance: Tolerance | None = None

@@ -9,7 +9,7 @@ states and head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import is_peft_model
@@ -27,8 +27,8 @@ from grpo_trainer.policy.load import base_policy, load_pretrained_model
 from grpo_trainer.policy.placement import Placement
 
 # token ids of whole sequences to the log-probability of each token after the first
-LogprobsFunction = Callable[[list[list[int]]], Sequence[Sequence[float]]]
-TeacherSource = PreTrainedModel | str | LogprobsFunction
+LogprobsFunction: TypeAlias = Callable[[list[list[int]]], Sequence[Sequence[float]]]
+TeacherSource: TypeAlias = PreTrainedModel | str | LogprobsFunction
 
 
 class Teacher:
@@ -103,7 +103,7 @@ class Teacher:
         if [len(each) for each in answers] != [n - 1 for n in lengths]:
             raise ValueError(
                 "teacher: expected a log-probability for each token but the first of "
-                f"{[n for n in lengths]} tokens, got {[len(each) for each in answers]}"
+                f"{lengths} tokens, got {[len(each) for each in answers]}"
             )
         found = torch.zeros(batch.target.shape, device=batch.target.device)
         for row, each in zip(found, answers, strict=True):

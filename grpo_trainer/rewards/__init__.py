@@ -6,6 +6,7 @@ from grpo_trainer.rewards.builtin import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    no_reward,
     reasoning_accuracy_reward,
     think_format_reward,
 )

@@ -252,3 +252,8 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
         think_format_reward,
     )
 }
+
+
+def no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Return zeros, for a policy that learns from its teacher alone."""
+    return [0.0] * len(completions)

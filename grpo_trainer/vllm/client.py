@@ -291,6 +291,30 @@ class VLLMClient:
         self._named.clear()
         self._named_is_new = False
 
+    def prompt_logprobs(self, sequences: Sequence[TokenIds]) -> list[list[float]]:
+        """Return the log-probability of each token but the first, given those before it.
+
+        At temperature 1, by whatever model the server has: it need not be the policy's.
+
+        Raises:
+            ServerError: the server fails, refuses or answers something else.
+        """
+        body = {"prompt": [list(ids) for ids in sequences], "max_tokens": 1, "prompt_logprobs": 0}
+        answer = self.server.ask("POST", "/v1/completions", body, timeout=self.request_timeout)
+        choices = sorted(self.server.field(answer, "choices"), key=lambda choice: choice["index"])
+        try:
+            return [
+                [found[str(id)]["logprob"] for id, found in zip(ids[1:], said[1:], strict=True)]
+                for ids, said in zip(
+                    sequences, [choice["prompt_logprobs"] for choice in choices], strict=True
+                )
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.server.url}/v1/completions: expected the log-probabilities of "
+                f"{len(sequences)} prompts: {error!r}; got {str(answer)[:500]}"
+            ) from error
+
     def close(self) -> None:
         """End the connection. The server goes on."""
         self.close_communicator()

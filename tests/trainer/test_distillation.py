@@ -1,0 +1,181 @@
+"""A teacher: by its log-probabilities as advantages, or over the whole vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import IGNORE_INDEX
+from grpo_kernels.hf import add_fused_head
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.policy import target_logprobs
+from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
+from tests.trainer.checkpoint.features import trainer
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+def policy(seed: int) -> Any:
+    model = make_policy(make_tokenizer(), seed=seed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model
+
+
+def made(folder: Path, **changes: Any) -> GRPOTrainer:
+    usual: dict[str, Any] = {"model": policy(0), "teacher": policy(1), "rollout_engine": CannedEngine()}
+    usual |= {"reward_funcs": lengths_reward, "max_steps": 2, "temperature": 0.8}
+    built = trainer(usual | changes, folder)
+    built.current_gradient_accumulation_steps = 1  # which train() sets
+    return built
+
+
+def logp_of(model: Any, batch: Any, temperature: float) -> Tensor:
+    """Return (B, L, V) log-probabilities in fp64."""
+    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+    return (output.logits.double() / temperature).log_softmax(-1)
+
+
+def batch_of(trained: GRPOTrainer) -> Any:
+    return trained._generation_batch()[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergence_is_added_to_the_loss(tmp_path: Path, kind: str) -> None:
+    settings = {"distillation": kind, "distillation_coef": 0.7, "distillation_beta": 0.3}
+    trained = made(tmp_path / "a", **settings)
+    plain = made(tmp_path / "b", teacher=None)
+    batch, losses, gradients = batch_of(trained), [], []
+    for each in (trained, plain):
+        each.model.zero_grad()
+        loss = each.compute_loss(each.model, batch)
+        loss.backward()
+        losses.append(loss.detach().double())
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in each.model.parameters()]))
+    expected = policy(0).double()
+    log_s, in_loss = logp_of(expected, batch, 0.8), batch.target != IGNORE_INDEX
+    log_t = logp_of(policy(1), batch, 0.8).detach()
+    if kind == "forward_kl":
+        each = log_t.exp() * (log_t - log_s)
+    elif kind == "reverse_kl":
+        each = log_s.exp() * (log_s - log_t)
+    else:
+        middle = (0.7 * log_s.exp() + 0.3 * log_t.exp()).log()
+        each = 0.3 * log_t.exp() * (log_t - middle) + 0.7 * log_s.exp() * (log_s - middle)
+    divergence = 0.7 * each.sum(-1)[in_loss].sum() / batch.num_items
+    divergence.backward()
+    torch.testing.assert_close(losses[0] - losses[1], divergence.detach(), rtol=1e-4, atol=1e-5)
+    exact = torch.cat([p.grad.reshape(-1) for p in expected.parameters()])
+    difference = (gradients[0] - gradients[1]).double()
+    assert (difference - exact).norm() < 1e-3 * exact.norm()
+
+
+def test_log_probabilities_are_added_to_advantages(tmp_path: Path) -> None:
+    trained = made(tmp_path / "a", distillation_coef=0.5)
+    plain = batch_of(made(tmp_path / "b", teacher=None))
+    batch = batch_of(trained)
+    assert torch.equal(batch.input_ids, plain.input_ids)
+    gain = [
+        logp_of(model, batch, 0.8).gather(-1, batch.target.clamp(min=0)[..., None])[..., 0]
+        for model in (policy(1), policy(0))
+    ]
+    in_loss = batch.target != IGNORE_INDEX
+    expected = plain.advantages[:, None] + 0.5 * (gain[0] - gain[1]).where(in_loss, 0.0)
+    torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-4, atol=1e-4)
+    assert batch.old_logprobs is not None
+
+
+@pytest.mark.parametrize("kind", ("logprobs", "reverse_kl"))
+def test_a_policy_learns_from_its_teacher_alone(tmp_path: Path, kind: str) -> None:
+    trained = made(
+        tmp_path, reward_funcs=None, distillation=kind, max_steps=25, learning_rate=3e-3,
+        temperature=1.0, rollout_engine=None, per_device_train_batch_size=16, save_strategy="no",
+    )  # fmt: skip
+    teacher = trained._teacher
+    assert teacher is not None
+    before = parameters(teacher._reference.model)
+    trained.train()
+    kls = [row["teacher_kl"] for row in trained.state.log_history if "teacher_kl" in row]
+    assert sum(kls[-5:]) < 0.8 * sum(kls[:5]), kls
+    assert torch.equal(parameters(teacher._reference.model), before)
+
+
+def test_an_adapter_of_the_policy_teaches(tmp_path: Path) -> None:
+    """As the same weights in a model of their own do."""
+    lora = {"r": 2, "target_modules": ["q_proj", "lm_head"], "task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)
+    model = adapted(policy(0), **lora)
+    model.add_adapter("teacher", model.peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".teacher." in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    for kind in ("logprobs", "jsd"):
+        trained = made(tmp_path / kind, model=model, teacher="teacher", distillation=kind)
+        batch = batch_of(trained)
+        loss = trained.compute_loss(trained.model, batch)
+        assert trained.model.active_adapters == ["default"]
+        model.set_adapter("teacher")
+        add_fused_head(model.get_base_model())
+        alone = target_logprobs(model, batch, 0.8)
+        model.set_adapter("default")
+        found = trained._teacher._logprobs(batch, trained.model)
+        assert torch.equal(found, alone) and loss.isfinite()
+
+
+def test_a_function_teaches(tmp_path: Path) -> None:
+    """Such as a server's client."""
+    asked: list[list[int]] = []
+
+    def logprobs(sequences: list[list[int]]) -> list[list[float]]:
+        asked.extend(sequences)
+        return [[-0.5 * i for i in range(1, len(ids))] for ids in sequences]
+
+    trained = made(tmp_path, teacher=logprobs, temperature=1.0)
+    batch = batch_of(trained)
+    found = trained._teacher._logprobs(batch, trained.model)
+    length = int(batch.attention_mask[0].sum())
+    assert batch.input_ids[0, :length].tolist() in asked
+    assert found[0, : length - 1].tolist() == [-0.5 * i for i in range(1, length)]
+    trained._teacher._function = lambda sequences: [[0.0]] * len(sequences)
+    with pytest.raises(ValueError, match="teacher: expected a log-probability for each token but"):
+        trained._teacher._logprobs(batch, trained.model)
+
+
+def test_a_teacher_by_its_folder_and_in_evaluation(tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    policy(1).save_pretrained(folder)
+    for kind in ("logprobs", "forward_kl"):
+        trained = made(tmp_path / kind, teacher=None, distillation=kind)
+        loss = trained.evaluate()["eval_loss"]
+        trained = made(tmp_path / f"{kind}2", teacher=str(folder), distillation=kind)
+        found = trained.evaluate()
+        assert found["eval_teacher_kl"] != 0 and found["eval_loss"] != loss
+
+
+def lora_function(sequences: list[list[int]]) -> list[list[float]]:
+    return [[0.0] * (len(ids) - 1) for ids in sequences]
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("teacher: model 'nowhere' cannot be loaded", {"teacher": "nowhere"}),
+        ("distillation: expected one of forward_kl, jsd, logprobs", {"distillation": "kl"}),
+        ("distillation_coef: expected a number > 0", {"distillation_coef": 0}),
+        ("distillation_beta: expected a number in ", {"distillation_beta": 1.0}),
+        (
+            "distillation: expected 'logprobs' with a teacher that gives log-probabilities alone",
+            {"teacher": lora_function, "distillation": "jsd"},
+        ),
+        ("temperature: expected 1.0, which is that of such", {"teacher": lora_function}),
+    ],
+)
+def test_wrong_teachers(tmp_path: Path, message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(tmp_path, **changes)
