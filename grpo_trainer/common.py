@@ -1,14 +1,32 @@
-"""Texts that may be shown: plain, short, without secrets; names of things."""
+"""Small things that any room may use: texts that may be shown, imports by path, work beside.
+
+It imports no room, and nothing heavy: a server imports it beside the guard.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import functools
+import importlib
 import ipaddress
+import logging
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+import threading
+import traceback
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Texts that may be shown.
 
 # control characters but newline and tab, what turns the direction of writing around, half pairs
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -18,8 +36,6 @@ def plain(value: Any) -> Any:
     """Return ``value`` as None, numbers, text, lists and dictionaries, or else its text."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, str):
-        return encodable(value)
     if isinstance(value, Mapping):
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -87,8 +103,6 @@ def no_such_option(word: str, known: Collection[str]) -> str:
 
 _NAMES = r"(token|password|passwd|secret|api[_-]?key|access[_-]?key|authorization)"
 _SECRET = re.compile(_NAMES + "$", re.IGNORECASE)
-_MENTIONED = re.compile(_NAMES, re.IGNORECASE)
-_USER = re.compile(r"(?<=://)[^/?#\s]*@")  # and password, in a URL
 
 
 def masked(value: Any, name: str = "", named: bool = True) -> Any:
@@ -112,7 +126,7 @@ def masked(value: Any, name: str = "", named: bool = True) -> Any:
 
 def masked_urls(text: str) -> str:
     """Return ``text`` with its URLs without user and password."""
-    return _USER.sub("***@", text)
+    return re.sub(r"(?<=://)[^/?#\s]*@", "***@", text)
 
 
 def masked_url(url: str) -> str:
@@ -122,7 +136,7 @@ def masked_url(url: str) -> str:
 
 def masked_text(text: str) -> str:
     """Return settings that could not be read, cut off where they begin to name a secret."""
-    found = _MENTIONED.search(text)
+    found = re.search(_NAMES, text, re.IGNORECASE)
     return masked_urls(text if found is None else f"{text[: found.end()]}...")
 
 
@@ -134,9 +148,118 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+# Modules of the user's, and the functions in them that an import path names.
+
+
+def load_module(name: str, argument: str) -> ModuleType:
+    """Import the module ``name``.
+
+    Raises:
+        ValueError: it cannot be imported, whatever its own code raises. The message begins with
+            ``argument``.
+    """
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # it runs the user's code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        file = Path(frame.filename)  # none in the import machinery, as for a missing module
+        where = f" ({file.name}, line {frame.lineno})" if file.is_file() else ""
+        raise ValueError(
+            f"{argument}: module {name!r} cannot be imported: {type(error).__name__}: "
+            f"{error}{where}"
+        ) from error
+
+
+def load_function(path: str, argument: str) -> Callable[..., Any]:
+    """Import what ``package.module.function`` names.
+
+    Raises:
+        ValueError: that is no such path, or leads to nothing that can be called. The message begins
+            with ``argument``.
+    """
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or path.startswith("."):
+        raise ValueError(f"{argument}: expected package.module.function, got {path!r}")
+    module = load_module(module_name, argument)
+    if not hasattr(module, attribute):
+        meant = hint(attribute, list(vars(module)))
+        raise ValueError(f"{argument}: module {module_name!r} has no {attribute!r}{meant}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(
+            f"{argument}: expected {path!r} to be callable, got {type(function).__name__}"
+        )
+    return function
+
+
+# Files that are whole, work that may fail, and work beside the main thread.
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Yield where to write what then takes the place of ``path``, at once."""
     aside = path.with_name(f"incomplete-{path.name}")
     yield aside
     aside.replace(path)
+
+
+_warned: set[tuple[str, type]] = set()
+
+
+@contextmanager
+def unfailing(what: str) -> Iterator[None]:
+    """Go on after any error inside, with one warning for each kind of them.
+
+    Nothing inside may wait for other processes: one that fails would not come.
+
+    Args:
+        what: what is missing then, with the folder of the run.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = (what, type(error))
+        if kind not in _warned:
+            _warned.add(kind)
+            logger.warning("%s: the run goes on without: %s: %s", what, kind[1].__name__, error)
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Call ``work`` at once, on a thread of its own."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # raised again where the result is asked for
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
+    """Run them together. The first failure, or cancelling the future, cancels all."""
+    if not coroutines:
+        nothing: Future[list[Any]] = Future()
+        nothing.set_result([])
+        return nothing
+    return asyncio.run_coroutine_threadsafe(together(coroutines), _loop(os.getpid()))
+
+
+async def together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run them at the same time. The first failure cancels all."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@functools.cache
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of process ``pid``: a fork inherits it, but not the thread that runs it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    return loop
