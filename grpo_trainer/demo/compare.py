@@ -1,4 +1,4 @@
-"""One loss and its gradients at a head of real size: ours beside full logits, TRL's and Liger's.
+"""Losses and gradients at a head: ours beside full logits, TRL's and Liger's, and beside fp64.
 
 ``python -m grpo_trainer.demo.compare NAME`` prints the peak bytes of one of them.
 """
@@ -10,8 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.losses import policy_loss
 from grpo_kernels.testing import relative_error
 from grpo_kernels.tools import installed_version
+from grpo_trainer.demo.task import digits_reversal_reward
 
 # T tokens, width D, V vocabulary entries
 TOKENS, WIDTH, VOCABULARY = 512, 64, 32768
@@ -30,17 +30,21 @@ SEQUENCES = 4
 ROUNDS = 3
 CONFIG = LossConfig()  # dapo without a reference
 EXACT = "reference"  # the backend that forms all logits, here in fp64
+GROUP = 16  # completions of a prompt
 _TOLERANCE = 1e-3  # of loss and gradients, relative
 
 # ((B, L, D) hidden states, (V, D) weight, the batch) -> () loss
-Loss = Callable[[Tensor, Tensor, TokenBatch], Tensor]
+Loss = Callable[..., Tensor]
 
 
-def fused(config: LossConfig, backend: str = "auto") -> Loss:
-    """Return ours."""
-    return lambda hidden, weight, batch: (
-        linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
-    )
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    config: LossConfig = CONFIG,
+    backend: str = "auto",
+) -> Tensor:
+    return linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
 
 
 def _eager(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
@@ -74,7 +78,7 @@ def _liger(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
 
 _OTHERS = ("trl", "liger-kernel")  # by their distributions
 HEADS: dict[str, Loss] = {
-    "grpo-kernels": fused(CONFIG),
+    "grpo-kernels": _fused,
     "full logits": _eager,
     "trl": _trl,
     "liger-kernel": _liger,
@@ -97,11 +101,11 @@ def compare() -> list[dict[str, Any]]:
         RuntimeError: a loss or its gradients are wrong.
     """
     names = installed_heads()
-    hidden, weight, batch = large_head()
-    exact = loss_and_gradients(fused(CONFIG, EXACT), hidden.double(), weight.double(), batch)
+    hidden, weight, batch = _large_head()
+    exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, CONFIG, EXACT)
     errors = {}
     for name in names:  # which also warms up
-        found = loss_and_gradients(HEADS[name], hidden, weight, batch)
+        found = _loss_and_gradients(HEADS[name], hidden, weight, batch)
         differences = list(map(relative_error, found, exact))
         if max(differences) > _TOLERANCE:
             raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
@@ -110,7 +114,7 @@ def compare() -> list[dict[str, Any]]:
     for _ in range(ROUNDS):
         for name in names:
             start = time.perf_counter()
-            loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
+            _loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
             seconds[name].append(time.perf_counter() - start)
     peaks = peak_bytes(names)
     return [
@@ -126,29 +130,69 @@ def compare() -> list[dict[str, Any]]:
 
 def peak_bytes(names: list[str]) -> dict[str, int]:
     """Return the peak memory of loss and gradients, of each in a process of its own."""
-
-    def measured(name: str) -> int:
-        command = [sys.executable, "-m", "grpo_trainer.demo.compare", name]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name}: its memory could not be measured: {done.stderr}")
-        return int(done.stdout.split()[-1])
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(measured, names), strict=True))
+    command = [sys.executable, "-m", "grpo_trainer.demo.compare"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {name: subprocess.Popen([*command, name], **pipes) for name in names}
+    said = {name: process.communicate() for name, process in running.items()}
+    for name, process in running.items():
+        if process.returncode:
+            raise RuntimeError(f"{name}: its memory could not be measured: {said[name][1]}")
+    return {name: int(output.split()[-1]) for name, (output, _) in said.items()}
 
 
-def loss_and_gradients(
-    loss_of: Loss, hidden: Tensor, weight: Tensor, batch: TokenBatch
+def rollout_difference(
+    folder: Path, dataset: Iterable[dict[str, Any]], config: LossConfig
+) -> tuple[float, float]:
+    """Compare ours with eager fp64, on a rollout of the policy in ``folder`` and its rewards.
+
+    Returns:
+        The difference of the losses, and the largest one over the largest gradient, of hidden
+        states and weight.
+    """
+    # not where memory is measured
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    rows = [row for row in dataset for _ in range(GROUP)]
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt").input_ids
+    start = prompts.shape[1]  # they have one length
+    with torch.no_grad():
+        sampled = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=config.max_completion_length,
+            do_sample=True,
+            top_k=0,
+        )
+        hidden = model.model(sampled).last_hidden_state[:, start - 1 : -1]
+    completions = sampled[:, start:]
+    ends = (completions == tokenizer.eos_token_id).long()
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = torch.tensor(digits_reversal_reward(texts, [row["answer"] for row in rows]))
+    grouped = rewards.view(-1, GROUP)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    advantages = centred / (grouped.std(1, keepdim=True) + 1e-4)
+    until_end = ends.cumsum(1) == ends  # before the first end, and that
+    batch = TokenBatch.from_padded(completions, advantages.flatten(), until_end)
+    weight = model.lm_head.weight
+    ours = _loss_and_gradients(_fused, hidden, weight, batch, config)
+    exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, config, EXACT)
+    gradient = max(map(relative_error, ours[1:], exact[1:]))
+    return float((ours[0].double() - exact[0]).abs()), gradient
+
+
+def _loss_and_gradients(
+    loss_of: Loss, hidden: Tensor, weight: Tensor, batch: TokenBatch, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the () loss, and the gradients of the hidden states and the weight."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = loss_of(hidden, weight, batch)
+    loss = loss_of(hidden, weight, batch, *options)
     dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
     return loss.detach(), dhidden, dweight
 
 
-def large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
+def _large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
     """Return random (B, L, D) hidden states, a (V, D) weight and the batch of B sequences."""
     shape = (SEQUENCES, (tokens or TOKENS) // SEQUENCES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,24 +208,20 @@ def large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
 def _measure(name: str) -> int:
     """Return bytes above what was held before: the allocator's on a GPU, resident ones on a CPU."""
     torch.set_num_threads(1)
-    loss_and_gradients(HEADS[name], *large_head(tokens=8))  # loads libraries
-    inputs = large_head()
+    _loss_and_gradients(HEADS[name], *_large_head(tokens=8))  # loads libraries
+    inputs = _large_head()
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        loss_and_gradients(HEADS[name], *inputs)
+        _loss_and_gradients(HEADS[name], *inputs)
         return torch.cuda.max_memory_allocated() - before
     before = psutil.Process().memory_info().rss
-    loss_and_gradients(HEADS[name], *inputs)
-    return _peak_resident_bytes() - before
-
-
-def _peak_resident_bytes() -> int:
+    _loss_and_gradients(HEADS[name], *inputs)
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would report the parent's peak if that is higher
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        return int(lines["VmHWM"].split()[0]) * 1024 - before
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # bytes on macOS
 
 
 if __name__ == "__main__":
