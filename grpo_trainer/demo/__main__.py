@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 
 from grpo_kernels import LossConfig
 from grpo_kernels.tools import OneLineParser, count
 from grpo_trainer import cli
-from grpo_trainer.data import load_prompts
 from grpo_trainer.demo import compare
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import DIGITS, write_dataset
@@ -21,6 +21,7 @@ from grpo_trainer.monitor import History, RunRecord, load_run
 from grpo_trainer.report import REPORT_NAME, Curves, curves_of, prompt_samples
 
 STEPS = 200
+_COMPARED = 512  # completions with which the loss is compared
 CONFIG = Path(__file__).with_name("run.yaml")
 
 _VLLM = {
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     } | ROLLOUTS[options.rollout]
     cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     record = load_run(trained)
-    summary = _summary(record, out, eval_file) | {"seconds": time.perf_counter() - start}
+    summary = _summary(record, out / "model") | {"seconds": time.perf_counter() - start}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _write_rows(out / "metrics.csv", [row for row in record.history if "reward" in row])
     _plot_curves(out / "curves.png", curves_of(record.history))
@@ -88,13 +89,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"open the report of the run in a browser: {trained / REPORT_NAME}")
 
 
-def _summary(record: RunRecord, out: Path, eval_file: Path) -> dict[str, Any]:
+def _summary(record: RunRecord, model: Path) -> dict[str, Any]:
     curves = curves_of(record.history)
     rewards, evaluations = (list(curves[name].values()) for name in ("reward", "eval_reward"))
     settings = {name: record.settings[name] for name in ("entropy_coef", "max_completion_length")}
-    # the first policy's rollout: the last one's rewards are all alike, so its advantages are 0
-    prompts = load_prompts(str(eval_file)).select(range(32))
-    differences = compare.rollout_difference(out / "model", prompts, LossConfig(**settings))
+    # the first rollout: the last one's rewards are all alike, so its advantages are 0
+    files = sorted((record.folder / "completions").glob("completions_*.parquet"))
+    rows = parquet.read_table(files[0]).to_pylist()[:_COMPARED]
+    differences = compare.rollout_difference(model, rows, LossConfig(**settings))
     prompt, samples = next(iter(prompt_samples(record.folder).items()))
     first, last = samples[min(samples)], samples[max(samples)]  # best first
     return {

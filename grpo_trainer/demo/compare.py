@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.losses import policy_loss
 from grpo_kernels.testing import relative_error
 from grpo_kernels.tools import installed_version
-from grpo_trainer.demo.task import digits_reversal_reward
 
 # T tokens, width D, V vocabulary entries
 TOKENS, WIDTH, VOCABULARY = 512, 64, 32768
@@ -30,7 +29,6 @@ SEQUENCES = 4
 ROUNDS = 3
 CONFIG = LossConfig()  # dapo without a reference
 EXACT = "reference"  # the backend that forms all logits, here in fp64
-GROUP = 16  # completions of a prompt
 _TOLERANCE = 1e-3  # of loss and gradients, relative
 
 # ((B, L, D) hidden states, (V, D) weight, the batch) -> () loss
@@ -141,9 +139,14 @@ def peak_bytes(names: list[str]) -> dict[str, int]:
 
 
 def rollout_difference(
-    folder: Path, dataset: Iterable[dict[str, Any]], config: LossConfig
+    folder: Path, rows: list[dict[str, Any]], config: LossConfig
 ) -> tuple[float, float]:
-    """Compare ours with eager fp64, on a rollout of the policy in ``folder`` and its rewards.
+    """Compare ours with eager fp64, at the head of the policy in ``folder``.
+
+    Args:
+        folder: of the policy and its tokenizer.
+        rows: of the table of completions, with prompts of one length.
+        config: the loss.
 
     Returns:
         The difference of the losses, and the largest one over the largest gradient, of hidden
@@ -152,29 +155,17 @@ def rollout_difference(
     # not where memory is measured
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    rows = [row for row in dataset for _ in range(GROUP)]
-    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt").input_ids
-    start = prompts.shape[1]  # they have one length
+    ends = ["" if row["truncated"] else tokenizer.eos_token for row in rows]
+    texts = [row["prompt"] + row["completion"] + end for row, end in zip(rows, ends, strict=True)]
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    start = len(tokenizer(rows[0]["prompt"]).input_ids)
     with torch.no_grad():
-        sampled = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=config.max_completion_length,
-            do_sample=True,
-            top_k=0,
-        )
-        hidden = model.model(sampled).last_hidden_state[:, start - 1 : -1]
-    completions = sampled[:, start:]
-    ends = (completions == tokenizer.eos_token_id).long()
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    rewards = torch.tensor(digits_reversal_reward(texts, [row["answer"] for row in rows]))
-    grouped = rewards.view(-1, GROUP)
-    centred = grouped - grouped.mean(1, keepdim=True)
-    advantages = centred / (grouped.std(1, keepdim=True) + 1e-4)
-    until_end = ends.cumsum(1) == ends  # before the first end, and that
-    batch = TokenBatch.from_padded(completions, advantages.flatten(), until_end)
+        hidden = model.model(**tokens).last_hidden_state[:, start - 1 : -1]
+    advantages = torch.tensor([row["advantage"] for row in rows])
+    ids, mask = tokens.input_ids[:, start:], tokens.attention_mask[:, start:]
+    batch = TokenBatch.from_padded(ids, advantages, mask)
     weight = model.lm_head.weight
     ours = _loss_and_gradients(_fused, hidden, weight, batch, config)
     exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, config, EXACT)
