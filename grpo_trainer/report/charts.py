@@ -1,6 +1,6 @@
 """A run's log as curves and their charts, and known signs in them that it is unwell.
 
-Charts are as plotly.js draws them. Colours are numbers here; the page knows them, light and dark.
+A chart is what the page's code draws; that knows how everything looks, light and dark.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _BINS = 24  # of the histograms
 
 Curve = dict[int, float | None]  # by optimizer step; None where a value is not finite
 Curves = dict[str, Curve]  # by the names of metrics
-Trace = dict[str, Any]
-Figure = dict[str, Any]  # "data": its traces, "log": whether the axis is logarithmic
+Figure = dict[str, Any]
 Card = tuple[str, str, Figure]  # with its title and a note
 
 
@@ -166,43 +165,46 @@ def _constants(chart: Chart, runs: Iterable[Curves]) -> dict[str, float] | None:
 
 def _figure(chart: Chart, runs: Mapping[str, Curves]) -> Figure:
     """Return the chart for one run, or the first line of several runs over one another."""
-    look: Trace = {"smooth": not chart.exact}
-    before, after, options = [], [], {}
+    band: list[Curve] = []
+    dots: dict[str, Curve] = {}
     if len(runs) > 1:
         firsts = {run: chart.total or chart.first(curves) or "" for run, curves in runs.items()}
-        lines = {run: curves.get(firsts[run]) for run, curves in runs.items()}
+        lines = {run: curves.get(firsts[run], {}) for run, curves in runs.items()}
     else:
         [curves] = runs.values()
         lines = {label: curves[name] for name, label in chart.lines.items() if name in curves}
-        before, after = _band(chart, curves), _dots(chart, curves) if chart.held_out else []
-        if chart.total:
-            look, options = {"area": True}, {"stackgroup": "one"}
-    traces = [
-        _trace(curve, name, showlegend=len(lines) > 1, meta={"color": color} | look, **options)
-        for color, (name, curve) in enumerate(lines.items())
-        if curve is not None
-    ]
-    return {"data": [*before, *traces, *after], "log": chart.log}
+        band = _band(chart, curves)
+        if chart.held_out:
+            metric = next(iter(chart.lines))
+            names = {prefix: f"{prefix}_{metric}" for prefix in _evaluations(curves)}
+            dots = {prefix: curves[name] for prefix, name in names.items() if name in curves}
+    return {
+        "band": [_points("", curve) for curve in band],
+        "lines": [_points(name, curve) for name, curve in lines.items()],
+        "dots": [_points(prefix, curve) for prefix, curve in dots.items()],
+        "stacked": chart.total is not None and len(runs) == 1,
+        "smooth": not chart.exact,
+        "log": chart.log,
+    }
 
 
-def _band(chart: Chart, curves: Curves) -> list[Trace]:
-    edges = [curves[name] for name in chart.band if name in curves]
+def _points(name: str, curve: Curve) -> tuple[str, list[int], list[float | None]]:
+    return html.escape(name, quote=False), list(curve), list(curve.values())  # plotly reads tags
+
+
+def _band(chart: Chart, curves: Curves) -> list[Curve]:
+    """Return what is below and above the first line, if anything is."""
     if chart.spread in curves:
         middle, spread = curves[next(iter(chart.lines))], curves[chart.spread]
-        both = [
-            (step, value, spread[step] or 0.0)
-            for step, value in middle.items()
-            if value is not None and step in spread
+        both = {
+            step: (value, spread[step] or 0.0) for step, value in middle.items() if step in spread
+        }
+        return [
+            {step: value + sign * wide for step, (value, wide) in both.items() if value is not None}
+            for sign in (-1, 1)
         ]
-        edges = [{step: value + sign * wide for step, value, wide in both} for sign in (-1, 1)]
-    if len(edges) < 2:
-        return []
-    hidden: Trace = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    low, high = edges
-    return [
-        _trace(low, meta={"color": 0}, **hidden),
-        _trace(high, meta={"color": 0, "band": True}, fill="tonexty", **hidden),
-    ]
+    edges = [curves[name] for name in chart.band if name in curves]
+    return edges if len(edges) == 2 else []
 
 
 def _evaluations(curves: Curves) -> list[str]:
@@ -214,41 +216,11 @@ def _evaluations(curves: Curves) -> list[str]:
     ]
 
 
-def _dots(chart: Chart, curves: Curves) -> list[Trace]:
-    """Return the first line's metric on held-out prompts."""
-    metric = next(iter(chart.lines))
-    present = [prefix for prefix in _evaluations(curves) if f"{prefix}_{metric}" in curves]
-    dots = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}}
-    return [
-        _trace(curves[f"{prefix}_{metric}"], prefix, meta={"color": color}, **dots)
-        for color, prefix in enumerate(present, 1)
-    ]
-
-
-def _trace(curve: Curve, name: str = "", **options: Any) -> Trace:
-    drawn = {
-        "x": list(curve),
-        "y": list(curve.values()),
-        "name": html.escape(name, quote=False),  # plotly reads tags in it
-        "mode": "lines" if len(curve) > 1 else "markers",
-        "line": {"width": 2},
-    }
-    return drawn | options
-
-
 def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure | None:
     """Draw how the rewards of each step are distributed: a column each, darker where more are."""
     if not rewards:
         return None
     edges = numpy.histogram_bin_edges(numpy.concatenate([*rewards.values()]), _BINS)
     columns = [numpy.histogram(values, edges)[0] / len(values) for values in rewards.values()]
-    heat = {
-        "type": "heatmap",
-        "x": list(rewards),
-        "y": ((edges[:-1] + edges[1:]) / 2).tolist(),
-        "z": numpy.transpose(columns).tolist(),
-        "hovertemplate": "step %{x}<br>reward %{y:.3g}<br>%{z:.0%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10},
-        "meta": {"heat": True},
-    }
-    return {"data": [heat], "log": False}
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {"heat": {"x": list(rewards), "y": middles, "z": numpy.transpose(columns).tolist()}}
