@@ -21,26 +21,23 @@ from grpo_trainer.monitor import History, RunRecord, load_run
 from grpo_trainer.report import REPORT_NAME, Curves, curves_of, prompt_samples
 
 STEPS = 200
-_COMPARED = 512  # completions with which the loss is compared
 CONFIG = Path(__file__).with_name("run.yaml")
 
+# what a run with vLLM adds
 _VLLM = {
-    "enforce_eager": True,
-    "max_num_seqs": 512,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 256 << 20,
+    "use_vllm": True,
+    "vllm_gpu_memory_utilization": 0.1,
+    "vllm_engine_kwargs": json.dumps(
+        {
+            "enforce_eager": True,
+            "max_num_seqs": 512,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 256 << 20,
+        }
+    ),
 }
-# engine -> arguments of a run
-ROLLOUTS: dict[str, dict[str, Any]] = {
-    "transformers": {},
-    "vllm": {
-        "use_vllm": True,
-        "vllm_gpu_memory_utilization": 0.1,
-        "vllm_engine_kwargs": json.dumps(_VLLM),
-    },
-}
-HEADS = {"transformers": 4, "vllm": 2}  # on a CPU, vLLM's have a multiple of 32 channels
-PANELS = {
+_COMPARED = 512  # completions with which the loss is compared
+_PANELS = {
     "mean reward": "reward",
     "entropy (nats)": "entropy",
     "completion length (tokens)": "completions/mean_length",
@@ -52,9 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
     parser.add_argument("--steps", type=count, default=STEPS, help="Optimizer steps.")
     parser.add_argument("--seed", type=int, default=0, help="Of weights, data split and sampling.")
-    parser.add_argument(
-        "--rollout", choices=tuple(ROLLOUTS), default="transformers", help="Engine."
-    )
+    engines = ("transformers", "vllm")
+    parser.add_argument("--rollout", choices=engines, default="transformers", help="Engine.")
     options = parser.parse_args(argv)
     start = time.perf_counter()
     # the policy is too small to share: more threads would mostly wait for one another
@@ -62,7 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     out, steps, trained = options.out, options.steps, options.out / "trained"
     out.mkdir(parents=True, exist_ok=True)
     train_file, eval_file = write_dataset(out, options.seed)
-    write_policy(out / "model", options.seed, HEADS[options.rollout])
+    with_vllm = options.rollout == "vllm"
+    # on a CPU, vLLM's heads have a multiple of 32 channels
+    write_policy(out / "model", options.seed, heads=2 if with_vllm else 4)
     run = {
         "config": CONFIG,
         "model_name_or_path": out / "model",
@@ -75,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         "logging_steps": min(5, steps),
         "eval_steps": steps,
         "seed": options.seed,
-    } | ROLLOUTS[options.rollout]
+    } | (_VLLM if with_vllm else {})
     cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     record = load_run(trained)
     summary = _summary(record, out / "model") | {"seconds": time.perf_counter() - start}
@@ -130,8 +128,8 @@ def _plot_curves(path: Path, curves: Curves) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(PANELS))
-    for axis, (title, name) in zip(axes, PANELS.items(), strict=True):
+    axes = figure.subplots(1, len(_PANELS))
+    for axis, (title, name) in zip(axes, _PANELS.items(), strict=True):
         axis.plot(*zip(*curves[name].items(), strict=True), label="training")
         held_out = curves[f"eval_{name}"]
         axis.plot(*zip(*held_out.items(), strict=True), "o", label="held-out prompts")

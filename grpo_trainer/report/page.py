@@ -58,8 +58,8 @@ def render(runs: Sequence[RunRecord]) -> str:
     )
     templates.filters["number"] = _number
     return templates.get_template("page.html").render(
+        runs=runs,
         names=names,
-        recipe=runs[0].recipe,
         heads=[
             (run.name, _tiles(run, curves[run.name]), findings(curves[run.name], best[run.name]))
             for run in runs
@@ -67,7 +67,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections=cards_of(curves),
         histogram=histogram_figure(rewards[names[0]]),
         samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
-        tables={title: _rows(facts) for title, facts in _facts(runs).items()},
+        rows_of=_rows,
         plotly=plotly,
     )
 
@@ -85,24 +85,6 @@ def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
     steps = max(row.get("step", 0) for row in run.history)
     values = {label: finite(curves, metric) for label, metric in tiles.items()}
     return {"steps": [steps]} | {label: each for label, each in values.items() if each}
-
-
-def _facts(runs: Sequence[RunRecord]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return what each run is made of, by the titles of the tables."""
-    if len(runs) > 1:
-        return {
-            "Settings that differ": [run.settings for run in runs],
-            "Recipes that differ": [run.recipe for run in runs],
-            "Environments that differ": [run.environment for run in runs],
-        }
-    [run] = runs
-    changed = {name: run.settings[name] for name in run.changed if name in run.settings}
-    return {
-        "Recipe": [run.recipe],
-        "Settings that are not at their defaults": [changed],
-        "Environment": [run.environment],
-        "All settings": [run.settings],
-    }
 
 
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
