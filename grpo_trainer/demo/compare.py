@@ -98,31 +98,26 @@ def compare() -> list[dict[str, Any]]:
     Raises:
         RuntimeError: a loss or its gradients are wrong.
     """
-    names = installed_heads()
     hidden, weight, batch = _large_head()
     exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, CONFIG, EXACT)
+    seconds: dict[str, list[float]] = {name: [] for name in installed_heads()}
     errors = {}
-    for name in names:  # which also warms up
+    for name in seconds:  # which also warms up
         found = _loss_and_gradients(HEADS[name], hidden, weight, batch)
         differences = list(map(relative_error, found, exact))
         if max(differences) > _TOLERANCE:
             raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
         errors[name] = max(differences[1:])
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
-        for name in names:
+        for name, taken in seconds.items():
             start = time.perf_counter()
             _loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
-            seconds[name].append(time.perf_counter() - start)
-    peaks = peak_bytes(names)
+            taken.append(time.perf_counter() - start)
+    peaks = peak_bytes(list(seconds))
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     return [
-        {
-            "name": name,
-            "seconds": statistics.median(seconds[name]),
-            "peak_bytes": peaks[name],
-            "error": errors[name],
-        }
-        for name in names
+        dict(name=name, seconds=medians[name], peak_bytes=peaks[name], error=errors[name])
+        for name in seconds
     ]
 
 

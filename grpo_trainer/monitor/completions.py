@@ -11,7 +11,6 @@ import pyarrow
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
 from huggingface_hub.utils import HfHubHTTPError
-from PIL.Image import Image
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
@@ -67,7 +66,10 @@ class CompletionLog:
                 }
                 media = sample.images if self._args.log_multimodal else None
                 if media is not None and media.images:
-                    row[IMAGES] = [_small(image) for image in media.images]
+                    small = [image.copy() for image in media.images]
+                    for image in small:
+                        image.thumbnail((_SIDE, _SIDE))
+                    row[IMAGES] = [data_url(image) for image in small]
                 row |= {name: values[index] for name, values in columns.items()}
                 self._rows.append(row | sample.extra)
 
@@ -220,10 +222,3 @@ def _as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
 def _part(part: Mapping[str, Any]) -> str:
     known = {"text": part.get("text"), "image": "[image]"}.get(part.get("type", ""))
     return known or json.dumps(part, ensure_ascii=False, default=str)
-
-
-def _small(image: Image) -> str:
-    """Return a data URL of a small copy."""
-    copy = image.copy()
-    copy.thumbnail((_SIDE, _SIDE))
-    return data_url(copy)

@@ -41,10 +41,9 @@ class RunView(TrainerCallback):
         self._console = console
         self._live: Live | None = None  # the panel, from the first step to the last
         self._start = (0.0, 0)  # when this process began, and at which step
-        self._before: dict[str, Any] = {}  # step and tokens of the last log call
+        self._row: dict[str, Any] = {}  # of the last log call
         self._rewards: list[float] = []
-        # of the last log call
-        self._left = ""  # the time
+        self._left = ""  # time
         self._numbers: dict[str, str] = {}
         self._shares: dict[str, float] = {}  # phase -> part of the step's time
 
@@ -55,7 +54,7 @@ class RunView(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._start = (time.perf_counter(), state.global_step)
-        self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
+        self._row = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero and self._console.is_terminal:
             with unfailing(_WHAT):
                 self._live = Live(console=self._console, get_renderable=lambda: self.picture(state))
@@ -96,12 +95,11 @@ class RunView(TrainerCallback):
         began, first = self._start
         seconds_per_step = (time.perf_counter() - began) / max(state.global_step - first, 1)
         self._left = f"{_time(seconds_per_step * (state.max_steps - state.global_step))} left"
-        row = logs | {"step": state.global_step}
-        speed, self._before = token_rate(self._before, row), row
+        before, self._row = self._row, logs | {"step": state.global_step}
         if "reward" in logs:
             self._rewards = [*self._rewards, logs["reward"]][-_WIDTH:]
         self._numbers = _numbers(logs)
-        if speed is not None:
+        if (speed := token_rate(before, self._row)) is not None:
             self._numbers["tokens/s"] = f"{speed:,.0f}"
         if args.device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(args.device)

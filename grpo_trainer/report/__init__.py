@@ -2,4 +2,4 @@
 
 from grpo_trainer.report.charts import Curves, curves_of
 from grpo_trainer.report.page import REPORT_NAME, ReportWriter, main, render
-from grpo_trainer.report.texts import Sample, prompt_samples
+from grpo_trainer.report.texts import prompt_samples
