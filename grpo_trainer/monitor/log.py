@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -111,7 +112,8 @@ class LogsRun(Trainer):
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / CARD_NAME
             datasets, more = (
-                [each] if isinstance(each, str) else each for each in (dataset_name, tags)
+                [each] if isinstance(each, str) else list(each or ())
+                for each in (dataset_name, tags)
             )
             self._write_card(path, _may_write(path), model_name, datasets, more)
 
@@ -120,8 +122,8 @@ class LogsRun(Trainer):
         path: Path,
         is_ours: bool,
         name: str | None = None,
-        datasets: list[str] | None = None,
-        tags: list[str] | None = None,
+        datasets: Sequence[str] = (),
+        tags: Sequence[str] = (),
     ) -> None:
         """Write the card, if the one that is there ``is_ours``."""
         if not is_ours:
@@ -136,8 +138,8 @@ class LogsRun(Trainer):
             base_model=None if Path(recipe["model"]).exists() else recipe["model"],
             library_name="peft" if recipe["adapter"] else "transformers",
             model_name=name or run.folder.resolve().name,
-            datasets=datasets or None,
-            tags=list(dict.fromkeys([*_TAGS, recipe["loss_type"], *(tags or ())])),
+            datasets=list(datasets) or None,
+            tags=list(dict.fromkeys([*_TAGS, recipe["loss_type"], *tags])),
             pipeline_tag="text-generation",
         )
         changed = {  # from the defaults of the loss and its surrogate
