@@ -19,7 +19,7 @@ from grpo_kernels.losses import Metrics, Stat
 # old policy and of the reference, forward and backward of the loss
 PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
-_FOLD_AFTER = 256  # marks that may wait on a device, so that long windows hold few events
+_FOLD_AFTER = 256  # marks that may wait, so that long windows hold few events of a device
 _MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
 _ZERO_OF_NONE = "_terminated_length"
 
@@ -75,7 +75,7 @@ class MetricLog:
         around = self._marks[-1][0] if self._marks else None
         on_gpu = self._accelerator.device.type == "cuda"
         self._marks.append((name, _event() if on_gpu else time.perf_counter()))
-        if not on_gpu or len(self._marks) > _FOLD_AFTER:
+        if len(self._marks) > _FOLD_AFTER:
             self._fold()
         return around
 
