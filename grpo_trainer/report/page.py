@@ -19,14 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from grpo_kernels.tools import OneLineParser, install_command
 from grpo_trainer.common import unfailing, whole
 from grpo_trainer.monitor import EVERY_CHART, RunRecord, load_run
-from grpo_trainer.report.charts import (
-    Curves,
-    cards_of,
-    curves_of,
-    findings,
-    finite,
-    histogram_figure,
-)
+from grpo_trainer.report.charts import cards_of, curves_of, findings, finite, histogram_figure
 from grpo_trainer.report.texts import prompt_samples, rewards_by_step
 
 REPORT_NAME = "report.html"
@@ -60,10 +53,10 @@ def render(runs: Sequence[RunRecord]) -> str:
     return templates.get_template("page.html").render(
         runs=runs,
         names=names,
-        heads=[
-            (run.name, _tiles(run, curves[run.name]), findings(curves[run.name], best[run.name]))
-            for run in runs
-        ],
+        charts=EVERY_CHART,
+        curves=curves,
+        finite=finite,
+        findings={name: findings(curves[name], best[name]) for name in names},
         sections=cards_of(curves),
         histogram=histogram_figure(rewards[names[0]]),
         samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
@@ -77,14 +70,6 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
-    """Return the values of which the page shows the first and the last."""
-    tiles = {label: metric for chart in EVERY_CHART for metric, label in chart.tiles.items()}
-    steps = max(row.get("step", 0) for row in run.history)
-    values = {label: finite(curves, metric) for label, metric in tiles.items()}
-    return {"steps": [steps]} | {label: each for label, each in values.items() if each}
 
 
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
