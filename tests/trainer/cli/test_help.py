@@ -84,7 +84,7 @@ def test_the_version(capsys):
 
 def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkeypatch):
     """Also those of versions that the file does not know."""
-    monkeypatch.setattr(options, "HELP", tmp_path / "help.txt")
+    monkeypatch.setattr(common, "HELP", tmp_path / "help.txt")
     options.HELP.write_text("")
     launcher = [flag for flag in launch_command_parser()._option_string_actions if "_" in flag]
     assert launcher
