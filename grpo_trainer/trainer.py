@@ -290,13 +290,13 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         metrics = self._metrics[True]
-        with metrics.phases.running("loss"):
+        with metrics.timing(), phase("loss"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._slices.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
         metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
         if stepping:
-            metrics.phases.step()
+            metrics.end_step()
             if self._entropy is not None:
                 metrics.add(self._entropy.step())
             elif self.entropy_coef != 0:

@@ -30,7 +30,7 @@ from grpo_trainer.cli.train import parse
 from grpo_trainer.config.checks import OLD_NAMES
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
-from grpo_trainer.report.command import report_arguments
+from grpo_trainer.report.page import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
 from tests.support.vllm_stub import StubServer

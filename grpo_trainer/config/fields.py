@@ -1,4 +1,4 @@
-"""The fields of GRPOConfig: name, what it may be, default. ``common/help.txt`` describes them."""
+"""The fields of GRPOConfig: name, what it may be, default. ``help.txt`` describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One loss and its gradients at a head of real size: ours beside full logits, TRL's and Liger's.
+"""Losses and gradients at a head: ours beside full logits, TRL's and Liger's, and beside fp64.
 
 ``python -m grpo_trainer.demo.compare NAME`` prints the peak bytes of one of them.
 """
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,17 @@ EXACT = "reference"  # the backend that forms all logits, here in fp64
 _TOLERANCE = 1e-3  # of loss and gradients, relative
 
 # ((B, L, D) hidden states, (V, D) weight, the batch) -> () loss
-Loss = Callable[[Tensor, Tensor, TokenBatch], Tensor]
+Loss = Callable[..., Tensor]
 
 
-def fused(config: LossConfig, backend: str = "auto") -> Loss:
-    """Return ours."""
-    return lambda hidden, weight, batch: (
-        linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
-    )
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    config: LossConfig = CONFIG,
+    backend: str = "auto",
+) -> Tensor:
+    return linear_policy_loss(hidden, weight, batch, config, backend=backend).loss
 
 
 def _eager(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
@@ -74,7 +76,7 @@ def _liger(hidden: Tensor, weight: Tensor, batch: TokenBatch) -> Tensor:
 
 _OTHERS = ("trl", "liger-kernel")  # by their distributions
 HEADS: dict[str, Loss] = {
-    "grpo-kernels": fused(CONFIG),
+    "grpo-kernels": _fused,
     "full logits": _eager,
     "trl": _trl,
     "liger-kernel": _liger,
@@ -96,59 +98,87 @@ def compare() -> list[dict[str, Any]]:
     Raises:
         RuntimeError: a loss or its gradients are wrong.
     """
-    names = installed_heads()
-    hidden, weight, batch = large_head()
-    exact = loss_and_gradients(fused(CONFIG, EXACT), hidden.double(), weight.double(), batch)
+    hidden, weight, batch = _large_head()
+    exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, CONFIG, EXACT)
+    seconds: dict[str, list[float]] = {name: [] for name in installed_heads()}
     errors = {}
-    for name in names:  # which also warms up
-        found = loss_and_gradients(HEADS[name], hidden, weight, batch)
+    for name in seconds:  # which also warms up
+        found = _loss_and_gradients(HEADS[name], hidden, weight, batch)
         differences = list(map(relative_error, found, exact))
         if max(differences) > _TOLERANCE:
             raise RuntimeError(f"{name}: loss or gradients differ from fp64 by {differences}")
         errors[name] = max(differences[1:])
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
-        for name in names:
+        for name, taken in seconds.items():
             start = time.perf_counter()
-            loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
-            seconds[name].append(time.perf_counter() - start)
-    peaks = peak_bytes(names)
+            _loss_and_gradients(HEADS[name], hidden, weight, batch)[1].sum().item()  # waits
+            taken.append(time.perf_counter() - start)
+    peaks = peak_bytes(list(seconds))
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     return [
-        {
-            "name": name,
-            "seconds": statistics.median(seconds[name]),
-            "peak_bytes": peaks[name],
-            "error": errors[name],
-        }
-        for name in names
+        dict(name=name, seconds=medians[name], peak_bytes=peaks[name], error=errors[name])
+        for name in seconds
     ]
 
 
 def peak_bytes(names: list[str]) -> dict[str, int]:
     """Return the peak memory of loss and gradients, of each in a process of its own."""
-
-    def measured(name: str) -> int:
-        command = [sys.executable, "-m", "grpo_trainer.demo.compare", name]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name}: its memory could not be measured: {done.stderr}")
-        return int(done.stdout.split()[-1])
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(measured, names), strict=True))
+    command = [sys.executable, "-m", "grpo_trainer.demo.compare"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {name: subprocess.Popen([*command, name], **pipes) for name in names}
+    said = {name: process.communicate() for name, process in running.items()}
+    for name, process in running.items():
+        if process.returncode:
+            raise RuntimeError(f"{name}: its memory could not be measured: {said[name][1]}")
+    return {name: int(output.split()[-1]) for name, (output, _) in said.items()}
 
 
-def loss_and_gradients(
-    loss_of: Loss, hidden: Tensor, weight: Tensor, batch: TokenBatch
+def rollout_difference(
+    folder: Path, rows: list[dict[str, Any]], config: LossConfig
+) -> tuple[float, float]:
+    """Compare ours with eager fp64, at the head of the policy in ``folder``.
+
+    Args:
+        folder: of the policy and its tokenizer.
+        rows: of the table of completions, with prompts of one length.
+        config: the loss.
+
+    Returns:
+        The difference of the losses, and the largest one over the largest gradient, of hidden
+        states and weight.
+    """
+    # not where memory is measured
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    ends = ["" if row["truncated"] else tokenizer.eos_token for row in rows]
+    texts = [row["prompt"] + row["completion"] + end for row, end in zip(rows, ends, strict=True)]
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    start = len(tokenizer(rows[0]["prompt"]).input_ids)
+    with torch.no_grad():
+        hidden = model.model(**tokens).last_hidden_state[:, start - 1 : -1]
+    advantages = torch.tensor([row["advantage"] for row in rows])
+    ids, mask = tokens.input_ids[:, start:], tokens.attention_mask[:, start:]
+    batch = TokenBatch.from_padded(ids, advantages, mask)
+    weight = model.lm_head.weight
+    ours = _loss_and_gradients(_fused, hidden, weight, batch, config)
+    exact = _loss_and_gradients(_fused, hidden.double(), weight.double(), batch, config, EXACT)
+    gradient = max(map(relative_error, ours[1:], exact[1:]))
+    return float((ours[0].double() - exact[0]).abs()), gradient
+
+
+def _loss_and_gradients(
+    loss_of: Loss, hidden: Tensor, weight: Tensor, batch: TokenBatch, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the () loss, and the gradients of the hidden states and the weight."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = loss_of(hidden, weight, batch)
+    loss = loss_of(hidden, weight, batch, *options)
     dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
     return loss.detach(), dhidden, dweight
 
 
-def large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
+def _large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
     """Return random (B, L, D) hidden states, a (V, D) weight and the batch of B sequences."""
     shape = (SEQUENCES, (tokens or TOKENS) // SEQUENCES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,24 +194,20 @@ def large_head(tokens: int | None = None) -> tuple[Tensor, Tensor, TokenBatch]:
 def _measure(name: str) -> int:
     """Return bytes above what was held before: the allocator's on a GPU, resident ones on a CPU."""
     torch.set_num_threads(1)
-    loss_and_gradients(HEADS[name], *large_head(tokens=8))  # loads libraries
-    inputs = large_head()
+    _loss_and_gradients(HEADS[name], *_large_head(tokens=8))  # loads libraries
+    inputs = _large_head()
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        loss_and_gradients(HEADS[name], *inputs)
+        _loss_and_gradients(HEADS[name], *inputs)
         return torch.cuda.max_memory_allocated() - before
     before = psutil.Process().memory_info().rss
-    loss_and_gradients(HEADS[name], *inputs)
-    return _peak_resident_bytes() - before
-
-
-def _peak_resident_bytes() -> int:
+    _loss_and_gradients(HEADS[name], *inputs)
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would report the parent's peak if that is higher
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        return int(lines["VmHWM"].split()[0]) * 1024 - before
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # bytes on macOS
 
 
 if __name__ == "__main__":

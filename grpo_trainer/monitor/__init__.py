@@ -1,7 +1,6 @@
 """What a run logs, shows and leaves to look at."""
 
-from grpo_trainer.monitor.card import CARD_NAME
-from grpo_trainer.monitor.charts import CHARTS, EVERY_CHART, Chart, Sign, is_own_metric
+from grpo_trainer.monitor.charts import CHARTS, EVERY_CHART, Chart, is_own_metric
 from grpo_trainer.monitor.completions import (
     EVAL_PREFIX,
     IMAGES,
@@ -9,7 +8,7 @@ from grpo_trainer.monitor.completions import (
     REWARD_PREFIX,
     CompletionLog,
 )
-from grpo_trainer.monitor.log import LogsRun
+from grpo_trainer.monitor.log import CARD_NAME, LogsRun
 from grpo_trainer.monitor.metrics import MetricLog, phase, token_rate, value_metric
 from grpo_trainer.monitor.run_file import History, Recipe, RunRecord, engine_name, load_run
 from grpo_trainer.monitor.view import close_progress, show_progress

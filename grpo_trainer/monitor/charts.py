@@ -13,57 +13,32 @@ import yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """What is wrong where a metric's mean over the last fifth of a run is too large or too small.
-
-    Args:
-        title: what it is a sign of.
-        text: what it means and what helps, with places for ``metric`` and its means, ``first`` and
-            ``last``.
-        above: the largest value that is fine.
-        growth: how many times the mean of the first fifth is fine.
-        fall: what share of the mean of the first fifth is too little.
-        ends_well: it is no sign of anything where all is learned.
-    """
+    """What is wrong where a metric's mean in the last fifth of a run is too large or too small."""
 
     title: str
-    text: str
-    above: float = math.inf
-    growth: float = 0.0
-    fall: float = 0.0
-    ends_well: bool = False
+    text: str  # what helps, with places for ``metric`` and its means, ``first`` and ``last``
+    above: float = math.inf  # the largest value that is fine
+    growth: float = 0.0  # how many times the mean of the first fifth is fine
+    fall: float = 0.0  # what share of the mean of the first fifth is too little
+    ends_well: bool = False  # it is no sign of anything where all is learned
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Metrics over one axis. Those that a run has not logged are left out.
-
-    Args:
-        title: what they show.
-        lines: metric -> how it is called in the legend.
-        note: how to read it, one sentence.
-        label: how the first of the lines that a run has is called in its view; empty: not there.
-        tiles: metric -> how it is called at the head of a report.
-        band: metrics below and above the first line.
-        spread: metric that is a distance from the first line, both ways.
-        total: metric that the lines add up to: they are stacked, or it stands for them.
-        log: logarithmic axis.
-        held_out: evaluations are drawn as dots.
-        exact: the values have no noise to smooth.
-        sign: of ill health, in the first of the lines that a run has.
-    """
+    """Metrics over one axis. Those that a run has not logged are left out."""
 
     title: str
-    lines: dict[str, str]
-    note: str = ""
-    label: str = ""
-    tiles: dict[str, str] = field(default_factory=dict)
-    band: Sequence[str] = ()
-    spread: str | None = None
-    total: str | None = None
-    log: bool = False
-    held_out: bool = False
-    exact: bool = False
-    sign: Sign | None = None
+    lines: dict[str, str]  # metric -> how it is called in the legend
+    note: str = ""  # how to read it, one sentence
+    label: str = ""  # of the first line that a run has, in its view; empty: not there
+    tiles: dict[str, str] = field(default_factory=dict)  # metric -> label at a report's head
+    band: Sequence[str] = ()  # metrics below and above the first line
+    spread: str | None = None  # metric that is a distance from the first line, both ways
+    total: str | None = None  # metric that the lines, stacked, add up to, or that stands for them
+    log: bool = False  # logarithmic axis
+    held_out: bool = False  # evaluations are drawn as dots
+    exact: bool = False  # the values have no noise to smooth
+    sign: Sign | None = None  # of ill health, in the first of the lines that a run has
 
     def metrics(self) -> list[str]:
         """Return every metric that it draws."""
@@ -74,13 +49,12 @@ class Chart:
         return next((name for name in self.lines if name in logged), None)
 
 
-def _chart(fields: dict[str, Any]) -> Chart:
-    sign = fields.pop("sign", None)
+def _chart(sign: dict[str, Any] | None = None, **fields: Any) -> Chart:
     return Chart(**fields, sign=Sign(**sign) if sign else None)
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
-CHARTS = {section: [_chart(fields) for fields in charts] for section, charts in _TABLE.items()}
+CHARTS = {section: [_chart(**fields) for fields in charts] for section, charts in _TABLE.items()}
 EVERY_CHART = [chart for charts in CHARTS.values() for chart in charts]
 
 # what the trainer logs beside the metrics of charts, transformers' part included

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
 from huggingface_hub.utils import HfHubHTTPError
-from PIL.Image import Image
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +31,8 @@ OWN_COLUMNS = (
 REWARD_PREFIX = "rewards/"
 EVAL_PREFIX = "eval_"  # of the files of evaluations
 
+_TEXTS = {"prompt": 2, "completion": 3}  # columns -> how wide they are printed
+_NOT_PRINTED = ("tokens", "truncated", "step", IMAGES)
 _SHOWN_CHARACTERS = 300
 _SIDE = 64  # pixels of an image at most
 _MINUTES = 2  # from one upload to the next
@@ -50,8 +50,8 @@ class CompletionLog:
 
     def __init__(self, args: GRPOConfig, prefix: str = "") -> None:
         self._args = args
-        self._prefix = prefix
-        self._folder = completions_folder(args)
+        self._name = f"{prefix}completions"
+        self._folder = _folder(args)
         self._rows: list[dict[str, Any]] = []
 
     def add(self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]) -> None:
@@ -59,14 +59,17 @@ class CompletionLog:
         with unfailing(f"completions in {self._folder}"):
             for index, sample in enumerate(samples):
                 row = {
-                    "prompt": encodable(as_text(sample.prompt)),
-                    "completion": encodable(as_text(sample.completion)),
+                    "prompt": encodable(_as_text(sample.prompt)),
+                    "completion": encodable(_as_text(sample.completion)),
                     "tokens": len(sample.completion_ids),
                     "truncated": bool(sample.truncated),
                 }
                 media = sample.images if self._args.log_multimodal else None
                 if media is not None and media.images:
-                    row[IMAGES] = [_small(image) for image in media.images]
+                    small = [image.copy() for image in media.images]
+                    for image in small:
+                        image.thumbnail((_SIDE, _SIDE))
+                    row[IMAGES] = [data_url(image) for image in small]
                 row |= {name: values[index] for name, values in columns.items()}
                 self._rows.append(row | sample.extra)
 
@@ -86,19 +89,23 @@ class CompletionLog:
         if self._args.log_unique_prompts:  # the first completion of each
             firsts = {(row["prompt"], *row.get(IMAGES, ())): row for row in reversed(rows)}
             rows = list(firsts.values())[::-1]
-        name, to_print = f"{self._prefix}completions", self._args.num_completions_to_print
+        to_print = self._args.num_completions_to_print
         if to_print != 0:
             with unfailing(f"printing the completions of {self._folder}"):
-                title = f"{name.replace('_', ' ')} at step {step}"
+                title = f"{self._name.replace('_', ' ')} at step {step}"
                 Console().print(completion_table(rows[:to_print], title))
         with unfailing(f"completions in {self._folder}"):
             columns = {each: _column([row.get(each) for row in rows]) for each in _names(rows)}
             table = pyarrow.table(columns | {"step": [step] * len(rows)})
             for tracker in _TRACKERS.keys() & self._args.report_to:
                 with unfailing(f"the table of completions for {tracker}"):
-                    _TRACKERS[tracker](name, table, step)
+                    _TRACKERS[tracker](self._name, table, step)
             self._folder.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(table, self._folder / f"{name}_{step:05d}.parquet")
+            parquet.write_table(table, self._folder / f"{self._name}_{step:05d}.parquet")
+
+
+def _folder(args: GRPOConfig) -> Path:
+    return Path(args.output_dir) / "completions"
 
 
 def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
@@ -114,7 +121,7 @@ def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
         return CommitScheduler(
             repo_id=repository,
             repo_type="dataset",
-            folder_path=completions_folder(args),
+            folder_path=_folder(args),
             every=_MINUTES,
             private=args.hub_private_repo,
             token=args.hub_token,
@@ -151,35 +158,44 @@ def _shown(table: pyarrow.Table, image: Callable[[Any], Any]) -> list[dict[str, 
     for row in table.to_pylist():
         urls = enumerate(row.pop(IMAGES, None) or (), 1)
         images = {f"image {i}": image(load_image(url)) for i, url in urls}
-        shown.append({"prompt": row.pop("prompt")} | images | {n: _plain(row[n]) for n in row})
+        values = {
+            name: value if isinstance(value, str | int | float | None) else str(value)
+            for name, value in row.items()
+        }
+        shown.append({"prompt": values.pop("prompt")} | images | values)
     return shown
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def completions_folder(args: GRPOConfig) -> Path:
-    """Return where the files are written."""
-    return Path(args.output_dir) / "completions"
 
 
 def completion_table(rows: Rows, title: str) -> Table:
     """Return a row per completion: texts, rewards, and what reward functions logged beside them."""
     table = Table(title=title, title_justify="left", show_lines=True)
-    left_out = ("tokens", "truncated", "step", IMAGES)
-    names = [name for name in _names(rows) if name not in left_out]
+    names = [name for name in _names(rows) if name not in _NOT_PRINTED]
     for name in names:
-        is_text = name in ("prompt", "completion")
         table.add_column(
             Text(name.removeprefix(REWARD_PREFIX)),
-            justify="left" if is_text else "right",
+            justify="left" if name in _TEXTS else "right",
             overflow="fold",
-            ratio={"prompt": 2, "completion": 3}.get(name),
+            ratio=_TEXTS.get(name),
         )
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in names))
     return table
+
+
+def _cell(name: str, value: Any) -> Text:
+    if value is None or value != value:
+        return Text("-", style="dim")
+    if name == "advantage":
+        return Text(f"{value:+.2f}", style="green" if value > 0 else "red" if value < 0 else "dim")
+    if isinstance(value, float):
+        return Text(f"{value:.3g}")
+    text = str(value)
+    cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return Text(printable(cut))  # a Text: brackets in it are no markup
+
+
+def _names(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))  # processes may differ
 
 
 def _column(values: list[Any]) -> pyarrow.Array:
@@ -190,43 +206,19 @@ def _column(values: list[Any]) -> pyarrow.Array:
         return pyarrow.array([None if value is None else str(value) for value in values])
 
 
-def as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
+def _as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt or a completion as it is shown: messages one below the other."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"{message['role']}: {_content(message)}" for message in value)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    parts = [content] if isinstance(content, str) else [_part(part) for part in content]
-    parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return "\n".join(part for part in parts if part)
+    shown = []
+    for message in value:
+        content = message.get("content") or ""
+        parts = [content] if isinstance(content, str) else [_part(part) for part in content]
+        parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        shown.append(f"{message['role']}: " + "\n".join(part for part in parts if part))
+    return "\n".join(shown)
 
 
 def _part(part: Mapping[str, Any]) -> str:
     known = {"text": part.get("text"), "image": "[image]"}.get(part.get("type", ""))
     return known or json.dumps(part, ensure_ascii=False, default=str)
-
-
-def _small(image: Image) -> str:
-    """Return a data URL of a small copy."""
-    copy = image.copy()
-    copy.thumbnail((_SIDE, _SIDE))
-    return data_url(copy)
-
-
-def _names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))  # processes may differ
-
-
-def _cell(name: str, value: Any) -> Text:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return Text("-", style="dim")
-    if name == "advantage":
-        return Text(f"{value:+.2f}", style="green" if value > 0 else "red" if value < 0 else "dim")
-    if isinstance(value, float):
-        return Text(f"{value:.3g}")
-    text = str(value)
-    cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-    return Text(printable(cut))  # a Text: brackets in it are no markup

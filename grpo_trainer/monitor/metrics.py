@@ -19,82 +19,111 @@ from grpo_kernels.losses import Metrics, Stat
 # old policy and of the reference, forward and backward of the loss
 PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
-_FOLD_AFTER = 256  # marks that may wait on a device, so that long windows hold few events
+_FOLD_AFTER = 256  # marks that may wait, so that long windows hold few events of a device
+_MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
+_ZERO_OF_NONE = "_terminated_length"
 
-_running: ContextVar[Phases | None] = ContextVar("running", default=None)
+_timing: ContextVar[MetricLog | None] = ContextVar("timing", default=None)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Count the time inside as ``name``, one of ``PHASES``, and not as the phase around it.
 
-    Does nothing outside of :meth:`Phases.running`, such as in evaluation and in other threads.
+    Does nothing outside of :meth:`MetricLog.timing`, such as in evaluation and in other threads.
     """
-    phases = _running.get()
-    if phases is None:
+    log = _timing.get()
+    if log is None:
         yield
         return
-    with phases.measured(name):
+    around = log.enter(name)
+    try:
         yield
+    finally:
+        log.enter(around)
 
 
-class Phases:
-    """Seconds per phase, averaged over the optimizer steps between two log calls.
+class MetricLog:
+    """Collects :class:`grpo_kernels.losses.Metrics`, and seconds per phase, until they are logged.
 
-    On a GPU an interval lies between two events of its stream, which are read when it is logged.
+    On a GPU a phase lies between two events of its stream, which are read when it is logged.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: list[str] = []  # phases, the innermost last
-        self._marks: list[tuple[str | None, Any]] = []  # which one went on, and when
-        self._seconds: dict[str, float] = {}  # of those that were entered
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._pending: list[Metrics] = []
+        self._marks: list[tuple[str | None, Any]] = []  # the phase that began, and when
+        self._seconds: dict[str, float] = {}  # of phases that were entered
         self._steps = 0
 
-    @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """Count as :func:`phase` does, and make that count inside."""
-        token = _running.set(self)
-        try:
-            with self.measured(name):
-                yield
-        finally:
-            _running.reset(token)
+    def add(self, metrics: Metrics) -> None:
+        self._pending.append(metrics)
+        if len(self._pending) >= _MERGE_AFTER:
+            self._pending = [Metrics.merge(self._pending)]
 
     @contextmanager
-    def measured(self, name: str) -> Iterator[None]:
-        self._open.append(name)
-        self._mark()
+    def timing(self) -> Iterator[None]:
+        """Make :func:`phase` count inside."""
+        token = _timing.set(self)
         try:
             yield
         finally:
-            self._open.pop()
-            self._mark()
+            _timing.reset(token)
 
-    def step(self) -> None:
-        """End an optimizer step."""
+    def enter(self, name: str | None) -> str | None:
+        """Count what follows as phase ``name``, None as none, and return the one until now."""
+        around = self._marks[-1][0] if self._marks else None
+        on_gpu = self._accelerator.device.type == "cuda"
+        self._marks.append((name, _event() if on_gpu else time.perf_counter()))
+        if len(self._marks) > _FOLD_AFTER:
+            self._fold()
+        return around
+
+    def end_step(self) -> None:
+        """Count an optimizer step: seconds are means over these."""
         self._steps += 1
 
-    def drain(self) -> Metrics:
+    def state(self) -> list[dict[str, tuple[str, Tensor, Tensor]]]:
+        """Return what is not logged yet, as it is: merging it would change how it is rounded."""
+        return [
+            {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
+            for metrics in self._pending
+        ]
+
+    def restore(self, state: list[dict[str, tuple[str, Tensor, Tensor]]]) -> None:
+        self._pending = [
+            Metrics({name: Stat(*fields) for name, fields in stats.items()}) for stats in state
+        ]
+
+    def drain(self) -> dict[str, float]:
+        """Return values over all micro-batches and processes, without names that have no sample.
+
+        The lengths of completions that ended are 0 where none did, as in TRL.
+        """
+        merged = Metrics.merge([*self._pending, self._drain_phases()])
+        if self._accelerator.num_processes > 1:
+            merged = merged.gathered(self._accelerator.gather)
+        self._pending = []
+        values = torch.stack([merged[name].double() for name in merged]).tolist()
+        read = dict(zip(merged, values, strict=True))
+        return {
+            name: value if value == value else 0.0
+            for name, value in read.items()
+            if value == value or name.endswith(_ZERO_OF_NONE)
+        }
+
+    def _drain_phases(self) -> Metrics:
         """Return ``profiling/...``, and ``step_time``, their sum."""
         self._fold()
-        seconds = {f"profiling/{name}": self._seconds.get(name) for name in PHASES}
-        seconds["step_time"] = sum(self._seconds.values())
-        stats = {name: self._stat(value) for name, value in seconds.items()}
+        names = [*(f"profiling/{name}" for name in PHASES), "step_time"]
+        seconds = [*map(self._seconds.get, PHASES), sum(self._seconds.values())]
+        numbers = torch.tensor(
+            [[each or 0.0, 0 if each is None else self._steps] for each in seconds],
+            dtype=torch.float64,
+            device=self._accelerator.device,
+        )
         self._seconds, self._steps = {}, 0
-        return Metrics(stats)
-
-    def _stat(self, seconds: float | None) -> Stat:
-        steps = 0 if seconds is None else self._steps
-        numbers = torch.tensor([seconds or 0.0, steps], dtype=torch.float64)
-        return Stat("mean", *numbers.to(self._device))
-
-    def _mark(self) -> None:
-        on_gpu = self._device.type == "cuda"
-        now = _event() if on_gpu else time.perf_counter()
-        self._marks.append((self._open[-1] if self._open else None, now))
-        if not on_gpu or len(self._marks) > _FOLD_AFTER:
-            self._fold()
+        return Metrics({n: Stat("mean", *row) for n, row in zip(names, numbers, strict=True)})
 
     def _fold(self) -> None:
         for (name, start), (_, end) in pairwise(self._marks):
@@ -114,54 +143,6 @@ def _seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-_ZERO_OF_NONE = "_terminated_length"
-
-_MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
-
-
-class MetricLog:
-    """Collects :class:`grpo_kernels.losses.Metrics` until they are logged."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._pending: list[Metrics] = []
-        self.phases = Phases(accelerator.device)
-
-    def add(self, metrics: Metrics) -> None:
-        self._pending.append(metrics)
-        if len(self._pending) >= _MERGE_AFTER:
-            self._pending = [Metrics.merge(self._pending)]
-
-    def state(self) -> list[dict[str, tuple[str, Tensor, Tensor]]]:
-        """Return what is not logged yet, as it is: merging it would change how it is rounded."""
-        return [
-            {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
-            for metrics in self._pending
-        ]
-
-    def restore(self, state: list[dict[str, tuple[str, Tensor, Tensor]]]) -> None:
-        self._pending = [
-            Metrics({name: Stat(*fields) for name, fields in stats.items()}) for stats in state
-        ]
-
-    def drain(self) -> dict[str, float]:
-        """Return values over all micro-batches and processes, without names that have no sample.
-
-        The lengths of completions that ended are 0 where none did, as in TRL.
-        """
-        merged = Metrics.merge([*self._pending, self.phases.drain()])
-        if self._accelerator.num_processes > 1:
-            merged = merged.gathered(self._accelerator.gather)
-        self._pending = []
-        values = torch.stack([merged[name].double() for name in merged]).tolist()
-        read = dict(zip(merged, values, strict=True))
-        return {
-            name: value if value == value else 0.0
-            for name, value in read.items()
-            if value == value or name.endswith(_ZERO_OF_NONE)
-        }
 
 
 def value_metric(

@@ -37,25 +37,15 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
+    """One run."""
 
-    Args:
-        name: how it is called beside others.
-        history: what the trainer logged, ``state.log_history``.
-        settings: every argument.
-        changed: the names of those that are not at their defaults.
-        recipe: model, rewards, dataset and so on, by name.
-        environment: device and versions.
-        folder: of the run, where its completions lie.
-    """
-
-    name: str
-    history: History
-    settings: dict[str, Any] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    recipe: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    folder: Path = Path()
+    name: str  # beside others
+    history: History  # what the trainer logged, ``state.log_history``
+    settings: dict[str, Any] = field(default_factory=dict)  # every argument
+    changed: list[str] = field(default_factory=list)  # names of those that are not at their default
+    recipe: dict[str, Any] = field(default_factory=dict)  # model, rewards, dataset and so on
+    environment: dict[str, str] = field(default_factory=dict)  # device and versions
+    folder: Path = Path()  # of the run, where its completions lie
 
     @classmethod
     def of(cls, trainer: Trainer) -> RunRecord:

@@ -41,10 +41,10 @@ class RunView(TrainerCallback):
         self._console = console
         self._live: Live | None = None  # the panel, from the first step to the last
         self._start = (0.0, 0)  # when this process began, and at which step
-        self._before: dict[str, Any] = {}  # step and tokens of the last log call
+        self._row: dict[str, Any] = {}  # of the last log call
         self._rewards: list[float] = []
-        self._left = ""  # the time
-        self._numbers: dict[str, str] = {}  # of the last log call
+        self._left = ""  # time
+        self._numbers: dict[str, str] = {}
         self._shares: dict[str, float] = {}  # phase -> part of the step's time
 
     def say(self, text: str) -> None:
@@ -54,7 +54,7 @@ class RunView(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._start = (time.perf_counter(), state.global_step)
-        self._before = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
+        self._row = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero and self._console.is_terminal:
             with unfailing(_WHAT):
                 self._live = Live(console=self._console, get_renderable=lambda: self.picture(state))
@@ -70,19 +70,21 @@ class RunView(TrainerCallback):
             if "loss" in logs:
                 self.note(args, state, logs)
                 if self._live is None:
-                    self.say("  ".join(self._line(state)))
+                    told = [f"{name} {value}" for name, value in self._numbers.items()]
+                    told += [f"{name} {share:.0%}" for name, share in self._shares.items()]
+                    self.say("  ".join([f"step {step}/{state.max_steps}", *told, self._left]))
             if "train_runtime" in logs:
                 self.say(
-                    f"trained {step - self._start[1]} steps in {duration(logs['train_runtime'])}  "
+                    f"trained {step - self._start[1]} steps in {_time(logs['train_runtime'])}  "
                     f"mean loss {logs['train_loss']:.3g}"
                 )
             elif runtime := next((name for name in logs if name.endswith(_RUNTIME)), None):
-                self.say(evaluation_line(runtime.removesuffix(_RUNTIME), step, logs))
+                prefix = runtime.removesuffix(_RUNTIME)
+                own = {name.removeprefix(f"{prefix}_"): value for name, value in logs.items()}
+                told = [f"{name} {value}" for name, value in _numbers(own).items()]
+                self.say("  ".join([f"{prefix} step {step}", *told, _time(logs[runtime])]))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Give the terminal back."""
         if self._live is not None:
             self._live.stop()
@@ -92,21 +94,21 @@ class RunView(TrainerCallback):
         """Keep what a log call of training says, to show it."""
         began, first = self._start
         seconds_per_step = (time.perf_counter() - began) / max(state.global_step - first, 1)
-        left = duration(seconds_per_step * (state.max_steps - state.global_step))
-        row = logs | {"step": state.global_step}
-        speed, self._before = token_rate(self._before, row), row
-        numbers = _numbers(logs)
+        self._left = f"{_time(seconds_per_step * (state.max_steps - state.global_step))} left"
+        before, self._row = self._row, logs | {"step": state.global_step}
         if "reward" in logs:
             self._rewards = [*self._rewards, logs["reward"]][-_WIDTH:]
-        if speed is not None:
-            numbers["tokens/s"] = f"{speed:,.0f}"
-        numbers["memory"] = f"{_memory(args.device) / 2**30:.1f} GiB"
-        self._left, self._numbers, self._shares = f"{left} left", numbers, _shares(logs)
-
-    def _line(self, state: TrainerState) -> list[str]:
-        numbers = [f"{name} {value}" for name, value in self._numbers.items()]
-        shares = [f"{name} {share:.0%}" for name, share in self._shares.items()]
-        return [f"step {state.global_step}/{state.max_steps}", *numbers, *shares, self._left]
+        self._numbers = _numbers(logs)
+        if (speed := token_rate(before, self._row)) is not None:
+            self._numbers["tokens/s"] = f"{speed:,.0f}"
+        if args.device.type == "cuda":
+            memory = torch.cuda.max_memory_reserved(args.device)
+        else:
+            memory = psutil.Process().memory_info().rss
+        self._numbers["memory"] = f"{memory / 2**30:.1f} GiB"
+        total = logs.get("step_time", 0.0)
+        shares = {name: logs.get(f"profiling/{name}", 0.0) / total for name in PHASES if total}
+        self._shares = {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
 
     def picture(self, state: TrainerState) -> RenderableType:
         """Return the panel as it is now."""
@@ -119,9 +121,13 @@ class RunView(TrainerCallback):
             texts = [Text.assemble((f"{n} ", "dim"), (x, "bold")) for n, x in self._numbers.items()]
             parts += [Text(), Columns(texts, padding=(0, 3))]
         if len(self._rewards) > 1:
-            parts += [Text(), Text.assemble("reward  ", (sparkline(self._rewards), "green"))]
+            parts += [Text(), Text.assemble("reward  ", (_sparkline(self._rewards), "green"))]
         if self._shares:
-            parts += [Text(), _phases(self._shares)]
+            bars, legend = Text("phases  "), Text("        ")
+            for (name, share), colour in zip(self._shares.items(), _COLOURS, strict=False):
+                bars.append("█" * round(share * _WIDTH), style=colour)
+                legend.append("■ ", style=colour).append(f"{name} {share:.0%}  ")
+            parts += [Text(), bars, legend]
         return Panel(Group(*parts), title="GRPO", title_align="left")
 
 
@@ -139,23 +145,15 @@ def close_progress(trainer: Trainer) -> None:
     """Give the terminal back, however training has ended."""
     for item in trainer.callback_handler.callbacks:
         if isinstance(item, RunView):
-            item.close()
+            item.on_train_end()
 
 
-def evaluation_line(prefix: str, step: int, logs: dict[str, float]) -> str:
-    """Return the result of an evaluation, whose metrics begin with ``prefix``."""
-    start = f"{prefix}_"
-    own = {name.removeprefix(start): at for name, at in logs.items() if name.startswith(start)}
-    numbers = [f"{name} {value}" for name, value in _numbers(own).items()]
-    return "  ".join([f"{prefix} step {step}", *numbers, duration(own["runtime"])])
-
-
-def duration(seconds: float) -> str:
+def _time(seconds: float) -> str:
     """Format as ``h:mm:ss``, after days if it takes any."""
     return str(timedelta(seconds=round(seconds)))
 
 
-def sparkline(values: list[float]) -> str:
+def _sparkline(values: list[float]) -> str:
     """Return one block per value, between the least and the greatest of them."""
     low, high = min(values), max(values)
     scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
@@ -164,38 +162,16 @@ def sparkline(values: list[float]) -> str:
 
 def _numbers(logs: dict[str, float]) -> dict[str, str]:
     """Return what charts have a label for; rewards of several functions stand behind their sum."""
-    first = {chart.label: chart.first(logs) for chart in EVERY_CHART if chart.label}
-    numbers = {label: f"{logs[name]:.3g}" for label, name in first.items() if name is not None}
-    if "reward" not in numbers:
-        return numbers
-    if "reward_std" in logs:
-        numbers["reward"] += f" \u00b1 {logs['reward_std']:.2g}"
-    total = {"reward": numbers.pop("reward")}
-    functions = [name for name in logs if name.startswith(REWARD_PREFIX) and name.endswith(_MEAN)]
-    if len(functions) > 1:
-        total |= {name.removesuffix(_MEAN): f"{logs[name]:.3g}" for name in functions}
-    return total | numbers
-
-
-def _shares(logs: dict[str, float]) -> dict[str, float]:
-    total = logs.get("step_time", 0.0)
-    shares = {name: logs.get(f"profiling/{name}", 0.0) / total for name in PHASES if total}
-    return {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
-
-
-def _memory(device: torch.device) -> int:
-    """Return bytes: the accelerator's peak, else what of this process is resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return psutil.Process().memory_info().rss
-
-
-def _phases(shares: dict[str, float]) -> Text:
-    """Return a bar of the step's time, and what its colours mean."""
-    text = Text("phases  ")
-    legend = Text("\n        ")
-    for (name, share), colour in zip(shares.items(), _COLOURS, strict=False):
-        text.append("█" * round(share * _WIDTH), style=colour)
-        legend.append("■ ", style=colour)
-        legend.append(f"{name} {share:.0%}  ")
-    return text + legend
+    numbers: dict[str, str] = {}
+    for chart in EVERY_CHART:
+        name = chart.first(logs)
+        if not chart.label or name is None:
+            continue
+        numbers[chart.label] = f"{logs[name]:.3g}"
+        if name == "reward":
+            if "reward_std" in logs:
+                numbers["reward"] += f" \u00b1 {logs['reward_std']:.2g}"
+            means = [n for n in logs if n.startswith(REWARD_PREFIX) and n.endswith(_MEAN)]
+            if len(means) > 1:
+                numbers |= {n.removesuffix(_MEAN): f"{logs[n]:.3g}" for n in means}
+    return numbers

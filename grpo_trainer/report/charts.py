@@ -1,47 +1,156 @@
-"""Charts as plotly.js draws them. Colours are numbers here; the page knows them, light and dark."""
+"""A run's log as curves and their charts, and known signs in them that it is unwell.
+
+A chart is what the page's code draws; that knows how everything looks, light and dark.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy
 
-from grpo_trainer.monitor import CHARTS, REWARD_PREFIX, Chart
-from grpo_trainer.report.curves import Curve, Curves, evaluations
+from grpo_trainer.monitor import CHARTS, EVERY_CHART, REWARD_PREFIX, Chart, History, token_rate
 
-_BINS = 24  # of the histograms
+_NOT_METRICS = ("step", "epoch", "total_flos")
+_SUMMARY = "train_"  # what the row at the end of training has of its own begins so
 # drawn elsewhere under another name, or said by another curve
 _NOT_DRAWN = {"num_tokens", "reward_std", "step_time"}
 _FAMILIES = ("eval_", REWARD_PREFIX, "clip_ratio/", "completions/")
+_LEARNED = 0.95  # share of the way from the first reward to the best one: then all is learned
+_BINS = 24  # of the histograms
 
-Trace = dict[str, Any]
-Figure = dict[str, Any]  # "data": its traces, "log": whether the axis is logarithmic
+Curve = dict[int, float | None]  # by optimizer step; None where a value is not finite
+Curves = dict[str, Curve]  # by the names of metrics
+Figure = dict[str, Any]
+Card = tuple[str, str, Figure]  # with its title and a note
 
 
-def sections(curves: Curves, apart: bool = False) -> dict[str, Sequence[Chart]]:
-    """Return all charts that ``curves`` has something for, by the titles of their sections.
+def curves_of(history: History) -> Curves:
+    """Return the curves of what the trainer logged, and that of the tokens per second."""
+    curves: Curves = {}
+    speeds: Curve = {}
+    before: dict[str, Any] = {"step": 0, "num_tokens": 0}
+    for row in history:
+        step = int(row.get("step", 0))
+        for name, value in row.items():
+            if name in _NOT_METRICS or name.startswith(_SUMMARY):
+                continue
+            if isinstance(value, int | float | None):
+                number = math.nan if value is None else float(value)
+                curves.setdefault(name, {})[step] = number if math.isfinite(number) else None
+        if (speed := token_rate(before, row)) is not None:
+            speeds[step] = speed
+        before = row if "num_tokens" in row else before
+    return curves | ({"tokens_per_second": speeds} if speeds else {})
 
-    What nobody knows comes last. With ``apart`` each reward function has a chart of its own.
+
+def finite(curves: Curves, name: str) -> list[float]:
+    """Return the values of a curve that are finite, none where there is no curve."""
+    return [value for value in curves.get(name, {}).values() if value is not None]
+
+
+class Finding(NamedTuple):
+    """A sign, what it means and what helps."""
+
+    title: str
+    text: str
+
+
+def findings(curves: Curves, best: float | None = None) -> list[Finding]:
+    """Find the signs of what is wrong, the gravest first.
+
+    Args:
+        curves: of the run.
+        best: the highest reward of any completion; None: not known.
     """
+    signs = [
+        Finding(
+            "Numbers are no longer finite",
+            f"{name} is NaN or infinite at step {step}. A lower learning rate, max_grad_norm and a "
+            "look at the rewards help; what comes after that step is worth nothing.",
+        )
+        for name in ("loss", "grad_norm")
+        for step, value in curves.get(name, {}).items()
+        if value is None
+    ][:1]
+    learned = False
+    if best is not None and (rewards := _ends(curves, "reward")):
+        learned = rewards[1] - rewards[0] >= _LEARNED * (best - rewards[0])
+    for chart in EVERY_CHART:
+        sign, metric = chart.sign, chart.first(curves)
+        ends = _ends(curves, metric) if sign and metric else None
+        if sign is None or ends is None or (sign.ends_well and learned):
+            continue
+        first, last = ends
+        if last > max(sign.above, sign.growth * first) or last < sign.fall * first:
+            text = sign.text.format(metric=metric, first=first, last=last)
+            signs.append(Finding(sign.title, text))
+    return signs
+
+
+def _ends(curves: Curves, name: str) -> tuple[float, float] | None:
+    """Return the means of the first and the last fifth; None of a curve too short for a trend."""
+    values = finite(curves, name)
+    part = len(values) // 5
+    return (sum(values[:part]) / part, sum(values[-part:]) / part) if part else None
+
+
+def cards_of(
+    runs: Mapping[str, Curves],
+) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
+    """Return the charts of each section, and by their titles the values of those that are flat.
+
+    What nobody knows comes last. Of several runs each reward function has a chart of its own.
+    """
+    several = len(runs) > 1
+    names = list(dict.fromkeys(name for curves in runs.values() for name in curves))
     reward, *learning = CHARTS["Learning"]
-    charts = CHARTS | {"Learning": [reward, *_by_function(curves, apart), *learning]}
-    shown = {title: [one for one in each if one.first(curves)] for title, each in charts.items()}
+    table = CHARTS | {"Learning": [reward, *_by_function(names, apart=several), *learning]}
+    shown = {title: [one for one in each if one.first(names)] for title, each in table.items()}
     drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}
-    others = sorted(curves.keys() - drawn - _NOT_DRAWN)
     shown["Other metrics"] = [
-        Chart(title=name, lines={name: name}) for name in others if not name.startswith(_FAMILIES)
+        Chart(title=name, lines={name: name})
+        for name in sorted(set(names) - drawn - _NOT_DRAWN)
+        if not name.startswith(_FAMILIES)
     ]
-    return {title: charts for title, charts in shown.items() if charts}
+    cards = {}
+    for section, charts in shown.items():
+        flat = {chart.title: _constants(chart, runs.values()) for chart in charts}
+        moving = [
+            # notes are of bands and evaluations, which one run has
+            (chart.title, "" if several else chart.note, _figure(chart, runs))
+            for chart in charts
+            if flat[chart.title] is None
+        ]
+        if charts:
+            cards[section] = (moving, {title: values for title, values in flat.items() if values})
+    return cards
 
 
-def constants(chart: Chart, runs: Collection[Curves]) -> dict[str, float] | None:
+def _by_function(names: list[str], apart: bool) -> list[Chart]:
+    """Return the rewards of each function, where there are several."""
+    lines = {
+        name: name.removeprefix(REWARD_PREFIX).removesuffix("/mean")
+        for name in names
+        if name.startswith(REWARD_PREFIX) and name.endswith("/mean")
+    }
+    if len(lines) < 2:
+        return []
+    if apart:
+        return [Chart(title=label, lines={name: label}) for name, label in lines.items()]
+    return [Chart(title="Reward by function", lines=lines, note="Means, before their weights.")]
+
+
+def _constants(chart: Chart, runs: Iterable[Curves]) -> dict[str, float] | None:
     """Return the value of each line where no run ever moves any of them, else None.
 
     A chart with evaluations is never flat, nor is a single point.
     """
-    if chart.held_out and any(evaluations(curves) for curves in runs):
+    runs = list(runs)
+    if chart.held_out and any(_evaluations(curves) for curves in runs):
         return None
     constant: dict[str, float] = {}
     for name in chart.metrics():
@@ -54,19 +163,57 @@ def constants(chart: Chart, runs: Collection[Curves]) -> dict[str, float] | None
     return constant
 
 
-def figure_of(chart: Chart, runs: Mapping[str, Curves]) -> Figure:
+def _figure(chart: Chart, runs: Mapping[str, Curves]) -> Figure:
     """Return the chart for one run, or the first line of several runs over one another."""
-    smooth = not chart.exact
-    if len(runs) == 1:
-        [curves] = runs.values()
-        traces = [*_band(chart, curves), *_lines(chart, curves), *_evaluations(chart, curves)]
+    band: list[Curve] = []
+    dots: dict[str, Curve] = {}
+    if len(runs) > 1:
+        firsts = {run: chart.total or chart.first(curves) or "" for run, curves in runs.items()}
+        lines = {run: curves.get(firsts[run], {}) for run, curves in runs.items()}
     else:
-        traces = [
-            _trace(curves[name], run, showlegend=True, meta={"color": color, "smooth": smooth})
-            for color, (run, curves) in enumerate(runs.items())
-            if (name := chart.total or chart.first(curves) or "") in curves
+        [curves] = runs.values()
+        lines = {label: curves[name] for name, label in chart.lines.items() if name in curves}
+        band = _band(chart, curves)
+        if chart.held_out:
+            metric = next(iter(chart.lines))
+            names = {prefix: f"{prefix}_{metric}" for prefix in _evaluations(curves)}
+            dots = {prefix: curves[name] for prefix, name in names.items() if name in curves}
+    return {
+        "band": [_points("", curve) for curve in band],
+        "lines": [_points(name, curve) for name, curve in lines.items()],
+        "dots": [_points(prefix, curve) for prefix, curve in dots.items()],
+        "stacked": chart.total is not None and len(runs) == 1,
+        "smooth": not chart.exact,
+        "log": chart.log,
+    }
+
+
+def _points(name: str, curve: Curve) -> tuple[str, list[int], list[float | None]]:
+    return html.escape(name, quote=False), list(curve), list(curve.values())  # plotly reads tags
+
+
+def _band(chart: Chart, curves: Curves) -> list[Curve]:
+    """Return what is below and above the first line, if anything is."""
+    if chart.spread in curves:
+        middle, spread = curves[next(iter(chart.lines))], curves[chart.spread]
+        both = {
+            step: (value, spread[step] or 0.0) for step, value in middle.items() if step in spread
+        }
+        return [
+            {step: value + sign * wide for step, (value, wide) in both.items() if value is not None}
+            for sign in (-1, 1)
         ]
-    return {"data": traces, "log": chart.log}
+    edges = [curves[name] for name in chart.band if name in curves]
+    return edges if len(edges) == 2 else []
+
+
+def _evaluations(curves: Curves) -> list[str]:
+    """Return the prefixes of evaluations: ``eval``, or one per evaluation dataset."""
+    return [
+        name.removesuffix("_reward")
+        for name in curves
+        if name.startswith("eval_") and name.endswith("_reward") and "/" not in name
+    ]
 
 
 def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure | None:
@@ -75,76 +222,5 @@ def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure | None:
         return None
     edges = numpy.histogram_bin_edges(numpy.concatenate([*rewards.values()]), _BINS)
     columns = [numpy.histogram(values, edges)[0] / len(values) for values in rewards.values()]
-    heat = {
-        "type": "heatmap",
-        "x": list(rewards),
-        "y": ((edges[:-1] + edges[1:]) / 2).tolist(),
-        "z": numpy.transpose(columns).tolist(),
-        "hovertemplate": "step %{x}<br>reward %{y:.3g}<br>%{z:.0%}<extra></extra>",
-        "colorbar": {"tickformat": ".0%", "thickness": 10},
-        "meta": {"heat": True},
-    }
-    return {"data": [heat], "log": False}
-
-
-def _by_function(curves: Curves, apart: bool) -> list[Chart]:
-    """Return the rewards of each function, where there are several."""
-    names = [name for name in curves if name.startswith(REWARD_PREFIX) and name.endswith("/mean")]
-    if len(names) < 2:
-        return []
-    lines = {name: name.removeprefix(REWARD_PREFIX).removesuffix("/mean") for name in names}
-    if apart:
-        return [Chart(title=label, lines={name: label}) for name, label in lines.items()]
-    return [Chart(title="Reward by function", lines=lines, note="Means, before their weights.")]
-
-
-def _lines(chart: Chart, curves: Curves) -> Iterator[Trace]:
-    present = {name: label for name, label in chart.lines.items() if name in curves}
-    for color, (name, label) in enumerate(present.items()):
-        look: Trace = {"meta": {"color": color, "smooth": not chart.exact}}
-        if chart.total:
-            look = {"meta": {"color": color, "area": True}, "stackgroup": "one"}
-        yield _trace(curves[name], label, showlegend=len(present) > 1, **look)
-
-
-def _band(chart: Chart, curves: Curves) -> list[Trace]:
-    edges = [curves[name] for name in chart.band if name in curves]
-    if chart.spread in curves:
-        middle, spread = curves[next(iter(chart.lines))], curves[chart.spread]
-        both = [
-            (step, value, spread[step] or 0.0)
-            for step, value in middle.items()
-            if value is not None and step in spread
-        ]
-        edges = [{step: value + sign * wide for step, value, wide in both} for sign in (-1, 1)]
-    if len(edges) < 2:
-        return []
-    hidden: Trace = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    low, high = edges
-    return [
-        _trace(low, meta={"color": 0}, **hidden),
-        _trace(high, meta={"color": 0, "band": True}, fill="tonexty", **hidden),
-    ]
-
-
-def _evaluations(chart: Chart, curves: Curves) -> list[Trace]:
-    """Return dots for the first line's metric on held-out prompts."""
-    metric = next(iter(chart.lines))
-    prefixes = evaluations(curves) if chart.held_out else []
-    present = [prefix for prefix in prefixes if f"{prefix}_{metric}" in curves]
-    dots = {"mode": "markers", "marker": {"size": 8, "symbol": "diamond"}}
-    return [
-        _trace(curves[f"{prefix}_{metric}"], prefix, meta={"color": color}, **dots)
-        for color, prefix in enumerate(present, 1)
-    ]
-
-
-def _trace(curve: Curve, name: str = "", **options: Any) -> Trace:
-    drawn = {
-        "x": list(curve),
-        "y": list(curve.values()),
-        "name": html.escape(name, quote=False),  # plotly reads tags in it
-        "mode": "lines" if len(curve) > 1 else "markers",
-        "line": {"width": 2},
-    }
-    return drawn | options
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {"heat": {"x": list(rewards), "y": middles, "z": numpy.transpose(columns).tolist()}}

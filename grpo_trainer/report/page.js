@@ -25,22 +25,44 @@ function smoothed(values, weight) {
   });
 }
 
-function traces(figure, weight) {
-  return figure.data.flatMap((trace) => {
-    const meta = trace.meta || {};
-    if (meta.heat) return [{ ...trace, colorscale: [[0, color("--card")], [1, color("--heat")]] }];
-    const own = palette(meta.color || 0);
-    const line = { ...trace.line, color: own };
-    const drawn = { ...trace, line, marker: { ...trace.marker, color: own } };
-    if (meta.band) return [{ ...drawn, fillcolor: faded(own, 0.16) }];
-    if (meta.area) return [{ ...drawn, line: { ...line, width: 0.5 }, fillcolor: faded(own, 0.6) }];
-    if (!meta.smooth || trace.mode !== "lines" || weight === 0) return [drawn];
-    const raw = {
-      ...drawn, line: { ...line, color: faded(own, 0.28), width: 1 },
-      showlegend: false, hoverinfo: "skip",
-    };
-    return [raw, { ...drawn, y: smoothed(trace.y, weight) }];
+function trace([name, x, y], index, more) {
+  const own = palette(index);
+  const mode = x.length > 1 ? "lines" : "markers";
+  return { name, x, y, mode, line: { width: 2, color: own }, marker: { color: own }, ...more };
+}
+
+function lines(figure, weight) {
+  return figure.lines.flatMap((curve, index) => {
+    const own = palette(index);
+    const drawn = trace(curve, index, { showlegend: figure.lines.length > 1 });
+    if (drawn.x.length === 0) return [];
+    if (figure.stacked) {
+      const line = { width: 0.5, color: own };
+      return [{ ...drawn, line, stackgroup: "one", fillcolor: faded(own, 0.6) }];
+    }
+    if (!figure.smooth || drawn.mode !== "lines" || weight === 0) return [drawn];
+    const line = { color: faded(own, 0.28), width: 1 };
+    const raw = { ...drawn, line, showlegend: false, hoverinfo: "skip" };
+    return [raw, { ...drawn, y: smoothed(drawn.y, weight) }];
   });
+}
+
+function traces(figure, weight) {
+  if (figure.heat) {
+    return [{
+      ...figure.heat, type: "heatmap", colorscale: [[0, color("--card")], [1, color("--heat")]],
+      hovertemplate: "step %{x}<br>reward %{y:.3g}<br>%{z:.0%}<extra></extra>",
+      colorbar: { tickformat: ".0%", thickness: 10 },
+    }];
+  }
+  const hidden = { line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
+  const fill = { fill: "tonexty", fillcolor: faded(palette(0), 0.16) };
+  const band = figure.band.map((edge, upper) => trace(edge, 0, upper ? { ...hidden, ...fill } : hidden));
+  const dots = figure.dots.map((curve, index) => {
+    const marker = { size: 8, symbol: "diamond", color: palette(index + 1) };
+    return trace(curve, index + 1, { mode: "markers", marker });
+  });
+  return [...band, ...lines(figure, weight), ...dots];
 }
 
 function layout(figure) {
@@ -75,7 +97,7 @@ async function unpack(element) {
 }
 
 // little to smooth in a short run, where the mean would only lag behind
-const longest = Math.max(...figures.flatMap((figure) => figure.data.map((trace) => trace.x.length)));
+const longest = Math.max(...figures.flatMap((figure) => traces(figure, 0).map(({ x }) => x.length)));
 slider.value = longest < 100 ? 0.2 : 0.6;
 root.dataset.theme = dark.matches ? "dark" : "light";
 unpack(document.getElementById("plotly")).then(draw).then(() => { root.dataset.drawn = "yes"; });

@@ -1,25 +1,29 @@
-"""The HTML file: everything that it shows and the code that draws it, in one piece."""
+"""The HTML file: what it shows and the code that draws it, in one piece; and who writes it."""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import functools
 import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
+from transformers import Trainer, TrainerCallback, TrainerState
 
-from grpo_kernels.tools import install_command
-from grpo_trainer.monitor import EVERY_CHART, RunRecord
-from grpo_trainer.report.charts import Figure, constants, figure_of, histogram_figure, sections
-from grpo_trainer.report.curves import Curves, curves_of, findings, finite
+from grpo_kernels.tools import OneLineParser, install_command
+from grpo_trainer.common import unfailing, whole
+from grpo_trainer.monitor import EVERY_CHART, RunRecord, load_run
+from grpo_trainer.report.charts import cards_of, curves_of, findings, finite, histogram_figure
 from grpo_trainer.report.texts import prompt_samples, rewards_by_step
 
-Rewards = dict[int, list[float]]  # of the completions, by optimizer step
-Card = tuple[str, str, Figure]  # with its title and a note
+REPORT_NAME = "report.html"
+_COMPARISON_NAME = "comparison.html"
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -45,86 +49,38 @@ def render(runs: Sequence[RunRecord]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["number"] = number
+    templates.filters["number"] = _number
     return templates.get_template("page.html").render(
+        runs=runs,
         names=names,
-        recipe=runs[0].recipe,
-        heads=[
-            (run.name, _tiles(run, curves[run.name]), findings(curves[run.name], best[run.name]))
-            for run in runs
-        ],
-        sections=_cards(runs, curves),
+        charts=EVERY_CHART,
+        curves=curves,
+        finite=finite,
+        findings={name: findings(curves[name], best[name]) for name in names},
+        sections=cards_of(curves),
         histogram=histogram_figure(rewards[names[0]]),
         samples=prompt_samples(runs[0].folder) if len(runs) == 1 else {},
-        tables=_comparison(runs) if len(runs) > 1 else _facts(runs[0]),
+        rows_of=_rows,
         plotly=plotly,
     )
 
 
-def number(value: float) -> str:
+def _number(value: float) -> str:
     """Return three digits, in full where they stand for more than that."""
     if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _tiles(run: RunRecord, curves: Curves) -> dict[str, list[float]]:
-    """Return the values of which the page shows the first and the last."""
-    tiles = {label: metric for chart in EVERY_CHART for metric, label in chart.tiles.items()}
-    steps = max(row.get("step", 0) for row in run.history)
-    values = {label: finite(curves, metric) for label, metric in tiles.items()}
-    return {"steps": [steps]} | {label: each for label, each in values.items() if each}
-
-
-def _cards(
-    runs: Sequence[RunRecord], curves: Mapping[str, Curves]
-) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
-    """Return the charts of each section, and by their titles the values of those that are flat."""
-    union = curves_of([row for run in runs for row in run.history])
-    several = len(runs) > 1
-    cards = {}
-    for section, charts in sections(union, apart=several).items():
-        flat = {chart.title: constants(chart, curves.values()) for chart in charts}
-        moving = [
-            # notes are of bands and evaluations, which one run has
-            (chart.title, "" if several else chart.note, figure_of(chart, curves))
-            for chart in charts
-            if flat[chart.title] is None
-        ]
-        cards[section] = (moving, {title: values for title, values in flat.items() if values})
-    return cards
-
-
-def _comparison(runs: Sequence[RunRecord]) -> dict[str, list[list[str]]]:
-    """Return tables of what differs, by their titles: rows of a name and the value of each run."""
-    tables = {
-        "Settings that differ": [run.settings for run in runs],
-        "Recipes that differ": [run.recipe for run in runs],
-        "Environments that differ": [run.environment for run in runs],
-    }
-    return {
-        title: [row for row in _rows(facts) if len(set(row[1:])) > 1]
-        for title, facts in tables.items()
-    }
-
-
-def _facts(run: RunRecord) -> dict[str, list[list[str]]]:
-    changed = {name: run.settings[name] for name in run.changed if name in run.settings}
-    return {
-        "Recipe": _rows([run.recipe]),
-        "Settings that are not at their defaults": _rows([changed]),
-        "Environment": _rows([run.environment]),
-        "All settings": _rows([run.settings]),
-    }
-
-
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    names = dict.fromkeys(name for each in facts for name in each)
-    values = {name: [each.get(name, "-") for each in facts] for name in names}
-    return [
-        [name, *(one if isinstance(one, str) else json.dumps(one) for one in each)]
-        for name, each in values.items()
-    ]
+    """Return names and their value in each run; of several runs those that differ."""
+    rows = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = [each.get(name, "-") for each in facts]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if len(facts) == 1 or len(set(texts)) > 1:
+            rows.append([name, *texts])
+    return rows
 
 
 @functools.cache
@@ -142,3 +98,71 @@ def packed_plotly() -> str:
             "writes it"
         ) from error
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+def write_report(folders: Sequence[Path], path: Path) -> Path:
+    """Return the report on the runs in ``folders``, written to ``path``."""
+    runs = [load_run(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=str(run.folder)) for run in runs]
+    page = render(runs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as aside:
+        aside.write_text(page, encoding="utf-8")
+    return path
+
+
+class ReportWriter(TrainerCallback):
+    """Writes ``run.json`` at the start, and it and ``report.html`` with every checkpoint and at
+    the end.
+
+    Without plotly it writes the former alone, and says at the start how to get the latter. Nothing
+    that goes wrong ends the run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            with unfailing(f"report of {args.output_dir}"):
+                RunRecord.of(self._trainer).save()
+            with unfailing(f"report of {args.output_dir}"):
+                packed_plotly()
+
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.log_history:
+            with unfailing(f"report of {args.output_dir}"):
+                record = RunRecord.of(self._trainer)
+                record.save()
+                write_report([record.folder], record.folder / REPORT_NAME)
+
+    on_train_end = on_save
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do ``grpo-train report``: write the page and print where it is.
+
+    Raises:
+        ValueError: a folder holds no run.
+        ImportError: plotly is not installed.
+    """
+    options = report_arguments(argv)
+    default = options.runs[0] / REPORT_NAME if len(options.runs) == 1 else Path(_COMPARISON_NAME)
+    print(write_report(options.runs, options.out or default))
+
+
+def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return ``runs`` and ``out``."""
+    parser = OneLineParser(
+        prog="grpo-train report",
+        description="grpo-train report RUN [RUN ...]: a run's report, or a comparison of several.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"the file; default: {REPORT_NAME} in the run's folder, for several runs "
+        f"{_COMPARISON_NAME} here",
+    )
+    return parser.parse_args(argv)

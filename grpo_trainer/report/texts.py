@@ -51,7 +51,8 @@ def rewards_by_step(folder: Path) -> dict[int, list[float]]:
 def prompt_samples(folder: Path) -> dict[Asked, Steps]:
     """Return the prompts that came back most often, with samples from the first to the last time.
 
-    They are all of evaluations, whose prompts are always the same, or all of training.
+    They are all of evaluations, whose prompts are always the same, or all of training. Of a step
+    the samples come best first.
     """
     sources = []
     for prefix in (EVAL_PREFIX, ""):
@@ -65,15 +66,11 @@ def prompt_samples(folder: Path) -> dict[Asked, Steps]:
 
 
 def _samples(steps: Steps) -> Steps:
-    """Return some of the steps and of their completions, best first."""
-    return {
-        step: _evenly(sorted(steps[step], key=_rank), _PER_STEP)
-        for step in _evenly(sorted(steps), _COLUMNS)
-    }
+    def rank(sample: Sample) -> tuple[float, str]:
+        return (math.inf if math.isnan(sample.reward) else -sample.reward, sample.text)
 
-
-def _rank(sample: Sample) -> tuple[float, str]:
-    return (math.inf if math.isnan(sample.reward) else -sample.reward, sample.text)
+    chosen = _evenly(sorted(steps), _COLUMNS)
+    return {step: _evenly(sorted(steps[step], key=rank), _PER_STEP) for step in chosen}
 
 
 def _rows(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from transformers import TrainerControl, TrainerState
 from grpo_trainer import GRPOConfig
 from grpo_trainer.monitor import load_run
 from grpo_trainer.monitor.view import RunView
-from grpo_trainer.report.command import write_report
+from grpo_trainer.report.page import write_report
 from tests.support.browser import open_page
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

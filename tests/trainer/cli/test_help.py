@@ -13,10 +13,11 @@ from transformers.hf_argparser import string_to_bool
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses import LOSSES
+from grpo_trainer import common
 from grpo_trainer.cli import HELP, main
 from grpo_trainer.cli.parser import own_configs
 from grpo_trainer.cli.train import run_parser
-from grpo_trainer.common import check_options, options
+from grpo_trainer.common import check_options
 from grpo_trainer.config import GRPOConfig
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
@@ -54,7 +55,7 @@ def test_it_names_what_is_installed():
 def test_settings_of_losses_are_described_as_in_their_classes(owner):
     section = (owner.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+):(.*(?:\n {12}.*)*)", section, re.M)
-    texts = options.descriptions()
+    texts = common.descriptions()
     for name, text in entries:
         if name in GRPOConfig.__dataclass_fields__ and name != "max_completion_length":
             assert " ".join(text.split()) in texts[name]
@@ -84,8 +85,8 @@ def test_the_version(capsys):
 
 def test_options_of_other_packages_are_none_that_are_misspelled(tmp_path, monkeypatch):
     """Also those of versions that the file does not know."""
-    monkeypatch.setattr(options, "HELP", tmp_path / "help.txt")
-    options.HELP.write_text("")
+    monkeypatch.setattr(common, "HELP", tmp_path / "help.txt")
+    common.HELP.write_text("")
     launcher = [flag for flag in launch_command_parser()._option_string_actions if "_" in flag]
     assert launcher
     of_transformers = [f"--{name}" for name in GRPOConfig.__mro__[-2].__dataclass_fields__]
