@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, Transform, head_of_layer, unshard_head
+from grpo_kernels.linear_divergence import LinearDivergence, linear_divergence
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
@@ -105,6 +106,25 @@ class FusedHead(ForwardOverlay, nn.Module):
         """Return what :func:`grpo_kernels.linear_policy_loss` does; ``options`` are its own."""
         return self(
             hidden, lambda hidden, head: linear_policy_loss(hidden, head, batch, config, **options)
+        )
+
+    def divergence(
+        self,
+        hidden: Tensor,
+        teacher_hidden: Tensor | None = None,
+        teacher_head: Tensor | Head | None = None,
+        **options: Any,
+    ) -> LinearDivergence:
+        """Return what :func:`grpo_kernels.linear_divergence` does; ``options`` are its own.
+
+        ``teacher_head`` is the teacher's detached weight, or a :class:`Head` of it with a bias,
+        scale or softcap. It may be a DTensor; no module, which would have to be called.
+        """
+        return self(
+            hidden,
+            lambda hidden, head: linear_divergence(
+                hidden, head, teacher_hidden, teacher_head, **options
+            ),
         )
 
     def forward(self, hidden: Tensor, fn: HeadFn | None = None, **options: Any) -> Any:

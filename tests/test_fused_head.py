@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels import FusedHead, linear_logprobs
+from grpo_kernels import FusedHead, Head, Transform, linear_divergence, linear_logprobs
 
 VOCAB, WIDTH = 23, 8
 
@@ -78,6 +78,25 @@ def test_an_offloaded_head(first: str) -> None:
         assert torch.equal(head(hidden), logits)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     assert torch.equal(head(hidden, target).logprobs, right)
+
+
+@pytest.mark.parametrize("of", ["logits", "topk"])
+def test_divergence(of: str) -> None:
+    """From a teacher's head or first ids, by a call of the student's, which hooks see."""
+    layer, hook, (hidden, ids) = make_layer(), [], rows()
+    head = FusedHead(layer, logit_scale=0.5)
+    head.register_forward_hook(lambda *_: hook.append("fired"))
+    own = Head(layer.weight, layer.bias, Transform(0.5))
+    given: dict[str, Any] = {"teacher_topk": (-1.5 - ids[..., None], ids[..., None])}
+    if of == "logits":
+        weight, bias = torch.randn(VOCAB, 5), torch.randn(VOCAB)
+        teacher = Head(weight, bias, Transform(softcap=3.0))
+        given = {"teacher_hidden": torch.randn(2, 5, 5), "teacher_head": teacher}
+    options = {"kind": "jsd", "beta": 0.3, "temperature": 0.7, **given}
+    found, right = head.divergence(hidden, **options), linear_divergence(hidden, own, **options)
+    assert hook == ["fired"] and all(map(torch.equal, found, right))
+    inputs = hidden, layer.weight, layer.bias
+    assert all(map(torch.equal, *(torch.autograd.grad(x.loss, inputs) for x in (found, right))))
 
 
 def patched() -> nn.Linear:

@@ -32,11 +32,12 @@ KERNELS = {
     "schedule": "arguments batch head backends losses engine",
     "linear_logprobs": "arguments batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
-    "fused_head": "batch head losses linear_logprobs linear_policy_loss overlay",
+    "linear_divergence": "arguments batch head backends engine",
+    "fused_head": "batch head losses linear_logprobs linear_policy_loss linear_divergence overlay",
     "warm_up": "batch head losses schedule linear_policy_loss",
     "hf": "head fused_head overlay",
-    "integrations": "ranks batch head losses linear_logprobs linear_policy_loss fused_head hf "
-    "overlay",
+    "integrations": "ranks batch head losses linear_logprobs linear_policy_loss linear_divergence "
+    "fused_head hf overlay",
     "testing": "batch losses linear_policy_loss",
 }
 TRAINER = {

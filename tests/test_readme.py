@@ -196,7 +196,10 @@ def test_sequences_over_several_ranks(names: dict[str, Any], group: dist.Process
 def test_sharded_heads(names: dict[str, Any], group: dist.ProcessGroup) -> None:
     ids, own = names["input_ids"], names["model"].lm_head.weight
     names["batch"] = TokenBatch.from_padded(ids[:, 1:], names["advantages"])
+    names |= {"teacher_hidden": torch.randn(*ids[:, 1:].shape, 8)}
+    names |= {"teacher_weight": torch.randn(len(own), 8)}
     exec(python_block(SHARDING, "import FusedHead"), names)
+    assert names["distilled"] > 0
     right = names["logits"].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(names["logprobs"], right)
     loss = names["loss"]

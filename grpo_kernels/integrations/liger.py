@@ -1,6 +1,8 @@
-"""Liger's GRPO loss module on our kernels, for trainers that call it (ms-swift, TRL before 1.12).
+"""Liger's loss modules on our kernels, for trainers that call them.
 
-``enable()`` lets trainers that are built from then on make ours, which needs no Liger.
+That of GRPO is called by ms-swift and TRL before 1.12, that of distillation by TRL's experimental
+trainers and ms-swift. ``enable()`` lets trainers that are built from then on make ours, which need
+no Liger.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
-from grpo_kernels.head import Transform, autocast_dtype, head_of_layer
+from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
+from grpo_kernels.integrations.common import divergence_of, in_dtype_of
 from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
 
-_MODULE, _NAME = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOLoss"
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -91,8 +93,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """Return the loss and its metrics; a ValueError may name our own argument."""
         ids, config = selected_token_ids.long(), self.config
         hidden = _input.reshape(*ids.shape, _input.shape[-1])
-        if autocast_dtype(hidden.device) is None:
-            lin_weight = lin_weight.to(hidden.dtype)
+        head = in_dtype_of(hidden, Head(lin_weight, bias))
         reference = ref_per_token_logps if config.beta != 0 else None
         if config.beta != 0 and reference is None and not (ref_input is None or ref_weight is None):
             with torch.no_grad():
@@ -120,18 +121,86 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             places = torch.arange(batch.num_tokens, device=ids.device)
             first = torch.isin(places, batch.cu_seqlens[:-1])
             batch = replace(batch, rollout_weights=batch.rollout_weights.where(first, 1.0))
-        loss, metrics = linear_policy_loss(hidden, lin_weight, batch, config, bias=bias)
+        loss, metrics = linear_policy_loss(hidden, head, batch, config)
         kl = [_mean(metrics, ["kl"], loss)] if self.beta != 0 else []
         return loss, (*kl, _mean(metrics, _CLIPPED, loss))
 
 
+class LigerFusedLinearJSDLoss(nn.Module):
+    """Compute what Liger's module of this name does, same arguments.
+
+    Over the tokens whose label is not ``ignore_index`` the loss is ``weight_hard_loss`` times the
+    labels' mean cross-entropy, at temperature 1, plus ``weight_soft_loss`` times the mean
+    divergence: for ``beta`` 0 KL(teacher, student), for 1 KL(student, teacher), else the JSD.
+    """
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,  # without effect, as chunk_size
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight_hard_loss, self.weight_soft_loss = weight_hard_loss, weight_soft_loss
+        self.beta, self.ignore_index, self.temperature = beta, ignore_index, temperature
+        self.return_soft_hard_loss = return_soft_hard_loss
+
+    def forward(
+        self,
+        student_input: Tensor,  # (..., D)
+        student_weight: Tensor,  # (V, D)
+        teacher_input: Tensor,  # (..., D_t)
+        teacher_weight: Tensor,  # (V, D_t); or more rows, for which the student's logits are 0
+        true_labels: Tensor,  # (...)
+        student_bias: Tensor | None = None,  # (V,)
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, with ``return_soft_hard_loss`` also divergence and cross-entropy alone.
+
+        These have no gradient. A ValueError may name an argument of ``linear_divergence``.
+        """
+        counted = true_labels != self.ignore_index
+        student, teacher = Head(student_weight, student_bias), Head(teacher_weight, teacher_bias)
+        further = max(teacher.vocab_size - student.vocab_size, 0)
+        soft = divergence_of(
+            self.beta, student_input, _padded(student, further), teacher_input, teacher,
+            mask=counted, temperature=self.temperature,
+        ).loss  # fmt: skip
+        loss = self.weight_soft_loss * soft
+        if not self.weight_hard_loss and not self.return_soft_hard_loss:
+            return loss
+        ids = true_labels.masked_fill(~counted, IGNORE_INDEX)
+        found = linear_logprobs(student_input, in_dtype_of(student_input, student), ids)
+        assert found.logprobs is not None
+        hard = -found.logprobs.sum() / counted.sum().clamp(min=1)
+        loss = loss + self.weight_hard_loss * hard
+        return (loss, soft.detach(), hard.detach()) if self.return_soft_hard_loss else loss
+
+
+def _padded(head: Head, rows: int) -> Head:
+    if not rows or head.weight.dim() != 2:  # which the divergence refuses
+        return head
+    bias = None if head.bias is None else nn.functional.pad(head.bias, (0, rows))
+    return Head(nn.functional.pad(head.weight, (0, 0, 0, rows)), bias)
+
+
+_OURS = {"grpo_loss": LigerFusedLinearGRPOLoss, "jsd_loss": LigerFusedLinearJSDLoss}
+
+
 def _replacements() -> Iterator[Replacement]:
-    yield Replacement(import_module(_MODULE), _NAME, LigerFusedLinearGRPOLoss, everywhere=True)
+    for name, ours in _OURS.items():
+        module = import_module(f"liger_kernel.chunked_loss.{name}")
+        yield Replacement(module, ours.__name__, ours, everywhere=True)
 
 
 def _too_late() -> str:
-    made = alive(getattr(import_module(_MODULE), _NAME))
-    return f"expected no {_NAME} of Liger's yet, got one" if made else ""
+    names = [x.name for x in _replacements() if alive(getattr(x.owner, x.name))]
+    return f"expected no {names[0]} of Liger's yet, got one" if names else ""
 
 
 SWITCH = Switch(HOSTS["liger"], _replacements, _too_late)

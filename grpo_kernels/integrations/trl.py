@@ -1,6 +1,7 @@
 """TRL's trainers on our head, by the one function that gives a model its fused LM head.
 
-TRL's takes log-probabilities from ``lm_head.weight``. Ours is called as a module.
+TRL's takes log-probabilities from ``lm_head.weight``. Ours is called as a module. Distillation has
+a function of its own, which is handed both weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
+from grpo_kernels.integrations.common import divergence_of
 from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
@@ -37,6 +39,8 @@ def _replacements() -> Iterator[Replacement]:
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
     for name in _TRAINERS:  # nothing is an instance of ()
         yield Replacement(import_module(f"trl.trainer.{name}_trainer"), "BaseTunerLayer", ())
+    distillation = import_module("trl.trainer.distillation_trainer")
+    yield Replacement(distillation, "_chunked_divergence_loss", chunked_divergence_loss)
 
 
 def _too_late() -> str:
@@ -109,6 +113,43 @@ class _ScoresLabels(ForwardOverlay):
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         theirs = import_module("trl.trainer.utils").FusedCausalLMOutput
         return theirs(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
+
+
+def chunked_divergence_loss(
+    student_hidden_states: Tensor,  # (B, K, D)
+    teacher_hidden_states: Tensor,  # (B, K, D_t)
+    student_lm_head_weight: Tensor,  # (V, D)
+    teacher_lm_head_weight: Tensor,  # (V, D_t)
+    completion_mask: Tensor,  # (B, K)
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,  # what to divide by; None: the valid tokens
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what TRL's function of this name does: loss, sum of entropies, number of valid tokens."""
+    student_transform = Transform(student_logit_scale, student_final_logit_softcapping)
+    teacher_transform = Transform(teacher_logit_scale, teacher_final_logit_softcapping)
+    student = Head(student_lm_head_weight, student_lm_head_bias, student_transform)
+    teacher = Head(teacher_lm_head_weight, teacher_lm_head_bias, teacher_transform)
+    mask = completion_mask != 0
+    valid = mask.sum()
+    weights, items = None, num_items_in_batch
+    if items is not None:  # not a factor of the loss: gradients would be rounded twice
+        items = items.to(mask.device) if isinstance(items, Tensor) else items
+        weights = (valid / items).expand(mask.shape)
+    # the student's is gathered as all that ZeRO-3 trains are; nobody else gathers the teacher's
+    gathered = import_module("trl.trainer.utils").maybe_gather_lm_head_ctx
+    with gathered(teacher.weight, teacher.bias):
+        found = divergence_of(
+            beta, student_hidden_states, student, teacher_hidden_states, teacher,
+            mask=mask, temperature=temperature, weights=weights,
+        )  # fmt: skip
+    return found.loss, found.entropy.sum(), valid
 
 
 def __getattr__(name: str) -> Any:

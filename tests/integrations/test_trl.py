@@ -50,6 +50,10 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "dpo": {"make": dpo},
     "dpo, weighted": {"make": dpo, "use_weighting": True},
     "kto": {"make": training.offline("KTO", LABELS)},
+    **{
+        f"distillation, beta {beta}": {"make": training.distillation, "beta": beta, **more}
+        for beta, more in {0.0: {}, 0.3: {"temperature": 0.7}, 1.0: {}}.items()
+    },
 }
 _VESPO = {"vespo_k_pos": 2.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 3.0}
 FUSED: dict[str, dict[str, Any]] = {

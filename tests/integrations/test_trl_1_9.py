@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
 
 from tests.integrations.hosts import need
 
@@ -14,6 +18,7 @@ need("trl_1_9")
 from grpo_kernels.integrations import lazy_scorers, liger
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run, contract_of, unformed
+from tests.parity.canned import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -22,6 +27,32 @@ def liger_step(with_ours: bool, **more: Any) -> Run:
     with liger.enabled() if with_ours else nullcontext():
         trainer = training.build(training.grpo, **training.LIGER, **more)
     assert (type(trainer.liger_loss) is liger.LigerFusedLinearGRPOLoss) == with_ours
+    return training.run(trainer)
+
+
+def gkd(model: Any, **more: Any) -> Any:
+    """Make a trainer of distillation on given texts."""
+    gkd = import_module("trl.experimental.gkd")
+    teacher, tokenizer = copy.deepcopy(model), tiny_tokenizer()
+    with torch.no_grad():
+        teacher.lm_head.weight += 0.3 * torch.randn(teacher.lm_head.weight.shape)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    data = Dataset.from_dict(
+        {
+            "messages": [
+                [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+                for asked, answer in zip(training.texts(), training.texts(40), strict=True)
+            ]
+        }
+    )
+    args = gkd.GKDConfig(**{**training.COMMON, "lmbda": 0.0, **more})
+    return gkd.GKDTrainer(model, teacher, args, None, data, processing_class=tokenizer)
+
+
+def gkd_step(with_ours: bool, **more: Any) -> Run:
+    with liger.enabled() if with_ours else nullcontext():
+        trainer = training.build(gkd, **training.LIGER, **more)
+    assert (type(trainer.liger_loss) is liger.LigerFusedLinearJSDLoss) == with_ours
     return training.run(trainer)
 
 
@@ -55,6 +86,14 @@ test_the_loss_of_liger = contract_of(
         default=training.DEFAULT,
     )
 )  # fmt: skip
+test_the_distillation_of_liger = contract_of(
+    Adapter(
+        package="liger_kernel",
+        step=gkd_step,
+        settings={f"beta {beta}": {"beta": beta} for beta in (0.0, 0.3, 1.0)},
+        default=training.DEFAULT,
+    )
+)
 test_logits_that_are_not_formed = contract_of(
     Adapter(
         package="trl",

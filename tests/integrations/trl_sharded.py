@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from transformers.integrations import HfDeepSpeedConfig
+from trl.models.utils import _ForwardRedirection
 
 from grpo_kernels.integrations import trl as ours
 from tests.parity.canned import VOCABULARY, tiny_model
@@ -18,7 +20,11 @@ STEPS, LEARNING_RATE = 3, 0.1
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    return {"norm and head": check_fsdp}
+    return {
+        "norm and head": check_fsdp,
+        "distillation": check_distillation,
+        "distillation, heads alone": partial(check_distillation, alone=True),
+    }
 
 
 def check_fsdp() -> None:
@@ -36,34 +42,79 @@ def check_fsdp() -> None:
         )
 
 
+def check_distillation(alone: bool = False) -> None:
+    """Compare weights as before, of a student whose teacher is sharded, too."""
+    expected, (model, teacher) = tiny_model(), (tiny_model(), other_model())
+    train(expected, partial(one_process_divergence, expected))
+    for sharded in (model, teacher):
+        for layer in [*sharded.model.layers, *([sharded.lm_head] if alone else [])]:
+            fully_shard(layer)
+        fully_shard(sharded)
+    train(model, partial(divergence, model, model, teacher))
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(
+            weight.full_tensor(), expected.state_dict()[name], rtol=0, atol=2e-6, msg=name
+        )
+
+
 def zero_cases() -> dict[str, Callable[[], None]]:
-    return {"ZeRO-3": check_zero}
+    return {"ZeRO-3": check_zero, "ZeRO-3, distillation": check_zero_distillation}
 
 
 def check_zero() -> None:
     """Compare all gradients in each step, as DeepSpeed gives them, with one process's."""
+    expected, model = fused_model(), fused_model()
+    engine = zero_engine(model)
+    compare_gradients(
+        engine, expected, partial(own_loss, engine), partial(one_process_loss, expected)
+    )
+
+
+def check_zero_distillation() -> None:
+    """Compare gradients as before, of a student whose teacher is partitioned, too."""
+    expected, model, teacher = tiny_model(), tiny_model(), other_model()
+    engine = zero_engine(model)
+    of_teacher = zero_engine(teacher, trained=False)
+
+    def own(step: int) -> Tensor:
+        on = HfDeepSpeedConfig(ZERO)  # as TRL asks for it, while this object is there
+        assert on.is_zero3()
+        return divergence(engine, model, of_teacher, step)
+
+    compare_gradients(engine, expected, own, partial(one_process_divergence, expected))
+    of_teacher.destroy()
+
+
+ZERO: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,  # else at 1
+    # small parameters would not be partitioned
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def zero_engine(model: Any, trained: bool = True) -> Any:
     import deepspeed
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) if trained else None
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO)[0]
+
+
+def compare_gradients(engine: Any, expected: Any, own: Any, right: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
-    expected, model = fused_model(), fused_model()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,  # else at 1
-        # small parameters would not be partitioned
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizers = [torch.optim.SGD(x.parameters(), lr=LEARNING_RATE) for x in (model, expected)]
-    engine = deepspeed.initialize(model=model, optimizer=optimizers[0], config=config)[0]
+    optimizer = torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
-        optimizers[1].zero_grad()
-        one_process_loss(expected, step).backward()
-        engine.backward(own_loss(engine, step))
-        for (name, own), right in zip(model.named_parameters(), expected.parameters(), strict=True):
-            error = (safe_get_full_grad(own) - right.grad).norm() / right.grad.norm()
+        optimizer.zero_grad()
+        right(step).backward()
+        engine.backward(own(step))
+        pairs = zip(engine.module.named_parameters(), expected.parameters(), strict=True)
+        for (name, found), exact in pairs:
+            error = (safe_get_full_grad(found) - exact.grad).norm() / exact.grad.norm()
             assert error < 5e-6, (step, name, error)
         engine.step()
-        optimizers[1].step()
+        optimizer.step()
     engine.destroy()
 
 
@@ -93,3 +144,37 @@ def own_loss(model: Any, step: int, rank: int | None = None) -> Tensor:
 def one_process_loss(model: Any, step: int) -> Tensor:
     ranks = dist.get_world_size()
     return torch.stack([own_loss(model, step, rank) for rank in range(ranks)]).mean()
+
+
+def other_model() -> Any:
+    """Return a teacher whose distribution is another one."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    return model
+
+
+def divergence(
+    wrapped: Any, model: Any, teacher: Any, step: int, rank: int | None = None
+) -> Tensor:
+    """Return a rank's loss as TRL's trainer has it: within the forwards of what wraps models."""
+    g = torch.Generator().manual_seed(10 * step + (dist.get_rank() if rank is None else rank))
+    ids = torch.randint(2, VOCABULARY, (3, 8), generator=g)
+    mask = torch.arange(8) < torch.tensor([[8], [4], [6]])
+
+    def hidden(model: Any) -> Tensor:
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def loss_of(model: Any) -> tuple[Tensor, ...]:
+        inner = getattr(teacher, "module", teacher)
+        with torch.no_grad():
+            of_teacher = _ForwardRedirection()(teacher, inner, hidden, inner)
+        heads = model.lm_head.weight, inner.lm_head.weight
+        return ours.chunked_divergence_loss(hidden(model), of_teacher, *heads, mask, 0.3)
+
+    return _ForwardRedirection()(wrapped, model, loss_of, model)[0]
+
+
+def one_process_divergence(model: Any, step: int) -> Tensor:
+    teacher, ranks = other_model(), range(dist.get_world_size())
+    return torch.stack([divergence(model, model, teacher, step, rank) for rank in ranks]).mean()

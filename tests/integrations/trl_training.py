@@ -91,6 +91,17 @@ def rloo(model: Any, **more: Any) -> Any:
     return trl.RLOOTrainer(model, reward, args, data, processing_class=tiny_tokenizer())
 
 
+def distillation(model: Any, peft: Any = None, **more: Any) -> Any:
+    """Make one whose teacher is the model that was not trained, with noise on its head."""
+    args = trl.DistillationConfig(**{**COMMON, "max_completion_length": 6, **more})
+    teacher, data = copy.deepcopy(model), Dataset.from_dict({"prompt": texts()})
+    with torch.no_grad():
+        teacher.lm_head.weight += 0.3 * torch.randn(teacher.lm_head.weight.shape)
+    return trl.DistillationTrainer(
+        model, teacher, args, data, processing_class=tiny_tokenizer(), peft_config=peft
+    )  # fmt: skip
+
+
 def offline(kind: str, columns: dict[str, list[Any]]) -> Callable[..., Any]:
     """Return what makes a trainer that learns from given completions."""
 
