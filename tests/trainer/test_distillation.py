@@ -28,8 +28,8 @@ def policy(seed: int) -> Any:
 
 
 def made(folder: Path, **changes: Any) -> GRPOTrainer:
-    usual: dict[str, Any] = {"model": policy(0), "teacher": policy(1), "rollout_engine": CannedEngine()}
-    usual |= {"reward_funcs": lengths_reward, "max_steps": 2, "temperature": 0.8}
+    usual: dict[str, Any] = {"model": policy(0), "teacher": policy(1), "max_steps": 2}
+    usual |= {"rollout_engine": CannedEngine(), "reward_funcs": lengths_reward, "temperature": 0.8}
     built = trainer(usual | changes, folder)
     built.current_gradient_accumulation_steps = 1  # which train() sets
     return built

@@ -7,6 +7,7 @@ import json
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from grpo_trainer import GRPOTrainer
@@ -51,6 +52,17 @@ def apart(client: VLLMClient, policy, temperature: float = 1.0, **filters) -> fl
     found = Completions(answer["completion_ids"], answer["logprobs"], mask)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     return difference(policy, prompts, found, temperature, **filters)
+
+
+def test_prompt_logprobs(client, policy):
+    """What a teacher is asked for."""
+    sequences = [[3, 4, 5, 6], [7, 8], [3, 9, 4]]
+    found = client.prompt_logprobs(sequences)
+    for ids, logprobs in zip(sequences, found, strict=True):
+        with torch.no_grad():
+            scores = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = scores.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected.float(), rtol=0, atol=CLOSE)
 
 
 def test_parity(client, policy):
