@@ -8,7 +8,6 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 from transformers import ProcessorMixin
 
 from grpo_kernels.losses import Metrics, Stat
@@ -16,19 +15,9 @@ from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, ToolRunner, schemas
 from grpo_trainer.common import shortened
-from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import (
-    Encoded,
-    ImageInputs,
-    Media,
-    ProcessingClass,
-    Row,
-    Sample,
-    check_context,
-    encode_prompts,
-    tokenizer_of,
-)
-from grpo_trainer.engines import Sampled, Sampler, Sampling
+from grpo_trainer.config import options
+from grpo_trainer.data import Encoded, ImageInputs, Media, Row, Sample
+from grpo_trainer.engines import EngineContext, Sampled, Sampler
 from grpo_trainer.monitor import phase
 
 T = TypeVar("T")
@@ -118,12 +107,10 @@ class ToolLoop:
     on any of them, since some engines work for all processes at once.
 
     Args:
-        args: budgets and the template's arguments.
-        accelerator: tells how far the other processes are.
+        context: of the policy.
+        sampler: samples turns.
         tools: what every completion can call.
         environments: what completions act upon, with tools of their own.
-        sampling: what a turn ends with, and which tokens stand for images.
-        context: tokens that the policy has positions for; None: any number.
 
     Raises:
         ValueError: the chat template cannot write conversations with these tools.
@@ -131,36 +118,31 @@ class ToolLoop:
 
     def __init__(
         self,
-        args: GRPOConfig,
-        accelerator: Accelerator,
-        processing_class: ProcessingClass,
+        context: EngineContext,
+        sampler: Sampler,
         tools: Toolbox,
         environments: Environments | None,
-        sampling: Sampling,
-        context: int | None,
     ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._processing_class = processing_class
+        args, tokenizer = context.args, context.tokenizer
+        self._context = context
+        self._sampler = sampler
         self._tools = tools
         self._environments = environments
-        self._eos = sampling.eos_token_ids
-        self._context = context
-        self._options = options("chat_template_kwargs", args.chat_template_kwargs)
-        tokenizer = tokenizer_of(processing_class)
+        self._eos = sampler.eos_token_ids
         self._parser = TurnParser(tokenizer, self._eos, families=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
-        self._template = ToolTemplate(processing_class, self._eos, self._options)
+        template = options("chat_template_kwargs", args.chat_template_kwargs)
+        self._template = ToolTemplate(context.processing_class, self._eos, template)
         for toolbox in environments.toolboxes if environments else [tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
         self._media = Media.of(args)
-        places = tokenizer.convert_ids_to_tokens(list(sampling.suppressed))
-        if isinstance(processing_class, ProcessorMixin):  # what its templates write
-            places.append(processing_class.image_token)
+        places = tokenizer.convert_ids_to_tokens(list(sampler.sampling.suppressed))
+        if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
+            places.append(context.processing_class.image_token)
         self._runner = ToolRunner(places, args.tool_timeout)
 
-    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
+    def __call__(self, rows: list[Row]) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
 
         Raises:
@@ -170,7 +152,7 @@ class ToolLoop:
         outcomes: list[Outcome] = []
         waiting = talks
         while (step := self._step(waiting)) is not None:
-            self._turn(waiting, step, sampler)
+            self._turn(waiting, step)
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
         columns = {}
@@ -178,7 +160,7 @@ class ToolLoop:
             columns["environments"] = [talk.environment for talk in talks]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self._accelerator.device).view(2, 2)
+        per_completion, per_call = sums.to(self._context.accelerator.device).view(2, 2)
         metrics = {
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
@@ -186,7 +168,6 @@ class ToolLoop:
         return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
 
     def _begin(self, rows: list[Row]) -> list[Conversation]:
-        args = self._args
         if self._environments is None:
             pairs: list[tuple[Any, Toolbox]] = [(None, self._tools)] * len(rows)
             prompts = [row["prompt"] for row in rows]
@@ -201,12 +182,8 @@ class ToolLoop:
                 raise ValueError(
                     f"prompt: expected messages with tools, got the text {shortened(prompt)}"
                 )
-        tools = [schemas(toolbox) for _, toolbox in pairs]
-        encoded = encode_prompts(
-            prompts, self._processing_class, args.max_prompt_length, self._options, tools
-        )
-        budget = args.max_completion_length
-        check_context(prompts, [each.ids for each in encoded], budget, self._context)
+        encoded = self._context.encode(prompts, [schemas(toolbox) for _, toolbox in pairs])
+        budget = self._context.args.max_completion_length
         talks = []
         for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
             sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
@@ -222,18 +199,19 @@ class ToolLoop:
         """
         most = max((talk.room for talk in waiting), default=0)
         longest = max((len(talk.ids) for talk in waiting), default=0)
-        if self._accelerator.num_processes > 1:
-            here = torch.tensor([[most, longest]], device=self._accelerator.device)
-            most, longest = self._accelerator.gather(here).amax(0).tolist()
+        accelerator, positions = self._context.accelerator, self._context.positions
+        if accelerator.num_processes > 1:
+            here = torch.tensor([[most, longest]], device=accelerator.device)
+            most, longest = accelerator.gather(here).amax(0).tolist()
         if most == 0:
             return None
-        return most if self._context is None else min(most, self._context - longest)
+        return most if positions is None else min(most, positions - longest)
 
-    def _turn(self, waiting: list[Conversation], step: int, sampler: Sampler) -> None:
+    def _turn(self, waiting: list[Conversation], step: int) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             images = [talk.sample.images for talk in waiting]
-            turns = sampler.generate([talk.ids for talk in waiting], step, images)
+            turns = self._sampler.generate([talk.ids for talk in waiting], step, images)
         columns = (
             turns.token_ids,
             turns.logprobs or repeat(None),
@@ -251,7 +229,7 @@ class ToolLoop:
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:
         """Give every conversation what its calls return."""
-        most = self._args.max_tool_calling_iterations
+        most = self._context.args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]

@@ -144,16 +144,15 @@ class ToolTemplate:
         end = next((i for i in range(turn, len(prefix)) if prefix[i] in self._eos), len(prefix))
         text = self._text([*before, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
-        if not images:
-            return Encoded(self._ids(text)), prefix[: end + 1]
-        if isinstance(self._processing_class, ProcessorMixin):
-            return encode_text(text, images, self._processing_class), prefix[: end + 1]
-        name = next(message["name"] for message in messages if images_of([message]))
-        raise ValueError(
-            f"tools: expected {name!r} to return no image to a policy that takes none, got one; "
-            "models that take images have a processor as processing_class, not a "
-            f"{type(self._processing_class).__name__}"
-        )
+        if images and not isinstance(self._processing_class, ProcessorMixin):
+            name = next(message["name"] for message in messages if images_of([message]))
+            raise ValueError(
+                f"tools: expected {name!r} to return no image to a policy that takes none, got "
+                "one; models that take images have a processor as processing_class, not a "
+                f"{type(self._processing_class).__name__}"
+            )
+        by = self._processing_class if images else self._tokenizer
+        return encode_text(text, images, by), prefix[: end + 1]
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]

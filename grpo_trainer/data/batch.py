@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -172,16 +172,22 @@ class RolloutBuffer:
         return self.batches[self.position % self._slices]
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "batches": [asdict(batch) for batch in self.batches]}
+        return {"position": self.position, "batches": [_plain(batch) for batch in self.batches]}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         self.batches = [_batch(**fields) for fields in state["batches"]]
 
 
-def _batch(sampling_mask: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
-    if sampling_mask is not None:
-        fields["sampling_mask"] = SamplingMask.from_csr(
-            sampling_mask["indices"], sampling_mask["offsets"]
-        )
-    return MicroBatch(**fields)
+def _plain(batch: MicroBatch) -> dict[str, Any]:
+    """Return the fields of a batch, as a checkpoint can hold them."""
+    mask = batch.sampling_mask
+    csr = None if mask is None else {"indices": mask.indices, "offsets": mask.offsets}
+    return vars(batch) | {"sampling_mask": csr}
+
+
+def _batch(sampling_mask: dict[str, Tensor] | None, **fields: Any) -> MicroBatch:
+    if sampling_mask is None:
+        return MicroBatch(**fields)
+    indices, offsets = sampling_mask["indices"], sampling_mask["offsets"]
+    return MicroBatch(sampling_mask=SamplingMask.from_csr(indices, offsets), **fields)

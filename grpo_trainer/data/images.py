@@ -213,30 +213,28 @@ def open_images(row: dict[str, Any], media: Media | None = None) -> dict[str, An
     """
     media = media or Media()
     opened = copy.copy(row)
-    columns: dict[str, list[Image.Image]] = {}
+    columns: list[list[Image.Image]] = []  # those with images
     for name in IMAGE_COLUMNS:
-        value = row.get(name)
-        if isinstance(value, list | tuple):
-            opened[name] = columns[name] = [_open(each, media, row, name) for each in value]
-        elif value is not None:
-            opened[name] = _open(value, media, row, name)
-            columns[name] = [opened[name]]
+        value: Any = row.get(name)
+        several = isinstance(value, list | tuple)
+        sources = [] if value is None else list(value) if several else [value]
+        if images := [_open(source, media, row, name) for source in sources]:
+            opened[name] = images if several else images[0]
+            columns.append(images)
     if "prompt" in row:
         opened["prompt"] = _with_images(row, columns, media)
     return opened
 
 
-def _with_images(
-    row: Mapping[str, Any], columns: dict[str, list[Image.Image]], media: Media
-) -> Any:
+def _with_images(row: Mapping[str, Any], columns: list[list[Image.Image]], media: Media) -> Any:
     """Return the prompt of ``row`` with its images and those of ``columns``."""
     prompt = row["prompt"]
-    if all(columns.get(name) for name in IMAGE_COLUMNS):
+    if len(columns) > 1:
         raise ValueError(
             f"images: expected them in one column, got {' and '.join(IMAGE_COLUMNS)} in "
             f"{_named(row)}; remove one of them from the dataset"
         )
-    images = [image for column in columns.values() for image in column]
+    images = columns[0] if columns else []
     if not images and not any(image_parts(prompt)):
         return prompt if _is_clean(prompt) else in_blocks(prompt)
     if not isinstance(prompt, list):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
+from grpo_trainer.common import shortened
+from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.data import (
+    Encoded,
+    ImageInputs,
+    ProcessingClass,
+    Prompt,
+    encode_prompts,
+    tokenizer_of,
+)
 from grpo_trainer.engines.sampling import Sampling
 from grpo_trainer.policy import WHOLE, Placement
 
@@ -101,10 +110,34 @@ class EngineContext:
     args: GRPOConfig
     accelerator: Accelerator
     placement: Placement = WHOLE  # of the policy's parameters
+    positions: int | None = None  # tokens that the policy has positions for; None: any number
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return tokenizer_of(self.processing_class)
+
+    def encode(
+        self, prompts: Sequence[Prompt], tools: Sequence[list[dict[str, Any]]] | None = None
+    ) -> list[Encoded]:
+        """Return prompts as the policy takes them; ``tools`` as in :func:`encode_prompts`.
+
+        Raises:
+            ValueError: one cannot be encoded, or leaves no room for its completion.
+        """
+        args, length = self.args, self.args.max_completion_length
+        template = options("chat_template_kwargs", args.chat_template_kwargs)
+        encoded = encode_prompts(
+            prompts, self.processing_class, args.max_prompt_length, template, tools
+        )
+        most = math.inf if self.positions is None else self.positions - length
+        for prompt, (ids, _) in zip(prompts, encoded, strict=True):
+            if len(ids) > most:
+                raise ValueError(
+                    f"prompt: expected at most {most} tokens (the model's {self.positions} "
+                    f"positions less max_completion_length = {length}), got {len(ids)} tokens "
+                    f"from {shortened(prompt)}; max_prompt_length cuts prompts"
+                )
+        return encoded
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

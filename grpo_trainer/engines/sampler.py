@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -99,10 +99,6 @@ class Sampler:
         checked = partial(self._checked, count=len(prompt_ids))
         self._running = Started(self.step(), pending, checked)
         return self._running
-
-    def restored(self, completions: Completions, step: int) -> Started:
-        """Return what was sampled after ``step`` optimizer steps, in an earlier process."""
-        return Started(step, completions=completions)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
@@ -250,9 +246,5 @@ class Sampled:
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
 
 
-class Source(Protocol):
-    """Where completions come from, if not from one call of the engine."""
-
-    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
-        """Return one completion per row. In a distributed run every process calls it."""
-        ...
+# makes one completion per row; in a distributed run every process calls it
+Source: TypeAlias = Callable[[list[Row]], Sampled]
