@@ -201,7 +201,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._reference.prepare()
             if args.sync_ref_model:
                 self.add_callback(self._reference)
-        context = EngineContext(
+        self._context = context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
             args=args,
@@ -359,19 +359,26 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _score(self, rows: list[Row], own: list[Row], sampled: Sampled, group_size: int) -> Scored:
         """Score completions of ``rows``, of which ``own`` are copies for functions to edit."""
         collector, metrics = self._collector, self._metrics[self.model.training]
+        samples, more = sampled.samples, sampled.columns
         self._reward_log = log = RewardLog(len(rows))
-        rewards = collector.score(own, sampled, self._calculate_rewards)
-        for index, sample in enumerate(sampled.samples):
+        rewards = self._calculate_rewards(
+            [row | {name: more[name][index] for name in more} for index, row in enumerate(own)],
+            [sample.prompt for sample in samples],
+            [sample.completion for sample in samples],
+            [sample.completion_ids for sample in samples],
+        )
+        rewards = collector.checked(rewards, len(rows))
+        for index, sample in enumerate(samples):
             sample.row = rows[index]
             sample.extra = {name: values[index] for name, values in log.columns.items()}
             sample.left_out = self.args.mask_truncated_completions and sample.truncated
-        prompts, lengths, truncated = collector.measure(sampled.samples).unbind(1)
-        compared = collector.compare(rewards, sampled.samples, group_size)
+        prompts, lengths, truncated = collector.measure(samples).unbind(1)
+        compared = collector.compare(rewards, samples, group_size)
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
         metrics.add(log.metrics(self.accelerator))
         metrics.add(sampled.metrics)
-        return Scored(sampled.samples, rewards, compared, prompts.sum() + lengths.sum())
+        return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
 
     def _calculate_rewards(
         self,
@@ -446,7 +453,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._parts["prompts"] = self._prompts
             if args.overlap_generation:
                 assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                made_of = (args, self._prompts, self._collector, self.rollouts)
+                made_of = (self._context, self._prompts, self._collector, self.rollouts)
                 self._parts["ahead"] = self._next_batch = NextBatch(*made_of)
 
     def stop(self) -> None:

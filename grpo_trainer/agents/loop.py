@@ -89,7 +89,7 @@ class Conversation:
         self.rounds += 1
         self.sample.completion += messages
         if whole.images is not None:
-            before = self.sample.images or ImageInputs((), (), {}, [], 0)
+            before = self.sample.images or ImageInputs((), {}, [], 0)
             self.sample.images = before.followed(self.ids, whole.images, start)
         self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
         self.turn = len(self.sample.completion_ids)

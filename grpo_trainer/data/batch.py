@@ -95,51 +95,46 @@ def collate(
     """Join and pad B completions; the result is on the device of ``advantages``."""
     device = advantages.device
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
-    starts = [len(sample.prompt_ids) for sample in samples]
+    starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
     lengths = [len(row) for row in rows]
     place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
-    filled = place < torch.tensor(lengths)[:, None]
-    completion = filled & (place >= torch.tensor(starts)[:, None])
+    ends = torch.tensor(lengths)
+    filled = place < ends[:, None]
+    completion = filled & (place >= starts[:, None])
     input_ids = torch.full(filled.shape, pad_token_id)
     input_ids[filled] = torch.tensor([*chain(*rows)])
-    in_loss = torch.zeros_like(completion)
-    in_loss[completion] = torch.tensor([*chain(*(sample.in_loss for sample in samples))]) != 0
-    target = torch.full_like(input_ids, IGNORE_INDEX)
-    target[:, :-1] = input_ids[:, 1:].where(in_loss[:, 1:], IGNORE_INDEX)
-    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
+    in_loss = _at_targets([sample.in_loss for sample in samples], completion) != 0
     rollout_logprobs = None
+    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
     if len(logprobs) == len(samples):
-        rollout_logprobs = _at_targets(torch.tensor([*chain(*logprobs)]), completion).to(device)
+        rollout_logprobs = _at_targets(logprobs, completion).to(device)
     if advantages.dim() == 2:
-        counts = torch.tensor(lengths) - torch.tensor(starts)
-        of_tokens = torch.arange(advantages.shape[1]) < counts[:, None]
-        advantages = _at_targets(advantages.cpu()[of_tokens], completion).to(device)
-    input_ids = input_ids.to(device)
+        of_tokens = [row[:end] for row, end in zip(advantages.tolist(), ends - starts, strict=True)]
+        advantages = _at_targets(of_tokens, completion).to(device)
+    images = [sample.images for sample in samples]
     return MicroBatch(
-        input_ids,
+        input_ids.to(device),
         filled.long().to(device),
-        target.to(device),
+        input_ids.roll(-1, dims=1).where(in_loss, IGNORE_INDEX).to(device),
         advantages,
         num_items=num_items,
         num_tokens=num_tokens,
         rollout_logprobs=rollout_logprobs,
-        sampling_mask=_sampling_mask(samples, input_ids),
-        inputs=model_inputs(
-            [sample.images for sample in samples], lengths, input_ids.shape[1], device
-        ),
+        sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
+        inputs=model_inputs(images, lengths, input_ids.shape[1], device),
     )
 
 
-def _at_targets(values: Tensor, completion: Tensor) -> Tensor:  # (N,), (B, L) bool -> (B, L) fp32
-    """Put a value for each token of a ``completion`` where ``target`` has it, 0 elsewhere."""
+def _at_targets(rows: Sequence[Sequence[float]], completion: Tensor) -> Tensor:  # (B, L)
+    """Put a value for each token of a ``completion``, (B, L) bool, where ``target`` has it; 0
+    elsewhere."""
     placed = torch.zeros(completion.shape)
-    placed[:, :-1][completion[:, 1:]] = values
+    placed[:, :-1][completion[:, 1:]] = torch.tensor([*chain(*rows)], dtype=torch.float32)
     return placed
 
 
 def _sampling_mask(
-    samples: Sequence[Sample],
-    input_ids: Tensor,  # (B, L)
+    samples: Sequence[Sample], width: int, device: torch.device
 ) -> SamplingMask | None:
     """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
     rows: list[list[int]] = []
@@ -147,8 +142,8 @@ def _sampling_mask(
         if sample.sampling_mask is None:
             return None
         rows += [[]] * (len(sample.prompt_ids) - 1) + sample.sampling_mask
-        rows += [[]] * (number * input_ids.shape[1] - len(rows))
-    return SamplingMask.from_lists(rows, input_ids.device)
+        rows += [[]] * (number * width - len(rows))
+    return SamplingMask.from_lists(rows, device)
 
 
 class RolloutBuffer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import hashlib
 import io
 import os
 import re
@@ -132,8 +131,7 @@ class ImageInputs:
     want to know what kind each token is of.
     """
 
-    images: tuple[Image.Image, ...] = field(compare=False)
-    digests: tuple[str, ...]  # of the images
+    images: tuple[Image.Image, ...]
     inputs: dict[str, Tensor] = field(compare=False)  # as the processor made them of this prompt
     short_ids: list[int]  # the prompt with one token per image, as vLLM takes it
     length: int  # of the prompt as the model takes it
@@ -157,7 +155,6 @@ class ImageInputs:
                 inputs[name] = _concatenated([part for part in (first, second) if part is not None])
         return ImageInputs(
             self.images + other.images,
-            self.digests + other.digests,
             inputs,
             self.shortened(ids) + other.short_ids[start:],
             len(ids) + other.length - start,
@@ -264,11 +261,6 @@ def _with_images(row: Mapping[str, Any], columns: list[list[Image.Image]], media
 def images_of(prompt: Any) -> tuple[Image.Image, ...]:
     """Return the images in the messages of a prompt that :func:`open_images` made."""
     return tuple(part["image"] for part in image_parts(prompt))
-
-
-def digest(image: Image.Image) -> str:
-    """Return what tells an image from others."""
-    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
 
 
 def data_url(image: Image.Image) -> str:

@@ -10,14 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import (
-    ImageInputs,
-    digest,
-    image_source,
-    images_of,
-    in_blocks,
-    parts_of,
-)
+from grpo_trainer.data.images import ImageInputs, image_source, images_of, in_blocks, parts_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -203,8 +196,7 @@ def encode_text(
         return Encoded(ids)
     if images:
         short_ids = processing_class.tokenizer(text, add_special_tokens=special)["input_ids"]
-    digests = tuple(map(digest, images))
-    return Encoded(ids, ImageInputs(images, digests, inputs, short_ids, len(ids)))
+    return Encoded(ids, ImageInputs(images, inputs, short_ids, len(ids)))
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
@@ -221,4 +213,4 @@ def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
     ids = ids[-max_length:]
     # without images all of it is per token
     inputs = {name: value[:, -max_length:] for name, value in images.inputs.items()}
-    return Encoded(ids, ImageInputs((), (), inputs, ids, len(ids)))
+    return Encoded(ids, ImageInputs((), inputs, ids, len(ids)))

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -51,9 +51,6 @@ from grpo_trainer.experience.curriculum import Curriculum
 from grpo_trainer.monitor import phase, value_metric
 
 logger = logging.getLogger(__name__)
-
-# (inputs, prompts, completions, completion_ids_list) -> (N, F) rewards of all processes
-RewardCalculation: TypeAlias = Callable[[list[Row], list[Any], list[Any], list[list[int]]], Tensor]
 
 _ROUNDS = 10  # of rows that are tried, one after the other, in the same place
 
@@ -172,24 +169,12 @@ class Collector:
             row.opened = opened
         return opened
 
-    def encode(self, rows: list[Row]) -> list[Encoded]:
-        """Return the prompts of ``rows``, which have their images open, as the policy takes them.
-
-        Raises:
-            ValueError: one cannot be encoded, or leaves no room for a completion.
-        """
-        return self._context.encode([row["prompt"] for row in rows])
-
     def generate(self, rows: list[Row]) -> Sampled:
-        """Return one completion per row, as :meth:`read` returns them.
-
-        Raises:
-            ValueError: a prompt cannot be encoded, or the engine returned something else.
-        """
+        """Return one completion per row, as :meth:`read` returns them."""
         if self._source is not None:
             with phase("generate"):
                 return self._source(rows)
-        encoded = self.encode(rows)
+        encoded = self._context.encode([row["prompt"] for row in rows])
         prompt_ids, images = map(list, zip(*encoded, strict=True))
         with phase("generate"):
             completions = self._sampler.generate(prompt_ids, images=images)
@@ -198,7 +183,7 @@ class Collector:
     def completed(
         self, rows: list[Row], encoded: list[Encoded], completions: Completions
     ) -> Sampled:
-        """Return what an engine made of prompts that :meth:`encode` returned."""
+        """Return what an engine made of the prompts of ``rows``."""
         prompts = [row["prompt"] for row in rows]
         prompt_ids, ids = [prompt.ids for prompt in encoded], completions.token_ids
         none = [None] * len(rows)
@@ -216,25 +201,10 @@ class Collector:
         )
         return Sampled([Sample(*fields) for fields in columns])
 
-    def score(self, rows: list[Row], sampled: Sampled, calculate: RewardCalculation) -> Tensor:
-        """Return the rewards of all N completions by the F functions, (N, F) fp32.
-
-        Args:
-            rows: this process's, as :meth:`read` returns them.
-            sampled: their completions.
-            calculate: returns the rewards.
-
-        Raises:
-            ValueError: they are not one per completion and function.
-        """
-        samples, more = sampled.samples, sampled.columns
-        rewards = calculate(
-            [{**row, **{name: more[name][i] for name in more}} for i, row in enumerate(rows)],
-            [sample.prompt for sample in samples],
-            [sample.completion for sample in samples],
-            [sample.completion_ids for sample in samples],
-        )
-        shape = (len(rows) * self._accelerator.num_processes, len(self.weights))
+    def checked(self, rewards: Any, count: int) -> Tensor:
+        """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless
+        they are one per completion and function."""
+        shape = (count * self._accelerator.num_processes, len(self.weights))
         if not isinstance(rewards, Tensor) or rewards.shape != shape:
             got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
             raise ValueError(
@@ -244,11 +214,7 @@ class Collector:
         return rewards.to(self._accelerator.device, torch.float32)
 
     def compare(self, rewards: Tensor, samples: list[Sample], group_size: int) -> Advantages:
-        """Return the advantages of all N completions, of which ``samples`` are this process's.
-
-        Raises:
-            ValueError: a function of the user's returned none.
-        """
+        """Return the advantages of all N completions, of which ``samples`` are this process's."""
         if self._advantages is None:
             scale, aggregation = self._args.scale_rewards, self._args.multi_objective_aggregation
             return compute_advantages(rewards, self.weights, group_size, scale, aggregation)

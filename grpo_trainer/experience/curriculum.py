@@ -136,23 +136,21 @@ class Curriculum:
                 f"it was given, got {got}"
             )
         for row, prompt in zip(rows, answer, strict=True):
-            _check_kind(row, prompt)
+            text = isinstance(row["prompt"], str)
+            messages = (
+                isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)
+            )
+            if prompt is not None and not (isinstance(prompt, str) if text else messages):
+                raise ValueError(
+                    f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, as "
+                    f"the prompt is that it replaces, got {shortened(prompt)}"
+                )
         return list(answer)
 
 
 def _groups(column: list[Any], size: int) -> list[list[Any]]:
     """Return the entries of each prompt."""
     return [column[i : i + size] for i in range(0, len(column), size)]
-
-
-def _check_kind(row: Row, prompt: Any) -> None:
-    text = isinstance(row["prompt"], str)
-    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
-    if prompt is not None and not (isinstance(prompt, str) if text else messages):
-        raise ValueError(
-            f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, as the "
-            f"prompt is that it replaces, got {shortened(prompt)}"
-        )
 
 
 def _original(row: Row) -> Prompt:

@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import TrainerState
 
-from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, Sampled, Sampler, Started
+from grpo_trainer.engines import Completions, EngineContext, Sampled, Sampler, Started
 from grpo_trainer.experience.collector import Collector
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
@@ -20,18 +19,19 @@ class NextBatch:
     batch before, which is how old the completions are: one generation batch, never more.
 
     Args:
-        args: how long a batch serves, and where metrics are kept.
+        context: of the policy, which encodes prompts.
         prompts: the training prompts.
-        collector: draws this process's rows from them, and encodes them.
+        collector: draws this process's rows from them.
         sampler: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
     """
 
     def __init__(
-        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, sampler: Sampler
+        self, context: EngineContext, prompts: PromptStream, collector: Collector, sampler: Sampler
     ) -> None:
-        self._args = args
+        self._context = context
+        self._args = context.args
         self._prompts = prompts
         self._collector = collector
         self._sampler = sampler
@@ -100,5 +100,6 @@ class NextBatch:
         self._before = self._prompts.state()
         rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
         own = self._collector.read(rows)
-        self._drawn = rows, own, self._collector.encode(own)
-        return self._drawn[2]
+        encoded = self._context.encode([row["prompt"] for row in own])
+        self._drawn = rows, own, encoded
+        return encoded
