@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -186,12 +186,11 @@ class Numbered(TorchDataset[DatasetRow]):
 
     dataset: Dataset
 
-    def __getitem__(self, index: int) -> DatasetRow:
-        return DatasetRow(self.dataset[index], index)
-
-    def __getitems__(self, indices: list[int]) -> list[DatasetRow]:
-        rows = {index: self[index] for index in set(indices)}  # a group has one row
-        return [rows[index] for index in indices]
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        once = list(dict.fromkeys(indices))  # a group has one row
+        rows = map(DatasetRow, self.dataset.__getitems__(once), once)
+        by_number = dict(zip(once, rows, strict=True))
+        return [by_number[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -248,6 +247,7 @@ class PromptStream:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
         self._seed = seed
+        self._next: Callable[[int], list[Row]]  # returns as many more rows of the pass, if any
         self.restore({"epoch": 0, "offset": 0})
 
     def take(self, count: int) -> list[Row]:
@@ -258,7 +258,7 @@ class PromptStream:
         """
         taken: list[Row] = []
         while True:
-            part = list(islice(self._rows, count - len(taken)))
+            part = self._next(count - len(taken))
             self._offset += len(part)
             taken += part
             if len(taken) == count:
@@ -274,22 +274,22 @@ class PromptStream:
     def restore(self, state: dict[str, int]) -> None:
         """Go to where a stream of the same dataset stood. A streaming dataset is read again."""
         self._epoch, self._offset = state["epoch"], state["offset"]
-        self._rows = self._pass()
-
-    def _pass(self) -> Iterator[Row]:
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
             dataset.set_epoch(self._epoch)
-            rows = islice(iter(dataset), self._offset, None)
-            return map(DatasetRow, rows, count(self._offset))
+            stream = islice(iter(dataset), self._offset, None)
+            rows = map(DatasetRow, stream, count(self._offset))
+            self._next = lambda number: list(islice(rows, number))
+            return
         size = len(dataset)
         order = list(range(size))
         if self._seed is not None:
             # consecutive seeds are fine: the generator mixes its seed
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(size, generator=generator).tolist()
-        drawn = order[self._offset : size - size % self._per_batch]
-        return map(Numbered(dataset).__getitem__, drawn)
+        left = iter(order[self._offset : size - size % self._per_batch])
+        numbered = Numbered(dataset)
+        self._next = lambda number: numbered.__getitems__([*islice(left, number)])
 
 
 @dataclass(eq=False)
