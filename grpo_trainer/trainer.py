@@ -33,7 +33,6 @@ from grpo_trainer.data import (
     Row,
     check_datasets,
     check_images,
-    tokenizer_of,
     unopened,
 )
 from grpo_trainer.engines import (
@@ -234,7 +233,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _go_by(self, args: GRPOConfig) -> None:
         """Train and sample by other arguments than the run began with."""
         self.loss_config = self._loss(args)
-        tokenizer = tokenizer_of(self.processing_class)
+        tokenizer = self._context.tokenizer
         self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
 
     def _source(self, context: EngineContext) -> Source | None:
@@ -245,74 +244,13 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             return ToolLoop(context, self.rollouts, self._tools, self._environments)
         return None
 
-    # The step. A generation batch is made once, then its slices are used num_iterations times.
-
-    def training_step(
-        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        metrics = self._metrics[True]
-        with metrics.phases.running("loss"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        self._buffer.position += 1
-        stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
-        if stepping:
-            metrics.phases.step()
-            if self._entropy is not None:
-                metrics.add(self._entropy.step())
-            elif self.entropy_coef != 0:
-                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
-        return loss
+    # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
+    # slices are used num_iterations times.
 
     def _prepare_inputs(self, inputs: Any) -> MicroBatch:
         if self.model.training:
             return self._buffer.current(self._generation_batch)
         return self._evaluation_batch(inputs)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: MicroBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        if return_outputs:
-            raise ValueError("return_outputs: expected False (there are no logits), got True")
-        return self._compute_loss(model, inputs)
-
-    def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
-        it."""
-        training = model.training
-        steps = self.current_gradient_accumulation_steps if training else 1
-        scale = self._entropy.scale if self._entropy is not None else None
-        loss, metrics, routers = policy_loss_of(
-            model,
-            inputs,
-            inputs.token_batch(steps, scale),
-            self.loss_config,
-            backward_options(self.args),
-            with_router_loss=self._router_coef != 0,
-        )
-        self._metrics[training].add(metrics)
-        if self._entropy is not None and training:
-            self._entropy.add(metrics)
-        if routers is None:
-            return loss
-        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
-        return loss + self._router_coef / steps * routers
-
-    def prediction_step(
-        self, model: nn.Module, inputs: list[Row], *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None, None]:
-        batch = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, batch)
-        # Trainer's own mean takes the dataset's length for the number of completions
-        self._metrics[False].add(value_metric("loss", loss, loss.device))
-        return loss, None, None
-
-    # The experience: draw, generate, score, compare, slice.
 
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
@@ -427,6 +365,68 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             with phase("ref"), self._reference.running(self.model) as reference:
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
         return batch
+
+    # The loss, and the step.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: MicroBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        if return_outputs:
+            raise ValueError("return_outputs: expected False (there are no logits), got True")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
+        it."""
+        training = model.training
+        steps = self.current_gradient_accumulation_steps if training else 1
+        scale = self._entropy.scale if self._entropy is not None else None
+        loss, metrics, routers = policy_loss_of(
+            model,
+            inputs,
+            inputs.token_batch(steps, scale),
+            self.loss_config,
+            backward_options(self.args),
+            with_router_loss=self._router_coef != 0,
+        )
+        self._metrics[training].add(metrics)
+        if self._entropy is not None and training:
+            self._entropy.add(metrics)
+        if routers is None:
+            return loss
+        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
+        return loss + self._router_coef / steps * routers
+
+    def training_step(
+        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        metrics = self._metrics[True]
+        with metrics.phases.running("loss"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._buffer.position += 1
+        stepping = self.accelerator.sync_gradients  # the optimizer steps now
+        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
+        if stepping:
+            metrics.phases.step()
+            if self._entropy is not None:
+                metrics.add(self._entropy.step())
+            elif self.entropy_coef != 0:
+                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
+        return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: list[Row], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, batch)
+        # Trainer's own mean takes the dataset's length for the number of completions
+        self._metrics[False].add(value_metric("loss", loss, loss.device))
+        return loss, None, None
 
     # Checkpoints.
 

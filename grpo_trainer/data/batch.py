@@ -95,11 +95,10 @@ def collate(
     """Join and pad B completions; the result is on the device of ``advantages``."""
     device = advantages.device
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
-    starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
     lengths = [len(row) for row in rows]
+    starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
     place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
-    ends = torch.tensor(lengths)
-    filled = place < ends[:, None]
+    filled = place < torch.tensor(lengths)[:, None]
     completion = filled & (place >= starts[:, None])
     input_ids = torch.full(filled.shape, pad_token_id)
     input_ids[filled] = torch.tensor([*chain(*rows)])
@@ -109,7 +108,8 @@ def collate(
     if len(logprobs) == len(samples):
         rollout_logprobs = _at_targets(logprobs, completion).to(device)
     if advantages.dim() == 2:
-        of_tokens = [row[:end] for row, end in zip(advantages.tolist(), ends - starts, strict=True)]
+        pairs = zip(advantages.tolist(), samples, strict=True)
+        of_tokens = [values[: len(sample.completion_ids)] for values, sample in pairs]
         advantages = _at_targets(of_tokens, completion).to(device)
     images = [sample.images for sample in samples]
     return MicroBatch(

@@ -176,7 +176,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+        return _is_plain([*value.keys(), *value.values()])
     return type(value) in _PLAIN
 
 
