@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -34,6 +34,16 @@ class Sample:
     row: Row | None = None  # of the dataset
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
+
+    @classmethod
+    def of(cls, eos_token_ids: Collection[int], **columns: Sequence[Any] | None) -> list[Sample]:
+        """Return samples from columns of their fields; None: all have the default."""
+        given = {name: column for name, column in columns.items() if column is not None}
+        rows = zip(*given.values(), strict=True)
+        samples = [cls(**dict(zip(given, row, strict=True))) for row in rows]
+        for sample in samples:
+            sample.truncated = sample.completion_ids[-1] not in eos_token_ids
+        return samples
 
     @property
     def by_policy(self) -> list[int]:

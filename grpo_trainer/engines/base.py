@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -129,13 +128,14 @@ class EngineContext:
         encoded = encode_prompts(
             prompts, self.processing_class, args.max_prompt_length, template, tools
         )
-        most = math.inf if self.positions is None else self.positions - length
-        for prompt, (ids, _) in zip(prompts, encoded, strict=True):
-            if len(ids) > most:
+        if self.positions is not None:
+            pairs = zip(prompts, encoded, strict=True)
+            prompt, (ids, _) = max(pairs, key=lambda pair: len(pair[1].ids))
+            if len(ids) > self.positions - length:
                 raise ValueError(
-                    f"prompt: expected at most {most} tokens (the model's {self.positions} "
-                    f"positions less max_completion_length = {length}), got {len(ids)} tokens "
-                    f"from {shortened(prompt)}; max_prompt_length cuts prompts"
+                    f"prompt: expected at most {self.positions - length} tokens (the model's "
+                    f"{self.positions} positions less max_completion_length = {length}), got "
+                    f"{len(ids)} tokens from {shortened(prompt)}; max_prompt_length cuts prompts"
                 )
         return encoded
 

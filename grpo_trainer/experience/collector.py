@@ -185,21 +185,18 @@ class Collector:
     ) -> Sampled:
         """Return what an engine made of the prompts of ``rows``."""
         prompts = [row["prompt"] for row in rows]
-        prompt_ids, ids = [prompt.ids for prompt in encoded], completions.token_ids
-        none = [None] * len(rows)
-        columns = zip(
-            prompts,
-            prompt_ids,
-            self._parser.completions(prompts, prompt_ids, ids),
-            ids,
-            [row[-1] not in self._sampler.eos_token_ids for row in ids],
-            completions.logprobs or none,
-            completions.sampling_mask or none,
-            none,  # all tokens are the policy's
-            [prompt.images for prompt in encoded],
-            strict=True,
+        prompt_ids, images = map(list, zip(*encoded, strict=True))
+        samples = Sample.of(
+            self._sampler.eos_token_ids,
+            prompt=prompts,
+            prompt_ids=prompt_ids,
+            completion=self._parser.completions(prompts, prompt_ids, completions.token_ids),
+            completion_ids=completions.token_ids,
+            logprobs=completions.logprobs,
+            sampling_mask=completions.sampling_mask,
+            images=images,
         )
-        return Sampled([Sample(*fields) for fields in columns])
+        return Sampled(samples)
 
     def checked(self, rewards: Any, count: int) -> Tensor:
         """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless

@@ -68,23 +68,19 @@ def samples_by(
     given = {"logprobs": logprobs, "env_mask": mask, "logprob_token_ids": candidates}
     for name, column in given.items():
         _check_per_token(name, column, completion_ids)
-    samples = [
-        Sample(*parts, truncated=parts[-1][-1] not in sampler.eos_token_ids)
-        for parts in zip(
-            prompts,
-            prompt_ids,
-            decode_completions(completion_ids, prompts, context.tokenizer),
-            completion_ids,
-            strict=True,
-        )
-    ]
-    for index, sample in enumerate(samples):
-        ids = sample.completion_ids
-        if logprobs is not None:
-            among = candidates[index] if candidates else [None] * len(ids)
-            sample.logprobs = [*map(_logprob, logprobs[index], among, ids)]
-        if mask is not None:
-            sample.env_mask = [int(bool(one)) for one in mask[index]]
+    if logprobs is not None:
+        among = candidates or [[None] * len(ids) for ids in completion_ids]
+        parts = zip(logprobs, among, completion_ids, strict=True)
+        logprobs = [[*map(_logprob, *row)] for row in parts]
+    samples = Sample.of(
+        sampler.eos_token_ids,
+        prompt=prompts,
+        prompt_ids=prompt_ids,
+        completion=decode_completions(completion_ids, prompts, context.tokenizer),
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        env_mask=mask and [[int(bool(one)) for one in row] for row in mask],
+    )
     return Sampled(samples, fields)
 
 
