@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,27 @@ from grpo_trainer.data import (
     Row,
     check_datasets,
     check_images,
-    tokenizer_of,
     unopened,
 )
-from grpo_trainer.engines import EngineContext, RolloutEngine, Sampling, Source, make_sampler
+from grpo_trainer.engines import (
+    EngineContext,
+    RolloutEngine,
+    Sampled,
+    Sampling,
+    Source,
+    make_sampler,
+)
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     AdvantageFunction,
-    Begun,
     Collector,
     Curriculum,
-    FunctionSource,
     NextBatch,
     RolloutFunction,
     Scored,
     check_rollout_func,
-    fill,
     rollout_metrics,
+    samples_by,
     training_prompts,
 )
 from grpo_trainer.monitor import (
@@ -135,7 +140,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     """
 
     _prompts: PromptStream | Curriculum  # where training takes its prompts from
-    _slices: RolloutBuffer  # of the current generation batch
+    _buffer: RolloutBuffer  # of the current generation batch
     _entropy: AdaptiveEntropy | None = None
     _next_batch: NextBatch | None = None
     _reward_log: RewardLog  # of the completions that are being scored
@@ -166,9 +171,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         check_arguments(args, processing_class)
         if train_dataset is None and environment_factory is not None:
             train_dataset = prompts_by_reset(environment_factory, args)
-        train_dataset, eval_dataset = (
-            unopened(each, args) for each in (train_dataset, eval_dataset)
-        )
+        train_dataset, eval_dataset = unopened(train_dataset, args), unopened(eval_dataset, args)
         check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
         self._tools = make_toolbox(tools or ())
         self._environments = None
@@ -216,36 +219,26 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._check_head()
         if self._reference is not None and args.sync_ref_model:
             self.add_callback(self._reference)
-        engine_context = EngineContext(
+        self._context = context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
             args=args,
             accelerator=self.accelerator,
             placement=self._placement,
+            positions=getattr(policy.config.get_text_config(), "max_position_embeddings", None),
         )
-        self.rollouts = make_sampler(engine_context, lambda: self.state.global_step, rollout_engine)
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        self._collector = Collector(
-            args,
-            self.accelerator,
-            self.processing_class,
-            self.rollouts,
-            len(self._rewards),
-            context,
-            self._source(context),
-            advantages,
-        )
+        self.rollouts = make_sampler(context, lambda: self.state.global_step, rollout_engine)
+        source = self._source(context)
+        names = self.reward_func_names
+        self._collector = Collector(context, self.rollouts, names, source, advantages)
         self.interaction_settings = {  # by which a resumed run knows them
             "tools": tools,
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
             "advantages": advantages,
         }
-        weights = args.reward_weights or [1.0] * len(self._rewards)
-        self.recipe = Recipe(
-            rewards=dict(zip(self.reward_func_names, weights, strict=True)),
-            engine=engine_name(args, rollout_engine),
-        )
+        engine = engine_name(args, rollout_engine)
+        self.recipe = Recipe(rewards=self._collector.weight_of, engine=engine)
         if args.write_report:
             self.add_callback(ReportWriter(self))
         show_progress(self)
@@ -259,105 +252,24 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _go_by(self, args: GRPOConfig) -> None:
         """Train and sample by other arguments than the run began with."""
         self.loss_config = self._loss(args)
-        tokenizer = tokenizer_of(self.processing_class)
+        tokenizer = self._context.tokenizer
         self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
 
-    def _source(self, context: int | None) -> Source | None:
+    def _source(self, context: EngineContext) -> Source | None:
         """Return what makes the completions; None: one call of the engine."""
-        function, args = self._rollout_func, self.args
-        if function is not None:
-            tokenizer = tokenizer_of(self.processing_class)
-            return FunctionSource(lambda prompts: function(prompts, self), args, tokenizer, context)
-        if not self._tools and self._environments is None:
-            return None
-        return ToolLoop(
-            args,
-            self.accelerator,
-            self.processing_class,
-            self._tools,
-            self._environments,
-            self.rollouts.sampling,
-            context,
-        )
+        if (function := self._rollout_func) is not None:
+            return partial(samples_by, lambda rows: function(rows, self), context, self.rollouts)
+        if self._tools or self._environments is not None:
+            return ToolLoop(context, self.rollouts, self._tools, self._environments)
+        return None
 
-    @property
-    def _buffer(self) -> list[MicroBatch]:
-        return self._slices.batches
-
-    # The step. A generation batch is made once, then its slices are used num_iterations times.
-
-    def training_step(
-        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        metrics = self._metrics[True]
-        with metrics.timing(), phase("loss"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        self._slices.position += 1
-        stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
-        if stepping:
-            metrics.end_step()
-            if self._entropy is not None:
-                metrics.add(self._entropy.step())
-            elif self.entropy_coef != 0:
-                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
-        return loss
+    # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
+    # slices are used num_iterations times.
 
     def _prepare_inputs(self, inputs: Any) -> MicroBatch:
         if self.model.training:
-            return self._slices.current(self._generation_batch)
+            return self._buffer.current(self._generation_batch)
         return self._evaluation_batch(inputs)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: MicroBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        if return_outputs:
-            raise ValueError("return_outputs: expected False (there are no logits), got True")
-        return self._compute_loss(model, inputs)
-
-    def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
-        it."""
-        training = model.training
-        steps = self.current_gradient_accumulation_steps if training else 1
-        scale = self._entropy.scale if self._entropy is not None else None
-        divergence = None
-        if self._teacher is not None and self.args.distillation != "logprobs":
-            divergence = self._teacher.divergence(inputs, self.model, steps)
-        loss, metrics, routers, apart = policy_loss_of(
-            model,
-            inputs,
-            inputs.token_batch(steps, scale),
-            self.loss_config,
-            backward_options(self.args),
-            with_router_loss=self._router_coef != 0,
-            divergence=divergence,
-        )
-        self._metrics[training].add(metrics)
-        if apart is not None:
-            self._metrics[training].add(value_metric("teacher_kl", apart, apart.device))
-        if self._entropy is not None and training:
-            self._entropy.add(metrics)
-        if routers is None:
-            return loss
-        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
-        return loss + self._router_coef / steps * routers
-
-    def prediction_step(
-        self, model: nn.Module, inputs: list[Row], *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None, None]:
-        batch = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, batch)
-        # Trainer's own mean takes the dataset's length for the number of completions
-        self._metrics[False].add(value_metric("loss", loss, loss.device))
-        return loss, None, None
-
-    # The experience: draw, generate, score, compare, slice.
 
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
@@ -367,11 +279,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             if self._next_batch is None:
                 scored = self._draw_and_score(args.prompts_per_generation)
             else:
-                rows, begun = self._next_batch.take(self.state, metrics)
-                scored = self._experience(rows, args.num_generations, begun)
+                begun = self._next_batch.take(self.state, metrics)
+                scored = self._score(*begun, args.num_generations)
             if args.dynamic_sampling:
-                more = self._draw_and_score
-                scored, counts = fill(scored, more, self._collector, args, self.accelerator)
+                scored, counts = self._collector.fill(scored, self._draw_and_score)
                 metrics.add(counts)
                 if self._next_batch is not None:  # the engine was needed until now
                     self._next_batch.begin(self.state)
@@ -389,22 +300,31 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
         if not self.is_in_train:
             self._settings.take_effect()
-        scored = self._experience(rows, self.args.eval_group_size)
+        scored = self._generate_and_score(rows, self.args.eval_group_size)
         self._keep_completions(scored)
         return self._with_logprobs(self._collector.slices(scored, 1)[0])
 
     def _draw_and_score(self, count: int) -> Scored:
         rows = self._collector.draw(self._prompts, count)
-        return self._experience(rows, self.args.num_generations)
+        return self._generate_and_score(rows, self.args.num_generations)
 
-    def _experience(self, rows: list[Row], group_size: int, begun: Begun | None = None) -> Scored:
+    def _generate_and_score(self, rows: list[Row], group_size: int) -> Scored:
         """Generate a completion per row, score it, and compare it with those of its group."""
+        own = self._collector.read(rows)
+        return self._score(rows, own, self._collector.generate(own), group_size)
+
+    def _score(self, rows: list[Row], own: list[Row], sampled: Sampled, group_size: int) -> Scored:
+        """Score completions of ``rows``, of which ``own`` are copies for functions to edit."""
         collector, metrics = self._collector, self._metrics[self.model.training]
-        own = collector.read(rows)
-        sampled = collector.generate(own, begun)
-        samples = sampled.samples
+        samples, more = sampled.samples, sampled.columns
         self._reward_log = log = RewardLog(len(rows))
-        rewards = collector.score(own, sampled, self._calculate_rewards)
+        rewards = self._calculate_rewards(
+            [row | {name: more[name][index] for name in more} for index, row in enumerate(own)],
+            [sample.prompt for sample in samples],
+            [sample.completion for sample in samples],
+            [sample.completion_ids for sample in samples],
+        )
+        rewards = collector.checked(rewards, len(rows))
         for index, sample in enumerate(samples):
             sample.row = rows[index]
             sample.extra = {name: values[index] for name, values in log.columns.items()}
@@ -450,12 +370,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             lengths = [len(sample.completion_ids) for sample in scored.samples]
             advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
         names = [f"{REWARD_PREFIX}{name}" for name in self.reward_func_names]
-        columns = dict(zip(names, scored.rewards[own].T.tolist(), strict=True))
-        columns |= {
-            "reward": scored.compared.rewards[own].tolist(),
-            "advantage": advantages.tolist(),
-        }
-        table.add(scored.samples, columns)
+        columns = [*scored.rewards[own].T, scored.compared.rewards[own], advantages]
+        values = torch.stack(columns).tolist()
+        table.add(scored.samples, dict(zip([*names, "reward", "advantage"], values, strict=True)))
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature
@@ -473,15 +390,83 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._metrics[self.model.training].add(value_metric("teacher_kl", apart, apart.device))
         return batch
 
+    # The loss, and the step.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: MicroBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        if return_outputs:
+            raise ValueError("return_outputs: expected False (there are no logits), got True")
+        return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
+        it."""
+        training = model.training
+        steps = self.current_gradient_accumulation_steps if training else 1
+        scale = self._entropy.scale if self._entropy is not None else None
+        divergence = None
+        if self._teacher is not None and self.args.distillation != "logprobs":
+            divergence = self._teacher.divergence(inputs, self.model, steps)
+        loss, metrics, routers, apart = policy_loss_of(
+            model,
+            inputs,
+            inputs.token_batch(steps, scale),
+            self.loss_config,
+            backward_options(self.args),
+            with_router_loss=self._router_coef != 0,
+            divergence=divergence,
+        )
+        self._metrics[training].add(metrics)
+        if apart is not None:
+            self._metrics[training].add(value_metric("teacher_kl", apart, apart.device))
+        if self._entropy is not None and training:
+            self._entropy.add(metrics)
+        if routers is None:
+            return loss
+        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
+        return loss + self._router_coef / steps * routers
+
+    def training_step(
+        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        metrics = self._metrics[True]
+        with metrics.timing(), phase("loss"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._buffer.position += 1
+        stepping = self.accelerator.sync_gradients  # the optimizer steps now
+        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
+        if stepping:
+            metrics.end_step()
+            if self._entropy is not None:
+                metrics.add(self._entropy.step())
+            elif self.entropy_coef != 0:
+                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
+        return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: list[Row], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, batch)
+        # Trainer's own mean takes the dataset's length for the number of completions
+        self._metrics[False].add(value_metric("loss", loss, loss.device))
+        return loss, None, None
+
     # Checkpoints.
 
     def start(self) -> None:
         args = self.args
         assert args.steps_per_generation is not None  # set on construction
         self.start_logs()
-        self._slices = RolloutBuffer(args.steps_per_generation, args.num_iterations)
+        self._buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
         self._parts = {
-            "slices": self._slices,
+            "slices": self._buffer,
             "metrics": self._metrics[True],
             "settings": self._settings,
         }
@@ -498,7 +483,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._parts["prompts"] = self._prompts
             if args.overlap_generation:
                 assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                made_of = (args, self._prompts, self._collector, self.rollouts)
+                made_of = (self._context, self._prompts, self._collector, self.rollouts)
                 self._parts["ahead"] = self._next_batch = NextBatch(*made_of)
 
     def stop(self) -> None:

@@ -8,7 +8,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import ProcessorMixin
 
 from grpo_kernels.losses import Metrics, Stat
@@ -16,19 +15,9 @@ from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
 from grpo_trainer.common import shortened
-from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import (
-    Encoded,
-    ImageInputs,
-    Media,
-    ProcessingClass,
-    Row,
-    Sample,
-    check_context,
-    encode_prompts,
-    tokenizer_of,
-)
-from grpo_trainer.engines import Sampled, Sampler, Sampling
+from grpo_trainer.config import options
+from grpo_trainer.data import Encoded, ImageInputs, Media, Row, Sample
+from grpo_trainer.engines import EngineContext, Sampled, Sampler
 from grpo_trainer.monitor import phase
 
 
@@ -91,7 +80,7 @@ class Conversation:
         self.rounds += 1
         self.sample.completion += messages
         if whole.images is not None:
-            before = self.sample.images or ImageInputs((), (), {}, [], 0)
+            before = self.sample.images or ImageInputs((), {}, [], 0)
             self.sample.images = before.followed(self.ids, whole.images, start)
         self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
         self.turn = len(self.sample.completion_ids)
@@ -105,32 +94,36 @@ class ToolLoop:
     then the tools answer all calls. On several processes all take part until no conversation waits
     on any of them, since some engines work for all processes at once.
 
+    Args:
+        context: of the policy.
+        sampler: samples turns.
+        tools: what every completion can call.
+        environments: what completions act upon, with tools of their own.
+
     Raises:
         ValueError: the chat template cannot write conversations with these tools.
     """
 
-    args: GRPOConfig  # budgets and the template's arguments
-    accelerator: Accelerator  # tells how far the other processes are
-    processing_class: ProcessingClass
-    tools: Toolbox  # what every completion can call
-    environments: Environments | None  # what completions act upon, with tools of their own
-    sampling: Sampling  # what a turn ends with, and which tokens stand for images
-    context: int | None  # tokens that the policy has positions for; None: any number
+    context: EngineContext
+    sampler: Sampler
+    tools: Toolbox
+    environments: Environments | None
 
     def __post_init__(self) -> None:
-        tokenizer, eos = tokenizer_of(self.processing_class), self.sampling.eos_token_ids
-        self._options = options("chat_template_kwargs", self.args.chat_template_kwargs)
+        context, eos = self.context, self.sampler.eos_token_ids
+        tokenizer = context.tokenizer
         self._parser = TurnParser(tokenizer, eos, families=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
-        self._template = ToolTemplate(self.processing_class, eos, self._options)
+        template = options("chat_template_kwargs", context.args.chat_template_kwargs)
+        self._template = ToolTemplate(context.processing_class, eos, template)
         for toolbox in self.environments.toolboxes if self.environments else [self.tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
-        self._places = tokenizer.convert_ids_to_tokens(list(self.sampling.suppressed))
-        if isinstance(self.processing_class, ProcessorMixin):  # what its templates write
-            self._places.append(self.processing_class.image_token)
+        self._places = tokenizer.convert_ids_to_tokens(list(self.sampler.sampling.suppressed))
+        if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
+            self._places.append(context.processing_class.image_token)
 
-    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
+    def __call__(self, rows: list[Row]) -> Sampled:
         """Return one completion per row: messages, and the tokens of all turns.
 
         Raises:
@@ -140,7 +133,7 @@ class ToolLoop:
         outcomes: list[Outcome] = []
         waiting = talks
         while (step := self._step(waiting)) is not None:
-            self._turn(waiting, step, sampler)
+            self._turn(waiting, step)
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
         columns = {}
@@ -148,7 +141,7 @@ class ToolLoop:
             columns["environments"] = [talk.environment for talk in talks]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self.accelerator.device).view(2, 2)
+        per_completion, per_call = sums.to(self.context.accelerator.device).view(2, 2)
         metrics = {
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
@@ -156,12 +149,11 @@ class ToolLoop:
         return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
 
     def _begin(self, rows: list[Row]) -> list[Conversation]:
-        args = self.args
         if self.environments is None:
             pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(rows)
             prompts = [row["prompt"] for row in rows]
         else:
-            pairs, media = self.environments.take(rows), Media.of(args)
+            pairs, media = self.environments.take(rows), Media.of(self.context.args)
             reset = self.environments.reset
             prompts = [reset(one, row, media) for (one, _), row in zip(pairs, rows, strict=True)]
         for prompt in prompts:
@@ -169,12 +161,8 @@ class ToolLoop:
                 raise ValueError(
                     f"prompt: expected messages with tools, got the text {shortened(prompt)}"
                 )
-        tools = [schemas(toolbox) for _, toolbox in pairs]
-        encoded = encode_prompts(
-            prompts, self.processing_class, args.max_prompt_length, self._options, tools
-        )
-        budget = args.max_completion_length
-        check_context(prompts, [each.ids for each in encoded], budget, self.context)
+        encoded = self.context.encode(prompts, [schemas(toolbox) for _, toolbox in pairs])
+        budget = self.context.args.max_completion_length
         talks = []
         for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
             sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
@@ -190,18 +178,19 @@ class ToolLoop:
         """
         most = max((talk.room for talk in waiting), default=0)
         longest = max((len(talk.ids) for talk in waiting), default=0)
-        if self.accelerator.num_processes > 1:
-            here = torch.tensor([[most, longest]], device=self.accelerator.device)
-            most, longest = self.accelerator.gather(here).amax(0).tolist()
+        accelerator, positions = self.context.accelerator, self.context.positions
+        if accelerator.num_processes > 1:
+            here = torch.tensor([[most, longest]], device=accelerator.device)
+            most, longest = accelerator.gather(here).amax(0).tolist()
         if most == 0:
             return None
-        return most if self.context is None else min(most, self.context - longest)
+        return most if positions is None else min(most, positions - longest)
 
-    def _turn(self, waiting: list[Conversation], step: int, sampler: Sampler) -> None:
+    def _turn(self, waiting: list[Conversation], step: int) -> None:
         """Give every conversation that waits its tokens; most of their turns end."""
         with phase("generate"):
             images = [talk.sample.images for talk in waiting]
-            turns = sampler.generate([talk.ids for talk in waiting], step, images)
+            turns = self.sampler.generate([talk.ids for talk in waiting], step, images)
         columns = (
             turns.token_ids,
             turns.logprobs or repeat(None),
@@ -210,7 +199,7 @@ class ToolLoop:
         for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
             talk.add(ids, 1, logprobs, mask)
             so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
-            ended = so_far[-1] in self.sampling.eos_token_ids
+            ended = so_far[-1] in self.sampler.eos_token_ids
             # an engine that stops by itself, as at a stop string, has ended the turn too
             if ended or talk.room == 0 or len(ids) < step:
                 tools = schemas(talk.toolbox)
@@ -219,12 +208,12 @@ class ToolLoop:
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:
         """Give every conversation what its calls return."""
-        most = self.args.max_tool_calling_iterations
+        most = self.context.args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]
         calls = [call for talk in talks for call in talk.calls]
-        outcomes = answer(calls, self._places, self.args.tool_timeout)
+        outcomes = answer(calls, self._places, self.context.args.tool_timeout)
         answers = iter(outcomes)
         for talk in talks:
             # cut where they are more than there is room for, however they are split: nobody has to

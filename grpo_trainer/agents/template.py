@@ -140,16 +140,15 @@ class ToolTemplate:
         )
         text = self._text([*before, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
-        if not images:
-            return Encoded(self._ids(text)), prefix[: end + 1]
-        if isinstance(self.processing_class, ProcessorMixin):
-            return encode_text(text, images, self.processing_class), prefix[: end + 1]
-        name = next(message["name"] for message in messages if images_of([message]))
-        raise ValueError(
-            f"tools: expected {name!r} to return no image to a policy that takes none, got one; "
-            "models that take images have a processor as processing_class, not a "
-            f"{type(self.processing_class).__name__}"
-        )
+        if images and not isinstance(self.processing_class, ProcessorMixin):
+            name = next(message["name"] for message in messages if images_of([message]))
+            raise ValueError(
+                f"tools: expected {name!r} to return no image to a policy that takes none, got "
+                "one; models that take images have a processor as processing_class, not a "
+                f"{type(self.processing_class).__name__}"
+            )
+        by = self.processing_class if images else tokenizer_of(self.processing_class)
+        return encode_text(text, images, by), prefix[: end + 1]
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]

@@ -19,7 +19,6 @@ from grpo_trainer.data.prompts import (
     Encoded,
     ProcessingClass,
     Prompt,
-    check_context,
     check_prompt,
     decode_completions,
     encode_prompts,
@@ -27,8 +26,8 @@ from grpo_trainer.data.prompts import (
     tokenizer_of,
 )
 from grpo_trainer.data.rows import (
+    DatasetRow,
     GroupTrainer,
-    NumberedRow,
     Prompts,
     PromptStream,
     RepeatedStream,

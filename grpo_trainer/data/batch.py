@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,16 @@ class Sample:
     row: Row | None = None  # of the dataset
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
+
+    @classmethod
+    def of(cls, eos_token_ids: Collection[int], **columns: Sequence[Any] | None) -> list[Sample]:
+        """Return samples from columns of their fields; None: all have the default."""
+        given = {name: column for name, column in columns.items() if column is not None}
+        rows = zip(*given.values(), strict=True)
+        samples = [cls(**dict(zip(given, row, strict=True))) for row in rows]
+        for sample in samples:
+            sample.truncated = sample.completion_ids[-1] not in eos_token_ids
+        return samples
 
     @property
     def by_policy(self) -> list[int]:
@@ -95,51 +105,46 @@ def collate(
     """Join and pad B completions; the result is on the device of ``advantages``."""
     device = advantages.device
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
-    starts = [len(sample.prompt_ids) for sample in samples]
     lengths = [len(row) for row in rows]
+    starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
     place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
     filled = place < torch.tensor(lengths)[:, None]
-    completion = filled & (place >= torch.tensor(starts)[:, None])
+    completion = filled & (place >= starts[:, None])
     input_ids = torch.full(filled.shape, pad_token_id)
     input_ids[filled] = torch.tensor([*chain(*rows)])
-    in_loss = torch.zeros_like(completion)
-    in_loss[completion] = torch.tensor([*chain(*(sample.in_loss for sample in samples))]) != 0
-    target = torch.full_like(input_ids, IGNORE_INDEX)
-    target[:, :-1] = input_ids[:, 1:].where(in_loss[:, 1:], IGNORE_INDEX)
-    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
+    in_loss = _at_targets([sample.in_loss for sample in samples], completion) != 0
     rollout_logprobs = None
+    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
     if len(logprobs) == len(samples):
-        rollout_logprobs = _at_targets(torch.tensor([*chain(*logprobs)]), completion).to(device)
+        rollout_logprobs = _at_targets(logprobs, completion).to(device)
     if advantages.dim() == 2:
-        counts = torch.tensor(lengths) - torch.tensor(starts)
-        of_tokens = torch.arange(advantages.shape[1]) < counts[:, None]
-        advantages = _at_targets(advantages.cpu()[of_tokens], completion).to(device)
-    input_ids = input_ids.to(device)
+        pairs = zip(advantages.tolist(), samples, strict=True)
+        of_tokens = [values[: len(sample.completion_ids)] for values, sample in pairs]
+        advantages = _at_targets(of_tokens, completion).to(device)
+    images = [sample.images for sample in samples]
     return MicroBatch(
-        input_ids,
+        input_ids.to(device),
         filled.long().to(device),
-        target.to(device),
+        input_ids.roll(-1, dims=1).where(in_loss, IGNORE_INDEX).to(device),
         advantages,
         num_items=num_items,
         num_tokens=num_tokens,
         rollout_logprobs=rollout_logprobs,
-        sampling_mask=_sampling_mask(samples, input_ids),
-        inputs=model_inputs(
-            [sample.images for sample in samples], lengths, input_ids.shape[1], device
-        ),
+        sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
+        inputs=model_inputs(images, lengths, input_ids.shape[1], device),
     )
 
 
-def _at_targets(values: Tensor, completion: Tensor) -> Tensor:  # (N,), (B, L) bool -> (B, L) fp32
-    """Put a value for each token of a ``completion`` where ``target`` has it, 0 elsewhere."""
+def _at_targets(rows: Sequence[Sequence[float]], completion: Tensor) -> Tensor:  # (B, L)
+    """Put a value for each token of a ``completion``, (B, L) bool, where ``target`` has it; 0
+    elsewhere."""
     placed = torch.zeros(completion.shape)
-    placed[:, :-1][completion[:, 1:]] = values
+    placed[:, :-1][completion[:, 1:]] = torch.tensor([*chain(*rows)], dtype=torch.float32)
     return placed
 
 
 def _sampling_mask(
-    samples: Sequence[Sample],
-    input_ids: Tensor,  # (B, L)
+    samples: Sequence[Sample], width: int, device: torch.device
 ) -> SamplingMask | None:
     """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
     rows: list[list[int]] = []
@@ -147,8 +152,8 @@ def _sampling_mask(
         if sample.sampling_mask is None:
             return None
         rows += [[]] * (len(sample.prompt_ids) - 1) + sample.sampling_mask
-        rows += [[]] * (number * input_ids.shape[1] - len(rows))
-    return SamplingMask.from_lists(rows, input_ids.device)
+        rows += [[]] * (number * width - len(rows))
+    return SamplingMask.from_lists(rows, device)
 
 
 class RolloutBuffer:
@@ -172,16 +177,22 @@ class RolloutBuffer:
         return self.batches[self.position % self._slices]
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "batches": [asdict(batch) for batch in self.batches]}
+        return {"position": self.position, "batches": [_plain(batch) for batch in self.batches]}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         self.batches = [_batch(**fields) for fields in state["batches"]]
 
 
-def _batch(sampling_mask: dict[str, Any] | None = None, **fields: Any) -> MicroBatch:
-    if sampling_mask is not None:
-        fields["sampling_mask"] = SamplingMask.from_csr(
-            sampling_mask["indices"], sampling_mask["offsets"]
-        )
-    return MicroBatch(**fields)
+def _plain(batch: MicroBatch) -> dict[str, Any]:
+    """Return the fields of a batch, as a checkpoint can hold them."""
+    mask = batch.sampling_mask
+    csr = None if mask is None else {"indices": mask.indices, "offsets": mask.offsets}
+    return vars(batch) | {"sampling_mask": csr}
+
+
+def _batch(sampling_mask: dict[str, Tensor] | None, **fields: Any) -> MicroBatch:
+    if sampling_mask is None:
+        return MicroBatch(**fields)
+    indices, offsets = sampling_mask["indices"], sampling_mask["offsets"]
+    return MicroBatch(sampling_mask=SamplingMask.from_csr(indices, offsets), **fields)

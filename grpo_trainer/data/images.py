@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import hashlib
 import io
 import os
 import re
@@ -132,8 +131,7 @@ class ImageInputs:
     want to know what kind each token is of.
     """
 
-    images: tuple[Image.Image, ...] = field(compare=False)
-    digests: tuple[str, ...]  # of the images
+    images: tuple[Image.Image, ...]
     inputs: dict[str, Tensor] = field(compare=False)  # as the processor made them of this prompt
     short_ids: list[int]  # the prompt with one token per image, as vLLM takes it
     length: int  # of the prompt as the model takes it
@@ -157,7 +155,6 @@ class ImageInputs:
                 inputs[name] = _concatenated([part for part in (first, second) if part is not None])
         return ImageInputs(
             self.images + other.images,
-            self.digests + other.digests,
             inputs,
             self.shortened(ids) + other.short_ids[start:],
             len(ids) + other.length - start,
@@ -213,30 +210,28 @@ def open_images(row: dict[str, Any], media: Media | None = None) -> dict[str, An
     """
     media = media or Media()
     opened = copy.copy(row)
-    columns: dict[str, list[Image.Image]] = {}
+    columns: list[list[Image.Image]] = []  # those with images
     for name in IMAGE_COLUMNS:
-        value = row.get(name)
-        if isinstance(value, list | tuple):
-            opened[name] = columns[name] = [_open(each, media, row, name) for each in value]
-        elif value is not None:
-            opened[name] = _open(value, media, row, name)
-            columns[name] = [opened[name]]
+        value: Any = row.get(name)
+        several = isinstance(value, list | tuple)
+        sources = [] if value is None else list(value) if several else [value]
+        if images := [_open(source, media, row, name) for source in sources]:
+            opened[name] = images if several else images[0]
+            columns.append(images)
     if "prompt" in row:
         opened["prompt"] = _with_images(row, columns, media)
     return opened
 
 
-def _with_images(
-    row: Mapping[str, Any], columns: dict[str, list[Image.Image]], media: Media
-) -> Any:
+def _with_images(row: Mapping[str, Any], columns: list[list[Image.Image]], media: Media) -> Any:
     """Return the prompt of ``row`` with its images and those of ``columns``."""
     prompt = row["prompt"]
-    if all(columns.get(name) for name in IMAGE_COLUMNS):
+    if len(columns) > 1:
         raise ValueError(
             f"images: expected them in one column, got {' and '.join(IMAGE_COLUMNS)} in "
             f"{_named(row)}; remove one of them from the dataset"
         )
-    images = [image for column in columns.values() for image in column]
+    images = columns[0] if columns else []
     if not images and not any(image_parts(prompt)):
         return prompt if _is_clean(prompt) else in_blocks(prompt)
     if not isinstance(prompt, list):
@@ -266,11 +261,6 @@ def _with_images(
 def images_of(prompt: Any) -> tuple[Image.Image, ...]:
     """Return the images in the messages of a prompt that :func:`open_images` made."""
     return tuple(part["image"] for part in image_parts(prompt))
-
-
-def digest(image: Image.Image) -> str:
-    """Return what tells an image from others."""
-    return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
 
 
 def data_url(image: Image.Image) -> str:

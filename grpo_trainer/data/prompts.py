@@ -10,14 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data.images import (
-    ImageInputs,
-    digest,
-    image_source,
-    images_of,
-    in_blocks,
-    parts_of,
-)
+from grpo_trainer.data.images import ImageInputs, image_source, images_of, in_blocks, parts_of
 
 Prompt = str | list[dict[str, Any]]  # plain text, or messages for the chat template
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
@@ -94,26 +87,22 @@ def check_prompt(row: Mapping[str, Any], name: str = "prompt") -> None:
             )
 
 
-def check_context(
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[list[int]],
-    max_completion_length: int,
-    context: int | None,
-) -> None:
-    """Raise ValueError unless every prompt leaves room for its completion.
-
-    ``context`` is the number of tokens that the policy has positions for; None: any number.
-    """
-    if context is None:
-        return
-    longest = max(range(len(prompts)), key=lambda index: len(prompt_ids[index]))
-    room, length = context - max_completion_length, len(prompt_ids[longest])
-    if length > room:
-        raise ValueError(
-            f"prompt: expected at most {room} tokens (the model's {context} positions less "
-            f"max_completion_length = {max_completion_length}), got {length} tokens from "
-            f"{shortened(prompts[longest])}; max_prompt_length cuts prompts"
-        )
+def _wrong(prompt: Any) -> str | None:
+    """Say what a prompt is that is none."""
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list):
+        return type(prompt).__name__
+    for message in prompt:
+        if not isinstance(message, dict):
+            return f"{type(message).__name__} among messages"
+        missing = [] if isinstance(message.get("role"), str) else ["role"]
+        # a turn that only calls tools says nothing
+        if message.get("content") is None and not message.get("tool_calls"):
+            missing.append("content")
+        if missing:
+            return f"a message without {' and '.join(missing)}"
+    return None if prompt else "an empty list"
 
 
 def decode_completions(
@@ -131,47 +120,58 @@ def decode_completions(
 
 def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[str, Any]) -> Encoded:
     check_prompt({"prompt": prompt})
-    if isinstance(processing_class, ProcessorMixin):
-        encoded = _processed(prompt, processing_class, template)
-    elif images_of(prompt):
+    images = images_of(prompt)
+    sees = isinstance(processing_class, ProcessorMixin)
+    if images and not sees:
         raise ValueError(
             "processing_class: expected a processor for prompts with images, got "
             f"{type(processing_class).__name__}, which leaves them out"
         )
-    elif isinstance(prompt, str):
-        encoded = Encoded(list(processing_class(prompt)["input_ids"]))
+    if isinstance(prompt, str):
+        text, special = prompt, True
     else:
-        rendered = _rendered(prompt, processing_class, template, tokenize=True, return_dict=True)
-        encoded = Encoded(list(rendered["input_ids"]))
+        text = _rendered(in_blocks(prompt) if sees else prompt, processing_class, template)
+        # as transformers has it: a template that writes the first token itself is the last word
+        bos = processing_class.tokenizer.bos_token if sees else None
+        special = sees and (bos is None or not text.startswith(bos))
+    if sees:
+        _check_places(prompt, text, len(images), processing_class.image_token)
+    encoded = encode_text(text, images, processing_class, special)
     if not encoded.ids:
         raise ValueError(f"prompt: expected at least one token, got none from {shortened(prompt)}")
     return encoded
 
 
-def _processed(prompt: Prompt, processor: ProcessorMixin, template: dict[str, Any]) -> Encoded:
-    images = images_of(prompt)
-    special = True
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        text = _rendered(in_blocks(prompt), processor, template, tokenize=False)
-        # as transformers has it: a template that writes the first token itself is the last word
-        bos = processor.tokenizer.bos_token
-        special = bos is None or not text.startswith(bos)
-    parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
-    mentioned = any(processor.image_token in str(part.get("text")) for part in parts)
-    if mentioned and text.count(processor.image_token) > len(images):
+def _rendered(
+    messages: list[dict[str, Any]], processing_class: ProcessingClass, template: dict[str, Any]
+) -> str:
+    # a prompt that ends with the assistant's words is continued, not answered
+    answered = messages[-1]["role"] == "assistant"
+    options = {"add_generation_prompt": not answered, "continue_final_message": answered}
+    try:
+        return processing_class.apply_chat_template(messages, tokenize=False, **options, **template)
+    except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(
-            f"prompt: expected no {processor.image_token} in a text (an image goes where a message "
-            f"has a part {{'type': 'image'}}), got {shortened(text)}"
+            f"prompt: the chat template fails on {shortened(messages)}: {error}"
+        ) from error
+
+
+def _check_places(prompt: Prompt, text: str, images: int, token: str) -> None:
+    """Raise ValueError if a prompt's own words have what stands for an image."""
+    parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
+    mentioned = any(token in str(part.get("text")) for part in parts)
+    if mentioned and text.count(token) > images:
+        raise ValueError(
+            f"prompt: expected no {token} in a text (an image goes where a message has a part "
+            f"{{'type': 'image'}}), got {shortened(text)}"
         )
-    return encode_text(text, images, processor, special)
 
 
 def encode_text(
-    text: str, images: tuple[Any, ...], processor: ProcessorMixin, special: bool = False
+    text: str, images: tuple[Any, ...], processing_class: ProcessingClass, special: bool = False
 ) -> Encoded:
-    """Encode by a processor: it writes as many tokens for an image as the model needs.
+    """Encode by a tokenizer, or by a processor: it writes as many tokens for an image as the model
+    needs.
 
     Args:
         special: add the tokens that a text begins or ends with.
@@ -179,77 +179,38 @@ def encode_text(
     Raises:
         ValueError: ``text`` has not one place for each of ``images``.
     """
-    places = text.count(processor.image_token)
-    if places != len(images):
+    if not isinstance(processing_class, ProcessorMixin):
+        return Encoded(list(processing_class(text, add_special_tokens=special)["input_ids"]))
+    token = processing_class.image_token
+    if text.count(token) != len(images):
         raise ValueError(
-            f"processing_class: expected a chat template that writes {processor.image_token} for "
-            f"each image, {len(images)} in all, got {places} in {shortened(text)}"
+            f"processing_class: expected a chat template that writes {token} for each image, "
+            f"{len(images)} in all, got {text.count(token)} in {shortened(text)}"
         )
     options = {"add_special_tokens": special, "return_tensors": "pt"}
-    inputs = dict(processor(text=[text], images=[list(images)] if images else None, **options))
-    ids = inputs.pop("input_ids")[0].tolist()
+    given = [list(images)] if images else None
+    inputs = dict(processing_class(text=[text], images=given, **options))
+    ids = short_ids = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask", None)
-    short_ids = ids
-    if images:
-        short_ids = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
     if not images and not inputs:
         return Encoded(ids)
-    digests = tuple(map(digest, images))
-    return Encoded(ids, ImageInputs(images, digests, inputs, short_ids, len(ids)))
+    if images:
+        short_ids = processing_class.tokenizer(text, add_special_tokens=special)["input_ids"]
+    return Encoded(ids, ImageInputs(images, inputs, short_ids, len(ids)))
 
 
 def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
-    if max_length is None or len(encoded.ids) <= max_length:
+    ids, images = encoded
+    if max_length is None or len(ids) <= max_length:
         return encoded
-    if encoded.images is not None and encoded.images.images:
+    if images is None:
+        return Encoded(ids[-max_length:])
+    if images.images:
         raise ValueError(
-            f"max_prompt_length: expected at least {len(encoded.ids)} (prompts with images are not "
-            f"cut), got {max_length} for {shortened(prompt)}"
+            f"max_prompt_length: expected at least {len(ids)} (prompts with images are not cut), "
+            f"got {max_length} for {shortened(prompt)}"
         )
-    ids = encoded.ids[-max_length:]
-    if encoded.images is None:
-        return Encoded(ids)
+    ids = ids[-max_length:]
     # without images all of it is per token
-    inputs = {name: value[:, -max_length:] for name, value in encoded.images.inputs.items()}
-    return Encoded(ids, ImageInputs((), (), inputs, ids, len(ids)))
-
-
-def _rendered(
-    messages: list[dict[str, Any]],
-    processing_class: ProcessingClass,
-    template: dict[str, Any],
-    **options: Any,
-) -> Any:
-    # a prompt that ends with the assistant's words is continued, not answered
-    answered = messages[-1]["role"] == "assistant"
-    try:
-        return processing_class.apply_chat_template(
-            messages,
-            add_generation_prompt=not answered,
-            continue_final_message=answered,
-            **options,
-            **template,
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"prompt: the chat template fails on {shortened(messages)}: {error}"
-        ) from error
-
-
-def _wrong(prompt: Any) -> str | None:
-    """Say what a prompt is that is none."""
-    if isinstance(prompt, str):
-        return None
-    if not isinstance(prompt, list):
-        return type(prompt).__name__
-    return "an empty list" if not prompt else next(filter(None, map(_wrong_message, prompt)), None)
-
-
-def _wrong_message(message: Any) -> str | None:
-    if not isinstance(message, dict):
-        return f"{type(message).__name__} among messages"
-    missing = [] if isinstance(message.get("role"), str) else ["role"]
-    # a turn that only calls tools says nothing
-    if message.get("content") is None and not message.get("tool_calls"):
-        missing.append("content")
-    return f"a message without {' and '.join(missing)}" if missing else None
+    inputs = {name: value[:, -max_length:] for name, value in images.inputs.items()}
+    return Encoded(ids, ImageInputs((), inputs, ids, len(ids)))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, load_dataset
 from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
+from datasets.features.features import _visit
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -29,7 +30,7 @@ from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import IMAGE_COLUMNS, PROMPT_COLUMNS, Media, image_parts
-from grpo_trainer.data.prompts import ProcessingClass, check_prompt
+from grpo_trainer.data.prompts import ProcessingClass, Prompt, check_prompt
 
 Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
@@ -160,31 +161,36 @@ def prompt_columns(dataset: Prompts) -> list[str]:
     return [name for name in _columns(dataset) if name in PROMPT_COLUMNS]
 
 
-class NumberedRow(dict[str, Any]):
-    """A row of a dataset, and itself with its images open, once they are."""
+class DatasetRow(dict[str, Any]):
+    """A row of a dataset.
 
-    opened: dict[str, Any] | None = None
+    Args:
+        number: where it stands there.
+        original: the dataset's prompt, if this one has another.
+    """
 
-    def __init__(self, row: dict[str, Any], number: int) -> None:
+    opened: Row | None = None  # itself with its images open, once they are
+
+    def __init__(self, row: Row, number: int | None = None, original: Prompt | None = None) -> None:
         super().__init__(row)
         self.number = number
+        self.original = original
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumberedRow, (dict(self), self.number)
+        return DatasetRow, (dict(self), self.number, self.original)
 
 
 @dataclass(eq=False)
-class Numbered(TorchDataset[NumberedRow]):
+class Numbered(TorchDataset[DatasetRow]):
     """The rows of a dataset, numbered."""
 
     dataset: Dataset
 
-    def __getitem__(self, index: int) -> NumberedRow:
-        return NumberedRow(self.dataset[index], index)
-
-    def __getitems__(self, indices: list[int]) -> list[NumberedRow]:
-        rows = {index: self[index] for index in set(indices)}  # a group has one row
-        return [rows[index] for index in indices]
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        once = list(dict.fromkeys(indices))  # a group has one row
+        rows = map(DatasetRow, self.dataset.__getitems__(once), once)
+        by_number = dict(zip(once, rows, strict=True))
+        return [by_number[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -200,33 +206,26 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
         return {name: unopened(one, args) for name, one in dataset.items()}
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
         return dataset
-    features = copy.deepcopy(dict(dataset.features))
-    columns = PROMPT_COLUMNS if Media.of(args) == Media() else features
-    seen = {name: feature for name, feature in features.items() if name in columns}
-    images = [image for image in _images(seen) if image.decode]
-    if not images:
+    columns = PROMPT_COLUMNS if Media.of(args) == Media() else dataset.features
+    features = Features(
+        {
+            name: _visit(feature, _stored) if name in columns else feature
+            for name, feature in dataset.features.items()
+        }
+    )
+    if features == dataset.features:
         return dataset
-    for image in images:
-        image.decode = False
     # a stream of the hub's may open them ahead, in threads
     streams = isinstance(dataset, IterableDataset)
     dataset = dataset.decode(False) if streams else copy.copy(dataset)
     # a cast would write all of the dataset anew
     dataset._info = dataset.info.copy()
-    dataset._info.features = Features(features)
+    dataset._info.features = features
     return dataset
 
 
-def _images(feature: Any) -> Iterator[ImageFeature]:
-    if isinstance(feature, ImageFeature):
-        yield feature
-    elif isinstance(feature, dict):
-        for each in feature.values():
-            yield from _images(each)
-    elif isinstance(feature, list):
-        yield from _images(feature[0])
-    elif hasattr(feature, "feature"):  # of a list
-        yield from _images(feature.feature)
+def _stored(feature: Any) -> Any:
+    return replace(feature, decode=False) if isinstance(feature, ImageFeature) else feature
 
 
 class PromptStream:
@@ -248,6 +247,7 @@ class PromptStream:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
         self._seed = seed
+        self._next: Callable[[int], list[Row]]  # returns as many more rows of the pass, if any
         self.restore({"epoch": 0, "offset": 0})
 
     def take(self, count: int) -> list[Row]:
@@ -258,7 +258,7 @@ class PromptStream:
         """
         taken: list[Row] = []
         while True:
-            part = list(islice(self._rows, count - len(taken)))
+            part = self._next(count - len(taken))
             self._offset += len(part)
             taken += part
             if len(taken) == count:
@@ -274,22 +274,22 @@ class PromptStream:
     def restore(self, state: dict[str, int]) -> None:
         """Go to where a stream of the same dataset stood. A streaming dataset is read again."""
         self._epoch, self._offset = state["epoch"], state["offset"]
-        self._rows = self._pass()
-
-    def _pass(self) -> Iterator[Row]:
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
             dataset.set_epoch(self._epoch)
-            rows = islice(iter(dataset), self._offset, None)
-            return map(NumberedRow, rows, count(self._offset))
+            stream = islice(iter(dataset), self._offset, None)
+            rows = map(DatasetRow, stream, count(self._offset))
+            self._next = lambda number: list(islice(rows, number))
+            return
         size = len(dataset)
         order = list(range(size))
         if self._seed is not None:
             # consecutive seeds are fine: the generator mixes its seed
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(size, generator=generator).tolist()
-        drawn = order[self._offset : size - size % self._per_batch]
-        return map(Numbered(dataset).__getitem__, drawn)
+        left = iter(order[self._offset : size - size % self._per_batch])
+        numbered = Numbered(dataset)
+        self._next = lambda number: numbered.__getitems__([*islice(left, number)])
 
 
 @dataclass(eq=False)
@@ -300,7 +300,7 @@ class RepeatedStream(TorchIterableDataset):
     group_size: int
 
     def __iter__(self) -> Iterator[Row]:
-        return repeated(map(NumberedRow, self.rows, count()), self.group_size)
+        return repeated(map(DatasetRow, self.rows, count()), self.group_size)
 
 
 def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:

@@ -11,8 +11,16 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import ImageInputs, ProcessingClass, tokenizer_of
+from grpo_trainer.data import (
+    Encoded,
+    ImageInputs,
+    ProcessingClass,
+    Prompt,
+    encode_prompts,
+    tokenizer_of,
+)
 from grpo_trainer.policy import WHOLE, Placement, base_policy
 
 logger = logging.getLogger(__name__)
@@ -218,10 +226,35 @@ class EngineContext:
     args: GRPOConfig
     accelerator: Accelerator
     placement: Placement = WHOLE  # of the policy's parameters
+    positions: int | None = None  # tokens that the policy has positions for; None: any number
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return tokenizer_of(self.processing_class)
+
+    def encode(
+        self, prompts: Sequence[Prompt], tools: Sequence[list[dict[str, Any]]] | None = None
+    ) -> list[Encoded]:
+        """Return prompts as the policy takes them; ``tools`` as in :func:`encode_prompts`.
+
+        Raises:
+            ValueError: one cannot be encoded, or leaves no room for its completion.
+        """
+        args, length = self.args, self.args.max_completion_length
+        template = options("chat_template_kwargs", args.chat_template_kwargs)
+        encoded = encode_prompts(
+            prompts, self.processing_class, args.max_prompt_length, template, tools
+        )
+        if self.positions is not None:
+            pairs = zip(prompts, encoded, strict=True)
+            prompt, (ids, _) = max(pairs, key=lambda pair: len(pair[1].ids))
+            if len(ids) > self.positions - length:
+                raise ValueError(
+                    f"prompt: expected at most {self.positions - length} tokens (the model's "
+                    f"{self.positions} positions less max_completion_length = {length}), got "
+                    f"{len(ids)} tokens from {shortened(prompt)}; max_prompt_length cuts prompts"
+                )
+        return encoded
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

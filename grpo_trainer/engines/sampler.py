@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
@@ -242,12 +242,8 @@ class Sampled:
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
 
 
-class Source(Protocol):
-    """Where completions come from, if not from one call of the engine."""
-
-    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
-        """Return one completion per row. In a distributed run every process calls it."""
-        ...
+# makes one completion per row; in a distributed run every process calls it
+Source: TypeAlias = Callable[[list[Row]], Sampled]
 
 
 def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:

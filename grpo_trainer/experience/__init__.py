@@ -6,12 +6,7 @@ from grpo_trainer.experience.advantages import (
     compute_advantages,
     rollout_metrics,
 )
-from grpo_trainer.experience.collector import Begun, Collector, Scored
+from grpo_trainer.experience.collector import Collector, Scored
 from grpo_trainer.experience.curriculum import Curriculum, training_prompts
-from grpo_trainer.experience.dynamic_sampling import fill
 from grpo_trainer.experience.overlap import NextBatch
-from grpo_trainer.experience.rollout_func import (
-    FunctionSource,
-    RolloutFunction,
-    check_rollout_func,
-)
+from grpo_trainer.experience.rollout_func import RolloutFunction, check_rollout_func, samples_by

@@ -11,15 +11,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels.losses import Metrics, Stat
-from grpo_trainer.config import AGGREGATIONS, SCALES
+from grpo_trainer.config import GRPOConfig
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
 
 # (rewards, weights, group_size, ...) -> a number per completion, or one per token of each
 AdvantageFunction: TypeAlias = Callable[..., Tensor | Sequence[Any]]
-# what such a function may ask for beside them, of the completions of all processes
-COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids")
+# what such a function may ask for beside them, of the completions of all processes, and the field
+# of a sample that each is a list of
+COMPLETION_ARGUMENTS = {
+    "prompts": "prompt",
+    "completions": "completion",
+    "completion_ids": "completion_ids",
+}
 
 
 class Advantages(NamedTuple):
@@ -51,17 +56,24 @@ def compute_advantages(
             reward in its group, then the weighted sum over all N (GDPO, arXiv:2601.05242), and
             does not use ``scale``.
     """
-    grouped = rewards.reshape(-1, group_size, rewards.shape[1])
     total = _weighted_sum(rewards, weights)
-    centred, std = _AGGREGATE[aggregation](grouped, weights, scale)
-    zero_std = (std < NO_SPREAD).expand_as(centred)
+    if aggregation == "normalize_then_sum":
+        scale = "batch"
+        grouped = rewards.reshape(-1, group_size, rewards.shape[1])
+        each = (grouped - grouped.nanmean(1, keepdim=True)) / (nan_std(grouped, 1) + STD_OFFSET)
+        values = _weighted_sum(each, weights)  # (groups, G)
+        centred = values - values.nanmean()
+    else:
+        values = total.reshape(-1, group_size)
+        centred = values - values.nanmean(1, keepdim=True)
+    std = nan_std(values.reshape(-1), 0) if scale == "batch" else nan_std(values, 1)
+    zero_std = (std < NO_SPREAD).expand_as(centred).reshape(-1)
     # equal rewards stay equal when centred, while their standard deviation may be rounding
     signal = _differ(centred)
-    if scale != "none" or aggregation == "normalize_then_sum":
+    if scale != "none":  # which has the spread for the log alone
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
-    advantages = torch.where(advantages.isfinite(), advantages, 0.0)
-    return Advantages(advantages, total, zero_std.reshape(-1), signal)
+    return Advantages(torch.where(advantages.isfinite(), advantages, 0.0), total, zero_std, signal)
 
 
 def advantages_by(
@@ -73,12 +85,9 @@ def advantages_by(
 ) -> Advantages:
     """Ask a function of the user's for the advantages, and check what it returns.
 
-    Args:
-        function: called with ``rewards``, ``weights`` and ``group_size`` as
-            :func:`compute_advantages` has them, and with those of ``completions``. It returns N
-            numbers, or N lists with a number for each completion token.
-        rewards, weights, group_size: as in :func:`compute_advantages`.
-        completions: lists of N by the names in COMPLETION_ARGUMENTS that the function takes.
+    ``completions`` are lists of N by the names in COMPLETION_ARGUMENTS that it takes; the other
+    arguments are those of :func:`compute_advantages`. It returns N numbers, or N lists with a
+    number for each completion token.
 
     Raises:
         ValueError: it returns something else.
@@ -93,11 +102,11 @@ def advantages_by(
     return Advantages(values, total, zero_std, signal)
 
 
-def taken_by(function: AdvantageFunction) -> list[str]:
+def check_advantages(function: AdvantageFunction, args: GRPOConfig) -> list[str]:
     """Return which of COMPLETION_ARGUMENTS a function takes.
 
     Raises:
-        ValueError: it cannot be called with the other arguments.
+        ValueError: it cannot be called with the other arguments, or excludes a setting.
     """
     if not callable(function):
         raise ValueError(f"advantages: expected a function or an object to call, got {function!r}")
@@ -112,6 +121,13 @@ def taken_by(function: AdvantageFunction) -> list[str]:
             "advantages: expected a function of rewards, weights and group_size, and of "
             f"{', '.join(COMPLETION_ARGUMENTS)} if it likes, got {signature}: {error}"
         ) from error
+    for name in ("scale_rewards", "multi_objective_aggregation"):
+        default, value = getattr(GRPOConfig, name), getattr(args, name)
+        if value != default:
+            raise ValueError(
+                f"{name}: expected {default!r} with advantages, a function that compares "
+                f"completions by itself, got {value!r}"
+            )
     return names
 
 
@@ -158,34 +174,9 @@ def nan_std(values: Tensor, dim: int) -> Tensor:
     return (deviations / (count - 1).clamp(min=1)).sqrt()
 
 
-def _sum_then_normalize(grouped: Tensor, weights: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    total = _weighted_sum(grouped, weights)  # (groups, G)
-    centred = total - total.nanmean(1, keepdim=True)
-    return centred, _SCALE[scale](total)
-
-
-def _normalize_then_sum(grouped: Tensor, weights: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    centred = grouped - grouped.nanmean(1, keepdim=True)
-    total = _weighted_sum(centred / (nan_std(grouped, 1) + STD_OFFSET), weights)
-    return total - total.nanmean(), _batch_std(total)
-
-
 def _weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:  # (..., F) -> (...)
     total = (rewards * weights).nansum(-1)
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
-
-
-def _group_std(rewards: Tensor) -> Tensor:
-    return nan_std(rewards, 1)
-
-
-def _batch_std(rewards: Tensor) -> Tensor:
-    return nan_std(rewards.reshape(-1), 0)
-
-
-_AGGREGATE = dict(zip(AGGREGATIONS, (_sum_then_normalize, _normalize_then_sum), strict=True))
-# "none" reports the group's spread, for the log, without dividing by it
-_SCALE = dict(zip(SCALES, (_group_std, _batch_std, _group_std), strict=True))
 
 
 def rollout_metrics(

@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from grpo_kernels.losses import Metrics
 from grpo_trainer.agents import TurnParser
-from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
+    DatasetRow,
     Encoded,
+    ImageError,
+    Media,
     MicroBatch,
-    ProcessingClass,
     PromptStream,
     Row,
     Sample,
-    check_context,
+    check_prompt,
     collate,
-    encode_prompts,
     has_images,
+    open_images,
+    own_copy,
     repeated,
-    tokenizer_of,
 )
-from grpo_trainer.engines import Completions, Sampled, Sampler, Source, pad_token_id
+from grpo_trainer.engines import (
+    Completions,
+    EngineContext,
+    Sampled,
+    Sampler,
+    Source,
+    pad_token_id,
+)
 from grpo_trainer.experience.advantages import (
+    COMPLETION_ARGUMENTS,
     AdvantageFunction,
     Advantages,
     advantages_by,
+    check_advantages,
     compute_advantages,
-    taken_by,
 )
 from grpo_trainer.experience.curriculum import Curriculum
-from grpo_trainer.experience.reader import RowReader, share
-from grpo_trainer.monitor import phase
+from grpo_trainer.monitor import phase, value_metric
 
-# (inputs, prompts, completions, completion_ids_list) -> (N, F) rewards of all processes
-RewardCalculation: TypeAlias = Callable[[list[Row], list[Any], list[Any], list[list[int]]], Tensor]
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 10  # of rows that are tried, one after the other, in the same place
 
 
 class Scored(NamedTuple):
@@ -52,25 +64,15 @@ class Scored(NamedTuple):
     num_tokens: Tensor  # () of prompts and completions, all processes'
 
 
-class Begun(NamedTuple):
-    """What an engine has generated while the policy trained on the batch before."""
-
-    encoded: list[Encoded]
-    completions: Completions
-
-
 class Collector:
     """Makes experience from rows of the dataset, ``{"prompt": ..., other columns}``.
 
     Args:
-        args: sampling, reward and loss settings.
-        accelerator: joins groups that are spread over processes.
-        processing_class: the tokenizer of the policy, or its processor.
+        context: of the policy.
         sampler: samples the completions.
-        rewards: how many reward functions there are.
-        context: tokens that the policy has positions for; None: any number.
+        rewards: names of the reward functions.
         source: makes the completions; None: one call of ``sampler`` does.
-        advantages: in place of :func:`compute_advantages` with the settings of ``args``.
+        advantages: in place of :func:`compute_advantages` with the settings of the run.
 
     Raises:
         ValueError: there is not one weight per reward function, no token ends a completion, none
@@ -79,114 +81,127 @@ class Collector:
 
     def __init__(
         self,
-        args: GRPOConfig,
-        accelerator: Accelerator,
-        processing_class: ProcessingClass,
+        context: EngineContext,
         sampler: Sampler,
-        rewards: int,
-        context: int | None = None,
+        rewards: list[str],
         source: Source | None = None,
         advantages: AdvantageFunction | None = None,
     ) -> None:
-        self._args = args
-        self._accelerator = accelerator
-        self._processing_class = processing_class
-        self._sampler = sampler
-        self._reader = RowReader(args, accelerator)
-        self.read = self._reader.read
         self._context = context
+        self._args = context.args
+        self._accelerator = context.accelerator
+        self._sampler = sampler
+        self._media = Media.of(context.args)
         self._source = source
         self._advantages = advantages
-        self._taken = [] if advantages is None else taken_by(advantages)
-        for name in ("scale_rewards", "multi_objective_aggregation"):
-            default, value = getattr(GRPOConfig, name), getattr(args, name)
-            if advantages is not None and value != default:
-                raise ValueError(
-                    f"{name}: expected {default!r} with advantages, a function that compares "
-                    f"completions by itself, got {value!r}"
-                )
-        weights = args.reward_weights or [1.0] * rewards
-        if len(weights) != rewards:
+        self._taken = [] if advantages is None else check_advantages(advantages, context.args)
+        weights = context.args.reward_weights or [1.0] * len(rewards)
+        if len(weights) != len(rewards):
             raise ValueError(
-                f"reward_weights: expected {rewards} values, one per reward function, "
+                f"reward_weights: expected {len(rewards)} values, one per reward function, "
                 f"got {len(weights)}"
             )
-        self.weights = torch.tensor(weights, device=accelerator.device)
+        self.weight_of = dict(zip(rewards, weights, strict=True))
+        self.weights = torch.tensor(weights, device=context.accelerator.device)
         if not sampler.eos_token_ids:
             raise ValueError(
                 "processing_class: expected an eos_token (or an eos_token_id in the model's "
                 "generation_config or in generation_kwargs), got none, so that no completion "
                 "would end"
             )
-        tokenizer = tokenizer_of(processing_class)
-        self._padding = pad_token_id(tokenizer)
-        self._parser = TurnParser(tokenizer, sampler.eos_token_ids)
+        self._padding = pad_token_id(context.tokenizer)
+        self._parser = TurnParser(context.tokenizer, sampler.eos_token_ids)
 
     def draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
-        """Return this process's rows of the next ``count`` prompts, a group for each."""
-        rows = list(repeated(self._reader.draw(prompts, count), self._args.num_generations))
-        return rows[share(len(rows), self._accelerator)]
+        """Return this process's rows of the next ``count`` prompts, a group for each.
 
-    def encode(self, rows: list[Row]) -> list[Encoded]:
-        """Return the prompts of ``rows``, which have their images open, as the policy takes them.
+        With ``on_bad_image="skip"`` they are those whose images can be read. Each process tries its
+        own and tells the others: what one cannot read all replace by the row that comes next.
 
         Raises:
-            ValueError: one cannot be encoded, or leaves no room for a completion.
+            ValueError: images of ten rows in a row cannot be read.
         """
-        args = self._args
-        prompts = [row["prompt"] for row in rows]
-        template = options("chat_template_kwargs", args.chat_template_kwargs)
-        encoded = encode_prompts(prompts, self._processing_class, args.max_prompt_length, template)
-        ids = [prompt.ids for prompt in encoded]
-        check_context(prompts, ids, args.max_completion_length, self._context)
-        return encoded
+        rows, size = prompts.take(count), self._args.num_generations
+        own = share(count * size, self._accelerator)
+        if self._args.on_bad_image == "skip":
+            places = range(own.start // size, -(-own.stop // size))
+            for _ in range(_ROUNDS):
+                bad = self._unreadable(rows, places)
+                if not bad:
+                    break
+                for index, row in zip(bad, prompts.take(len(bad)), strict=True):
+                    rows[index] = row
+            else:
+                raise ValueError(
+                    f"images: expected some that can be read among {_ROUNDS} rows, got none; the "
+                    "log says what is wrong with each"
+                )
+        return list(repeated(rows, size))[own]
 
-    def generate(self, rows: list[Row], begun: Begun | None = None) -> Sampled:
-        """Return one completion per row, as :meth:`read` returns them; ``begun`` has them already.
+    def _unreadable(self, rows: list[Row], places: range) -> list[int]:
+        """Return which rows have images that a process cannot read, of those at its ``places``."""
+        bad = torch.zeros(len(rows), device=self._accelerator.device)
+        for index in places:
+            try:
+                self._open(rows[index])
+            except ImageError as error:
+                bad[index] = 1
+                logger.warning("a row is skipped: %s", error)
+        return self._accelerator.reduce(bad).nonzero()[:, 0].tolist()
+
+    def read(self, rows: list[Row]) -> list[Row]:
+        """Return copies of ``rows``, which functions may edit, the images of each in its prompt.
 
         Raises:
-            ValueError: a prompt cannot be encoded, or the engine returned something else.
+            ValueError: a prompt is neither text nor messages of text and images, or an image cannot
+                be read.
         """
+        once = {id(row): row for row in rows}  # a group has one row
+        opened = {key: self._open(row) for key, row in once.items()}
+        return [own_copy(opened[id(row)]) for row in rows]
+
+    def _open(self, row: Row) -> Row:
+        if isinstance(row, DatasetRow) and row.opened is not None:
+            return row.opened  # a URL might not answer a second time
+        check_prompt(row)
+        opened = open_images(row, self._media)
+        if isinstance(row, DatasetRow):
+            row.opened = opened
+        return opened
+
+    def generate(self, rows: list[Row]) -> Sampled:
+        """Return one completion per row, as :meth:`read` returns them."""
         if self._source is not None:
             with phase("generate"):
-                return self._source.sample(rows, self._sampler)
-        encoded, completions = begun or (self.encode(rows), None)
+                return self._source(rows)
+        encoded = self._context.encode([row["prompt"] for row in rows])
+        prompt_ids, images = map(list, zip(*encoded, strict=True))
+        with phase("generate"):
+            completions = self._sampler.generate(prompt_ids, images=images)
+        return self.completed(rows, encoded, completions)
+
+    def completed(
+        self, rows: list[Row], encoded: list[Encoded], completions: Completions
+    ) -> Sampled:
+        """Return what an engine made of the prompts of ``rows``."""
         prompts = [row["prompt"] for row in rows]
         prompt_ids, images = map(list, zip(*encoded, strict=True))
-        if completions is None:
-            with phase("generate"):
-                completions = self._sampler.generate(prompt_ids, images=images)
-        ids = completions.token_ids
-        texts = self._parser.completions(prompts, prompt_ids, ids)
-        samples = [Sample(*parts) for parts in zip(prompts, prompt_ids, texts, ids, strict=True)]
-        for index, sample in enumerate(samples):
-            sample.images = images[index]
-            sample.truncated = ids[index][-1] not in self._sampler.eos_token_ids
-            if completions.logprobs is not None:
-                sample.logprobs = completions.logprobs[index]
-            if completions.sampling_mask is not None:
-                sample.sampling_mask = completions.sampling_mask[index]
+        samples = Sample.of(
+            self._sampler.eos_token_ids,
+            prompt=prompts,
+            prompt_ids=prompt_ids,
+            completion=self._parser.completions(prompts, prompt_ids, completions.token_ids),
+            completion_ids=completions.token_ids,
+            logprobs=completions.logprobs,
+            sampling_mask=completions.sampling_mask,
+            images=images,
+        )
         return Sampled(samples)
 
-    def score(self, rows: list[Row], sampled: Sampled, calculate: RewardCalculation) -> Tensor:
-        """Return the rewards of all N completions by the F functions, (N, F) fp32.
-
-        Args:
-            rows: this process's, as :meth:`read` returns them.
-            sampled: their completions.
-            calculate: returns the rewards.
-
-        Raises:
-            ValueError: they are not one per completion and function.
-        """
-        samples, more = sampled.samples, sampled.columns
-        rewards = calculate(
-            [{**row, **{name: more[name][i] for name in more}} for i, row in enumerate(rows)],
-            [sample.prompt for sample in samples],
-            [sample.completion for sample in samples],
-            [sample.completion_ids for sample in samples],
-        )
-        shape = (len(rows) * self._accelerator.num_processes, len(self.weights))
+    def checked(self, rewards: Any, count: int) -> Tensor:
+        """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless
+        they are one per completion and function."""
+        shape = (count * self._accelerator.num_processes, len(self.weights))
         if not isinstance(rewards, Tensor) or rewards.shape != shape:
             got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
             raise ValueError(
@@ -196,18 +211,12 @@ class Collector:
         return rewards.to(self._accelerator.device, torch.float32)
 
     def compare(self, rewards: Tensor, samples: list[Sample], group_size: int) -> Advantages:
-        """Return the advantages of all N completions, of which ``samples`` are this process's.
-
-        Raises:
-            ValueError: a function of the user's returned none.
-        """
+        """Return the advantages of all N completions, of which ``samples`` are this process's."""
         if self._advantages is None:
             scale, aggregation = self._args.scale_rewards, self._args.multi_objective_aggregation
             return compute_advantages(rewards, self.weights, group_size, scale, aggregation)
-        # each name is that of a list, and of the field of a sample without its plural
-        fields = {"prompts": "prompt", "completions": "completion"}
         completions = {
-            name: gather_object([getattr(sample, fields.get(name, name)) for sample in samples])
+            name: gather_object([getattr(sample, COMPLETION_ARGUMENTS[name]) for sample in samples])
             for name in self._taken
         }
         return advantages_by(self._advantages, rewards, self.weights, group_size, completions)
@@ -235,24 +244,77 @@ class Collector:
             )
         return table[:, :3]
 
+    def fill(self, first: Scored, more: Callable[[int], Scored]) -> tuple[Scored, Metrics]:
+        """Return a batch as large as ``first``, of groups that have something to learn from: DAPO's
+        dynamic sampling (arXiv:2503.14476).
+
+        Each round draws as many of the next prompts as groups are missing (rounded up to what the
+        processes can share), at most ``max_resampling_rounds`` times. What is still missing then is
+        taken from the groups without variance, in the order they were drawn: their advantages are
+        0. Groups that are not needed are discarded.
+
+        Args:
+            first: a scored generation batch.
+            more: draws, generates and scores that many further prompts.
+        """
+        accelerator, size = self._accelerator, self._args.num_generations
+        # fewest groups that all processes have an equal share of
+        unit = accelerator.num_processes // math.gcd(accelerator.num_processes, size)
+        rounds = [first]
+        useful: list[bool] = first.compared.signal.tolist()
+        wanted = len(useful)
+        while sum(useful) < wanted and len(rounds) <= self._args.max_resampling_rounds:
+            missing = wanted - sum(useful)
+            rounds.append(more(missing + -missing % unit))
+            useful += rounds[-1].compared.signal.tolist()
+        counts = {
+            "resampling_rounds": len(rounds) - 1,
+            "discarded_groups": len(useful) - wanted,
+            "unfilled_groups": max(wanted - sum(useful), 0),
+        }
+        metrics = Metrics.merge(
+            value_metric(f"dynamic_sampling/{name}", count, accelerator.device)
+            for name, count in counts.items()
+        )
+        if len(rounds) == 1:
+            return first, metrics
+        # useful ones first, both kinds in the order they were drawn
+        groups = sorted(range(len(useful)), key=lambda group: not useful[group])[:wanted]
+        places = [group * size + member for group in groups for member in range(size)]
+        # a group may have been made by other processes than those that train on it
+        everyone = [sample for part in rounds for sample in gather_object(part.samples)]
+        rewards = torch.cat([part.rewards for part in rounds])
+        rewards = rewards[torch.tensor(places, device=rewards.device)]
+        samples = [everyone[place] for place in places[share(len(places), accelerator)]]
+        num_tokens = torch.stack([part.num_tokens for part in rounds]).sum()
+        compared = self.compare(rewards, samples, size)
+        return Scored(samples, rewards, compared, num_tokens), metrics
+
     def slices(self, scored: Scored, count: int) -> list[MicroBatch]:
         """Deal completions to ``count`` micro-batches; several of them are shuffled first."""
-        samples = scored.samples
+        samples, device = scored.samples, self._accelerator.device
         advantages = scored.compared.advantages[self.own(scored)]
         order = torch.randperm(len(samples)) if count > 1 else torch.arange(len(samples))
-        parts = order.to(advantages.device).chunk(count)
+        parts = order.chunk(count)
         dealt = [[samples[i] for i in part.tolist()] for part in parts]
         counts = [sum(chain(*(sample.in_loss for sample in part))) for part in dealt]
+        # what the batches divide by is averaged over the processes, as their gradients are
+        local = torch.tensor(counts, dtype=torch.float64, device=device)
+        tokens = self._accelerator.reduce(local, "mean")
         multiple = self._args.pad_to_multiple_of
         assert not isinstance(multiple, str)  # on construction auto became a number or None
-        # what the batches divide by is averaged over the processes, as their gradients are
-        local = torch.tensor(counts, dtype=torch.float64, device=self._accelerator.device)
-        tokens = self._accelerator.reduce(local, "mean")
+        padding = self._padding, multiple
         return [
-            collate(part, advantages[index], tokens.mean(), number, self._padding, multiple)
+            collate(part, advantages[index.to(device)], tokens.mean(), number, *padding)
             for part, index, number in zip(dealt, parts, tokens, strict=True)
         ]
 
     def own(self, scored: Scored) -> slice:
         """Return which of the N completions are this process's."""
         return share(len(scored.rewards), self._accelerator)
+
+
+def share(count: int, accelerator: Accelerator) -> slice:
+    """Return the rows of ``count`` that belong to this process."""
+    process, processes = accelerator.process_index, accelerator.num_processes
+    return slice(process * count // processes, (process + 1) * count // processes)

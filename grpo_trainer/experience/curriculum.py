@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from grpo_trainer.common import load_function, shortened
-from grpo_trainer.config import PROMPT_FORMS, GRPOConfig
-from grpo_trainer.data import Prompt, PromptStream, Row, Sample, prompt_columns
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import DatasetRow, Prompt, PromptStream, Row, Sample, prompt_columns
 
 # (prompts, completions, rewards, metas) -> prompts of the next generation batch
 PromptsFunction: TypeAlias = Callable[
@@ -20,31 +20,6 @@ PromptsFunction: TypeAlias = Callable[
 ]
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
-
-
-class Rewritten(dict[str, Any]):
-    """A row with another prompt than the dataset has for it, which is ``original``."""
-
-    def __init__(self, row: Row, original: Prompt) -> None:
-        super().__init__(row)
-        self.original = original
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Rewritten, (dict(self), self.original)
-
-
-class Batch(NamedTuple):
-    """A scored generation batch of all processes; the samples of a prompt are in a row."""
-
-    rows: list[Row]  # N
-    completions: list[Any]  # N
-    rewards: Tensor  # (N,) NaN where none applied
-    group_size: int
-
-    def groups(self, column: list[Any]) -> list[list[Any]]:
-        """Return the entries of each prompt."""
-        size = self.group_size
-        return [column[i : i + size] for i in range(0, len(column), size)]
 
 
 class Curriculum:
@@ -61,7 +36,7 @@ class Curriculum:
         prompts: the dataset's.
         function: the function.
         accelerator: joins the processes.
-        form: one of PROMPT_FORMS: what the function has an entry for.
+        form: what the function has an entry for: ``samples``, or ``groups`` of them.
     """
 
     def __init__(
@@ -74,8 +49,8 @@ class Curriculum:
         self._prompts = prompts
         self._function = function
         self._accelerator = accelerator
-        self._ask = _ASK[form]
-        self._next: list[Rewritten | None] = []
+        self._form = form
+        self._next: list[DatasetRow | None] = []
 
     def take(self, count: int) -> list[Row]:
         """Return the next ``count`` rows."""
@@ -89,7 +64,7 @@ class Curriculum:
         """Ask the function, after a generation batch. Every process calls it.
 
         Args:
-            samples: this process's completions.
+            samples: this process's completions; those of a prompt are in a row.
             totals: (N,) rewards of all processes' completions; NaN where none applied.
             group_size: completions per prompt.
 
@@ -98,12 +73,11 @@ class Curriculum:
             RuntimeError: it raised.
         """
         mine = [(sample.row, sample.completion) for sample in samples]
-        rows, completions = zip(*gather_object(mine), strict=True)
+        rows, completions = map(list, zip(*gather_object(mine), strict=True))
         outcome: list[Any] = [None, None]
         if self._accelerator.is_main_process:
-            batch = Batch(list(rows), list(completions), totals, group_size)
             try:
-                outcome[0] = self._ask(self._function, batch)
+                outcome[0] = self._asked(rows, completions, totals, group_size)
             except (ValueError, RuntimeError) as error:
                 outcome[1] = error
         if self._accelerator.num_processes > 1:
@@ -119,83 +93,76 @@ class Curriculum:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._prompts.restore(state["dataset"])
-        self._next = [row and Rewritten(**row) for row in state["next"]]
+        self._next = [row and DatasetRow(**row) for row in state["next"]]
+
+    def _asked(
+        self, rows: list[Row], completions: list[Any], totals: Tensor, size: int
+    ) -> list[DatasetRow | None]:
+        """Ask with one entry per sample, or per prompt, and return the next row of each prompt."""
+        firsts = rows[::size]
+        if self._form == "groups":  # each prompt as it was completed: its completions, their mean
+            prompts = [row["prompt"] for row in firsts]
+            metas = [{name: row[name] for name in row if name != "prompt"} for row in firsts]
+            means = totals.reshape(-1, size).nanmean(1).tolist()
+            answer = self._answer(firsts, prompts, _groups(completions, size), means, metas)
+            return [_rewritten(*pair) for pair in zip(firsts, answer, strict=True)]
+        # What most samples of a prompt got is trained on next, once: after that, or where it is the
+        # dataset's own, the dataset goes on.
+        originals = [_original(row) for row in rows]
+        metas = [dict(row) for row in rows]
+        answer = self._answer(rows, originals, completions, totals.tolist(), metas)
+        next_rows: list[DatasetRow | None] = []
+        for row, group in zip(firsts, _groups(answer, size), strict=True):
+            prompt = max(group, key=group.count)  # of equally many the first
+            over = getattr(row, "original", None) is not None or prompt == _original(row)
+            next_rows.append(None if over else _rewritten(row, prompt))
+        return next_rows
+
+    def _answer(self, rows: list[Row], *columns: list[Any]) -> list[Prompt | None]:
+        """Ask the function, which may change what it is given, and check what it returns."""
+        # entry by entry, since completions of a prompt share its row
+        prompts, completions, rewards, metas = [[*map(copy.deepcopy, column)] for column in columns]
+        try:
+            answer = self._function(prompts, completions, rewards, metas)
+        except Exception as error:
+            raise RuntimeError(
+                f"dynamic_prompts_fn raised {type(error).__name__}: {error}; it was called with "
+                f"{len(rows)} prompts, the first of them {shortened(rows[0]['prompt'])}"
+            ) from error
+        if not isinstance(answer, list | tuple) or len(answer) != len(rows):
+            got = len(answer) if isinstance(answer, list | tuple) else type(answer).__name__
+            raise ValueError(
+                f"dynamic_prompts_fn: expected a list of {len(rows)} prompts, one per prompt that "
+                f"it was given, got {got}"
+            )
+        for row, prompt in zip(rows, answer, strict=True):
+            text = isinstance(row["prompt"], str)
+            messages = (
+                isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)
+            )
+            if prompt is not None and not (isinstance(prompt, str) if text else messages):
+                raise ValueError(
+                    f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, as "
+                    f"the prompt is that it replaces, got {shortened(prompt)}"
+                )
+        return list(answer)
 
 
-def _by_sample(function: PromptsFunction, batch: Batch) -> list[Rewritten | None]:
-    """Ask with one entry per sample, and the dataset's prompts.
-
-    What most samples of a prompt got is trained on next, once: after that, or where it is the
-    dataset's own, the dataset goes on.
-    """
-    rows = batch.rows
-    metas = [dict(row) for row in rows]
-    prompts = _answer(
-        function, ([*map(_original, rows)], batch.completions, batch.rewards.tolist(), metas), rows
-    )
-    next_rows: list[Rewritten | None] = []
-    for row, group in zip(rows[:: batch.group_size], batch.groups(prompts), strict=True):
-        prompt = max(group, key=group.count)  # of equally many the first
-        over = isinstance(row, Rewritten) or prompt == _original(row)
-        next_rows.append(None if over else _rewritten(row, prompt))
-    return next_rows
-
-
-def _by_group(function: PromptsFunction, batch: Batch) -> list[Rewritten | None]:
-    """Ask with one entry per prompt, as it was completed: its completions, their mean reward."""
-    rows = batch.rows[:: batch.group_size]
-    prompts = [row["prompt"] for row in rows]
-    metas = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
-    means = batch.rewards.reshape(-1, batch.group_size).nanmean(1).tolist()
-    answer = _answer(function, (prompts, batch.groups(batch.completions), means, metas), rows)
-    return [_rewritten(*pair) for pair in zip(rows, answer, strict=True)]
-
-
-_ASK = dict(zip(PROMPT_FORMS, (_by_sample, _by_group), strict=True))
-
-
-def _answer(
-    function: PromptsFunction, columns: tuple[list[Any], ...], rows: list[Row]
-) -> list[Prompt | None]:
-    """Ask the function, which may change what it is given, and check what it returns."""
-    # entry by entry, since completions of a prompt share its row
-    prompts, completions, rewards, metas = [[*map(copy.deepcopy, column)] for column in columns]
-    try:
-        answer = function(prompts, completions, rewards, metas)
-    except Exception as error:
-        raise RuntimeError(
-            f"dynamic_prompts_fn raised {type(error).__name__}: {error}; it was called with "
-            f"{len(rows)} prompts, the first of them {shortened(rows[0]['prompt'])}"
-        ) from error
-    if not isinstance(answer, list | tuple) or len(answer) != len(rows):
-        got = len(answer) if isinstance(answer, list | tuple) else type(answer).__name__
-        raise ValueError(
-            f"dynamic_prompts_fn: expected a list of {len(rows)} prompts, one per prompt that it "
-            f"was given, got {got}"
-        )
-    for row, prompt in zip(rows, answer, strict=True):
-        _check_kind(row, prompt)
-    return list(answer)
-
-
-def _check_kind(row: Row, prompt: Any) -> None:
-    text = isinstance(row["prompt"], str)
-    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
-    if prompt is not None and not (isinstance(prompt, str) if text else messages):
-        raise ValueError(
-            f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, as the "
-            f"prompt is that it replaces, got {shortened(prompt)}"
-        )
+def _groups(column: list[Any], size: int) -> list[list[Any]]:
+    """Return the entries of each prompt."""
+    return [column[i : i + size] for i in range(0, len(column), size)]
 
 
 def _original(row: Row) -> Prompt:
-    return row.original if isinstance(row, Rewritten) else row["prompt"]
+    """Return the dataset's prompt of a row, which may have another one."""
+    original = getattr(row, "original", None)
+    return row["prompt"] if original is None else original
 
 
-def _rewritten(row: Row, prompt: Prompt | None) -> Rewritten | None:
+def _rewritten(row: Row, prompt: Prompt | None) -> DatasetRow | None:
     if prompt is None:
         return None
-    new = Rewritten({**row, "prompt": prompt}, _original(row))
+    new = DatasetRow({**row, "prompt": prompt}, original=_original(row))
     for name, value in new.items():
         if not _is_plain(value):
             raise ValueError(
@@ -209,7 +176,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+        return _is_plain([*value.keys(), *value.values()])
     return type(value) in _PLAIN
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import TrainerState
 
-from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, Sampler, Started
-from grpo_trainer.experience.collector import Begun, Collector
+from grpo_trainer.engines import Completions, EngineContext, Sampled, Sampler, Started
+from grpo_trainer.experience.collector import Collector
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
@@ -20,36 +19,37 @@ class NextBatch:
     batch before, which is how old the completions are: one generation batch, never more.
 
     Args:
-        args: how long a batch serves, and where metrics are kept.
+        context: of the policy, which encodes prompts.
         prompts: the training prompts.
-        collector: draws this process's rows from them, and encodes them.
+        collector: draws this process's rows from them.
         sampler: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
     """
 
     def __init__(
-        self, args: GRPOConfig, prompts: PromptStream, collector: Collector, sampler: Sampler
+        self, context: EngineContext, prompts: PromptStream, collector: Collector, sampler: Sampler
     ) -> None:
-        self._args = args
+        self._context = context
+        self._args = context.args
         self._prompts = prompts
         self._collector = collector
         self._sampler = sampler
-        self._rows: list[Row] = []
-        self._encoded: list[Encoded] = []
+        # of the dataset; copies of them; the prompts of these
+        self._drawn: tuple[list[Row], list[Row], list[Encoded]] = [], [], []
         self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], Begun]:
-        """Return this process's part of the batch that was begun last, or else of the next one.
+    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], list[Row], Sampled]:
+        """Return this process's part of the batch that was begun last, or else of the next one: its
+        rows, as the dataset has them and as they are read, and their completions.
 
         With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
         after that.
         """
-        if self._started is None:
-            self._begin()
-        rows, encoded, started, self._started = self._rows, self._encoded, self._started, None
-        assert started is not None
+        started = self._started or self._begin()
+        self._started = None
+        rows, own, encoded = self._drawn
         with phase("generate"):
             completions = started.result()
         if completions.logprobs is None:
@@ -61,7 +61,7 @@ class NextBatch:
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
             self.begin(state)
-        return rows, Begun(encoded, completions)
+        return rows, own, self._collector.completed(own, encoded, completions)
 
     def begin(self, state: TrainerState) -> None:
         """Send the weights and start on the next rows, if training goes on for so long."""
@@ -88,15 +88,18 @@ class NextBatch:
         if state is not None:
             self._prompts.restore(state["before"])
             self._draw()
-            completions = Completions(**state["completions"])
-            self._started = Started(state["step"], completions=completions)
+            self._started = Started(state["step"], completions=Completions(**state["completions"]))
 
-    def _draw(self) -> None:
-        self._before = self._prompts.state()
-        self._rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
-        self._encoded = self._collector.encode(self._collector.read(self._rows))
-
-    def _begin(self) -> None:
-        self._draw()
-        prompt_ids, images = map(list, zip(*self._encoded, strict=True))
+    def _begin(self) -> Started:
+        encoded = self._draw()
+        prompt_ids, images = map(list, zip(*encoded, strict=True))
         self._started = self._sampler.start(prompt_ids, images)
+        return self._started
+
+    def _draw(self) -> list[Encoded]:
+        self._before = self._prompts.state()
+        rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
+        own = self._collector.read(rows)
+        encoded = self._context.encode([row["prompt"] for row in own])
+        self._drawn = rows, own, encoded
+        return encoded

@@ -8,12 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
-
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Row, Sample, decode_completions, images_of
-from grpo_trainer.engines import Sampled, Sampler
-from grpo_trainer.monitor import phase
+from grpo_trainer.engines import EngineContext, Sampled, Sampler
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
@@ -48,85 +45,61 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
         )
 
 
-class FunctionSource:
-    """Asks a function for completions.
+def samples_by(
+    function: Callable[[list[Prompt]], Mapping[str, Any]],
+    context: EngineContext,
+    sampler: Sampler,
+    rows: list[Row],
+) -> Sampled:
+    """Return what ``function`` makes of the prompts of ``rows``: it gets those of this process,
+    each as often as it is to be completed, and returns one entry per prompt in each field.
 
-    Args:
-        function: gets the prompts of this process, each as often as it is to be completed, and
-            returns a dictionary with one entry per prompt in each field.
-        args: the longest completion.
-        tokenizer: of the policy.
-        context: tokens that the policy has positions for; None: any number.
+    Raises:
+        ValueError: a field is missing, ragged or of the wrong kind.
     """
+    prompts = [row["prompt"] for row in rows]
+    if any(map(images_of, prompts)):
+        raise ValueError("rollout_func: expected prompts of text, got images")
+    fields = _fields(function(copy.deepcopy(prompts)), len(rows))
+    prompt_ids, completion_ids = (_ids(name, fields.pop(name)) for name in _NEEDED[:2])
+    _check_lengths(prompt_ids, completion_ids, context)
+    logprobs, mask = fields.pop("logprobs"), fields.pop("env_mask", None)
+    candidates = fields.get("logprob_token_ids")
+    given = {"logprobs": logprobs, "env_mask": mask, "logprob_token_ids": candidates}
+    for name, column in given.items():
+        _check_per_token(name, column, completion_ids)
+    if logprobs is not None:
+        among = candidates or [[None] * len(ids) for ids in completion_ids]
+        parts = zip(logprobs, among, completion_ids, strict=True)
+        logprobs = [[*map(_logprob, *row)] for row in parts]
+    samples = Sample.of(
+        sampler.eos_token_ids,
+        prompt=prompts,
+        prompt_ids=prompt_ids,
+        completion=decode_completions(completion_ids, prompts, context.tokenizer),
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        env_mask=mask and [[int(bool(one)) for one in row] for row in mask],
+    )
+    return Sampled(samples, fields)
 
-    def __init__(
-        self,
-        function: Callable[[list[Prompt]], Mapping[str, Any]],
-        args: GRPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        context: int | None,
-    ) -> None:
-        self._function = function
-        self._longest = args.max_completion_length
-        self._tokenizer = tokenizer
-        self._context = context
 
-    def sample(self, rows: list[Row], sampler: Sampler) -> Sampled:
-        """Return what the function returns for the prompts of ``rows``.
-
-        Raises:
-            ValueError: a field is missing, ragged or of the wrong kind.
-        """
-        prompts = [row["prompt"] for row in rows]
-        if any(map(images_of, prompts)):
-            raise ValueError("rollout_func: expected prompts of text, got images")
-        with phase("generate"):
-            answer = self._function(copy.deepcopy(prompts))
-        fields = _fields(answer, len(rows))
-        prompt_ids = _ids("prompt_ids", fields.pop("prompt_ids"))
-        completion_ids = _ids("completion_ids", fields.pop("completion_ids"))
-        self._check_lengths(prompt_ids, completion_ids)
-        logprobs = fields.pop("logprobs")
-        mask = fields.pop("env_mask", None)
-        candidates = fields.get("logprob_token_ids")
-        given = {"logprobs": logprobs, "env_mask": mask, "logprob_token_ids": candidates}
-        for name, column in given.items():
-            _check_per_token(name, column, completion_ids)
-        if logprobs is not None:
-            ids = candidates or [[None] * len(row) for row in logprobs]
-            logprobs = [
-                [_logprob(*each) for each in zip(*row, strict=True)]
-                for row in zip(logprobs, ids, completion_ids, strict=True)
-            ]
-        completions = decode_completions(completion_ids, prompts, self._tokenizer)
-        made = [
-            Sample(
-                prompts[i],
-                prompt_ids[i],
-                completions[i],
-                completion_ids[i],
-                completion_ids[i][-1] not in sampler.eos_token_ids,
-                None if logprobs is None else logprobs[i],
-                env_mask=None if mask is None else [int(bool(x)) for x in mask[i]],
-            )
-            for i in range(len(rows))
-        ]
-        return Sampled(made, fields)
-
-    def _check_lengths(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        longest = max(map(len, completion_ids))
-        if longest > self._longest:
-            raise ValueError(
-                f"rollout_func: expected completion_ids of at most max_completion_length = "
-                f"{self._longest} tokens, got {longest}"
-            )
-        pairs = zip(prompt_ids, completion_ids, strict=True)
-        length = max(len(prompt) + len(completion) for prompt, completion in pairs)
-        if self._context is not None and length > self._context:
-            raise ValueError(
-                f"rollout_func: expected at most {self._context} tokens of prompt and completion, "
-                f"the model's positions, got {length}"
-            )
+def _check_lengths(
+    prompt_ids: list[list[int]], completion_ids: list[list[int]], context: EngineContext
+) -> None:
+    longest, most = max(map(len, completion_ids)), context.args.max_completion_length
+    if longest > most:
+        raise ValueError(
+            f"rollout_func: expected completion_ids of at most max_completion_length = {most} "
+            f"tokens, got {longest}"
+        )
+    pairs = zip(prompt_ids, completion_ids, strict=True)
+    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    if context.positions is not None and length > context.positions:
+        raise ValueError(
+            f"rollout_func: expected at most {context.positions} tokens of prompt and completion, "
+            f"the model's positions, got {length}"
+        )
 
 
 def _fields(answer: Any, count: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -27,8 +27,7 @@ class Request:
 
     ids: TokenIds  # as the policy takes it
     short_ids: TokenIds  # with one token per image
-    images: tuple[Any, ...] = field(compare=False)
-    digests: tuple[str, ...] = ()  # of the images
+    images: tuple[Any, ...]
 
     def check(self, ids: TokenIds | None) -> None:
         """Raise ValueError unless the engine took the prompt for what the policy is trained on."""
@@ -42,9 +41,7 @@ class Request:
 def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
     """Return the requests for prompts with ``images``, without what a model takes of them."""
     return [
-        Request(ids, ids, ())
-        if one is None
-        else Request(ids, one.shortened(ids), one.images, one.digests)
+        Request(ids, ids, ()) if one is None else Request(ids, one.shortened(ids), one.images)
         for ids, one in zip(prompt_ids, images or [None] * len(prompt_ids), strict=True)
     ]
 

@@ -20,6 +20,7 @@ from grpo_trainer.agents import Environments, ToolLoop, make_toolbox
 from grpo_trainer.data import Sample
 from grpo_trainer.engines import (
     Completions,
+    EngineContext,
     RolloutEngine,
     Sampled,
     Sampler,
@@ -182,16 +183,21 @@ class Play:
         args = GRPOConfig(use_cpu=True, **({"max_completion_length": 500} | changes))
         sampling = Sampling.from_config(args, self.tokenizer)
         policy = torch.nn.Linear(1, 1)
-        self.rollouts = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
+        sampler = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
         box = make_toolbox(tools)
         self.environments = None if environments is None else Environments(environments, box)
-        self.loop = ToolLoop(
-            args, Accelerator(cpu=True), self.tokenizer, box, self.environments, sampling, context
+        made_from = EngineContext(
+            policy=lambda: policy,
+            processing_class=self.tokenizer,
+            args=args,
+            accelerator=Accelerator(cpu=True),
+            positions=context,
         )
+        self.loop = ToolLoop(made_from, sampler, box, self.environments)
 
     def __call__(self, *rows: dict) -> Sampled:
         rows = rows or ({"prompt": question()},)
-        return self.loop.sample(list(rows), self.rollouts)
+        return self.loop(list(rows))
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

@@ -309,7 +309,7 @@ def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path)
     for row, (talk, request) in enumerate(zip(whole, requests, strict=True)):
         assert batch.input_ids[row, : len(talk.ids)].tolist() == talk.ids
         assert talk.images is not None and request.short_ids == talk.images.short_ids
-        assert request.digests == talk.images.digests
+        assert request.images == talk.images.images
     lengths, width = [len(talk.ids) for talk in whole], batch.input_ids.shape[1]
     wanted = model_inputs([talk.images for talk in whole], lengths, width, torch.device("cpu"))
     assert wanted.keys() == batch.inputs.keys()

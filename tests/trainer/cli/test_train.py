@@ -92,7 +92,7 @@ def test_a_function_compares_the_completions():
     write_module("own", "def by_row(rewards, **_):\n    return [*range(len(rewards))]\n")
     trainer = build_trainer(arguments(advantages="own.by_row"))
     trainer.train()
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="--advantages: module 'own' has no 'none'"):
         build_trainer(arguments(advantages="own.none"))

@@ -134,7 +134,7 @@ def by_length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 def test_a_function_compares(make_trainer: Any) -> None:
     trainer = make_trainer(by_length, advantages=leave_one_out, max_steps=1, engine=CannedEngine())
     trainer.train()
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     rewards = [
         float(ids[target != -100].sum())
         for ids, target in zip(batch.input_ids[:, 1:], batch.target[:, :-1], strict=True)
@@ -148,7 +148,7 @@ def test_a_function_gives_each_token_its_own(make_trainer: Any) -> None:
     settings = {"max_steps": 1, "shuffle_dataset": False, "gradient_accumulation_steps": 1}
     trainer = make_trainer(by_length, advantages=compare, engine=CannedEngine(), **settings)
     trainer.train()
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     assert batch.advantages.shape == batch.target.shape
     for row, target, ids in zip(batch.advantages, batch.target, compare.ids, strict=True):
         assert target[target != -100].tolist() == ids

@@ -42,7 +42,7 @@ def test_missing_groups_are_drawn_from_the_next_prompts(train):
     trainer, drawn, counts, log = train(lambda number: number % 2 == 1)
     assert drawn == [["000", "037", "074", "111"], ["148", "185"], ["222"], ["259"]]
     assert counts == [3, 4, 0]
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     # 37, 111, 185 and 259, by the digits of the prompts
     first = [trainer.processing_class.decode(ids[:3]) for ids in batch.input_ids[::2]]
     assert [text.replace(" ", "") for text in first] == ["037", "111", "185", "259"]
@@ -62,7 +62,7 @@ def test_after_the_last_round_groups_without_variance_fill_the_batch(train):
     trainer, drawn, counts, _ = train(lambda number: number == 37, max_resampling_rounds=2)
     assert drawn[1:] == [["148", "185", "222"], ["259", "296", "333"]]
     assert counts == [2, 6, 3]
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     assert (batch.advantages != 0).tolist() == [True, True] + [False] * 6
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_trainer.experience.rollout_func import FunctionSource
+from grpo_trainer.experience import samples_by
 from tests.support.trainer import parameters
 
 
@@ -49,7 +49,7 @@ def test_masks_log_probabilities_and_extra_columns(train):
     trainer = train(rollout, reward)
     assert seen["steps"] == [0, 10, 20, 30] and len(set(seen["prompts"])) == 1
     assert seen["ids"][0] == [3, 4, 5, 1] and len(seen["completions"]) == 4
-    [batch] = trainer._buffer
+    [batch] = trainer._buffer.batches
     target = [[token for token in row if token >= 0] for row in batch.target.tolist()]
     assert target == [[3 + row, 5] for row in range(4)] and batch.num_items == 8
     known = batch.rollout_logprobs[batch.target >= 0]
@@ -77,7 +77,7 @@ def test_log_probabilities_in_a_list_per_token(train, given, candidates):
             answer["logprob_token_ids"] = [candidates(row) for row in range(len(prompts))]
         return answer
 
-    [batch] = train(nested)._buffer
+    [batch] = train(nested)._buffer.batches
     known = batch.rollout_logprobs[batch.target >= 0].reshape(4, 2)
     assert torch.equal(known, torch.tensor([[-1.0, -2.0]] * 4))
 
@@ -89,8 +89,8 @@ def test_the_function_can_use_the_engine(train, policy):
         return {"prompt_ids": ids, "completion_ids": drawn.token_ids, "logprobs": None}
 
     trainer = train(engine)
-    assert trainer._buffer[0].rollout_logprobs is None
-    assert trainer._buffer[0].target.ge(0).sum(1).max() <= 3
+    assert trainer._buffer.batches[0].rollout_logprobs is None
+    assert trainer._buffer.batches[0].target.ge(0).sum(1).max() <= 3
     assert not torch.equal(parameters(trainer.model), parameters(policy))
 
 
@@ -138,7 +138,7 @@ def changed(**values):
 )
 def test_wrong_answers(make_args, tokenizer, function, message):
     trainer = SimpleNamespace(processing_class=tokenizer)
-    source = FunctionSource(lambda p: function(p, trainer), make_args(), tokenizer, 64)
-    rollouts = SimpleNamespace(eos_token_ids=frozenset([1]))
+    context = SimpleNamespace(args=make_args(), tokenizer=tokenizer, positions=64)
+    sampler = SimpleNamespace(eos_token_ids=frozenset([1]))
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
-        source.sample([{"prompt": "12="}] * 4, rollouts)
+        samples_by(lambda p: function(p, trainer), context, sampler, [{"prompt": "12="}] * 4)
