@@ -13,7 +13,8 @@ from torch import Tensor
 from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
 from grpo_kernels.batch import host
 from grpo_kernels.losses import terms
-from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate
+from grpo_kernels.losses.registry import LOSSES, NamedLoss
+from grpo_kernels.losses.surrogates import Surrogate
 
 
 @dataclass(frozen=True, kw_only=True, init=False)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, check_name, number
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, number
 from grpo_kernels.losses.metrics import Indicators
-from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Terms
+from grpo_kernels.losses.terms import Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,54 +255,3 @@ class Topr(Surrogate):
         tapered = terms.ratio.clamp(0, 1).detach()
         weight = torch.where(terms.advantages >= 0, torch.ones_like(tapered), tapered)
         return -weight * terms.advantages * terms.logprobs
-
-
-@dataclass(frozen=True)
-class NamedLoss:
-    """What ``loss_type`` stands for."""
-
-    surrogate: type[Surrogate]
-    aggregation: str  # a name of AGGREGATIONS
-    source: str  # the paper
-    importance_sampling_level: str = "token"
-
-    @property
-    def ratio_level(self) -> RatioLevel:
-        """What ``importance_sampling_level`` stands for."""
-        return RATIO_LEVELS[self.importance_sampling_level]
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The names of the surrogate's settings."""
-        return tuple(item.name for item in fields(self.surrogate))
-
-
-LOSSES: dict[str, NamedLoss] = {
-    "grpo": NamedLoss(Clip, "sequence_mean", "DeepSeekMath, arXiv:2402.03300"),
-    "bnpo": NamedLoss(Clip, "token_mean", "arXiv:2506.02864"),
-    "dr_grpo": NamedLoss(Clip, "fixed_length", "Dr. GRPO, arXiv:2503.20783"),
-    "dapo": NamedLoss(Clip, "window_token_mean", "arXiv:2503.14476"),
-    "luspo": NamedLoss(Clip, "sequence_sum", "arXiv:2602.05261", "sequence"),
-    "gspo": NamedLoss(Clip, "sequence_mean", "arXiv:2507.18071", "sequence"),
-    "cispo": NamedLoss(Cispo, "window_token_mean", "MiniMax-M1, arXiv:2506.13585"),
-    "sapo": NamedLoss(Sapo, "sequence_mean", "arXiv:2511.20347"),
-    "vespo": NamedLoss(Vespo, "window_token_mean", "arXiv:2602.10693"),
-    "gmpo": NamedLoss(Gmpo, "sequence_mean", "arXiv:2507.20673"),
-    "pg": NamedLoss(Pg, "window_token_mean", "arXiv:2504.02546"),
-    "topr": NamedLoss(Topr, "window_token_mean", "arXiv:2503.14286"),
-}
-
-
-def register_loss(name: str, loss: NamedLoss) -> None:
-    """Make ``loss`` known as ``name`` to configs, the command line, tests and benchmarks.
-
-    Raises:
-        ValueError: the name is taken, or a part of the loss is unknown.
-    """
-    if name in LOSSES:
-        raise ValueError(f"loss {name!r} is already registered")
-    if not (isinstance(loss.surrogate, type) and issubclass(loss.surrogate, Surrogate)):
-        raise ValueError(f"surrogate: expected a subclass of Surrogate, got {loss.surrogate!r}")
-    check_name("aggregation", loss.aggregation, AGGREGATIONS)
-    check_name("importance_sampling_level", loss.importance_sampling_level, RATIO_LEVELS)
-    LOSSES[name] = loss
