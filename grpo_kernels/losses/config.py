@@ -29,6 +29,10 @@ class LossConfig:
         beta: weight of the KL penalty against the reference model; 0 needs no reference.
         importance_sampling_level: ``token``, ``sequence`` (GSPO) or ``sequence_token``
             (GSPO-token); None: the named loss's own.
+        bypass_mode: take ``rollout_logprobs`` as the old ones: ratios and trust regions are against
+            the rollout engine, no ``old_logprobs`` are needed (or read, where the engine knows its
+            own), and no weight of ``rollout_correction_mode`` is left to correct with; None: the
+            named loss's own.
         temperature: the sampling temperature, which divides the logits.
         kl_estimator: ``k1``, ``k2``, ``k3`` or ``abs``.
         use_bias_correction_kl: multiply the KL estimate by the importance ratio
@@ -38,9 +42,17 @@ class LossConfig:
         top_entropy_quantile: share of the tokens, those of highest entropy, that are trained.
         off_policy_mask_threshold: drop sequences of negative advantage that drifted by more nats
             per token (arXiv:2512.02556); None: off.
-        rollout_correction_mode: ``token_truncate``, ``token_mask``, ``sequence_truncate`` or
-            ``sequence_mask``, used when the batch has ``rollout_logprobs``; None: no correction.
-        rollout_correction_max, rollout_correction_min: bounds of that weight; None: unbounded.
+        rollout_correction_mode: how the loss is corrected for what the rollout engine sampled from,
+            when the batch has ``rollout_logprobs``; None: it is not. The weight is the importance
+            ratio, of the token or of its whole sequence: ``token_truncate`` and
+            ``sequence_truncate`` clamp it to the bounds, ``token_mask`` and ``sequence_mask`` make
+            it 0 outside of them, ``geometric_mask`` where its geometric mean over the tokens is
+            outside. The others only keep or drop: by the ratio (``token_k1``, ``sequence_sum_k1``,
+            ``sequence_mean_k1``: its geometric mean), or by an estimate k2 or k3 of the KL
+            divergence (``token_k3``, ``sequence_sum_k3``, ``sequence_mean_k3``,
+            ``sequence_max_k3``; k2 likewise).
+        rollout_correction_max, rollout_correction_min: bounds of the ratio, or of the estimate;
+            None: unbounded.
 
     Raises:
         ValueError: a value is out of range, or a name unknown; the message lists the known ones.
@@ -49,6 +61,7 @@ class LossConfig:
     loss_type: str = choice("dapo", LOSSES)
     beta: float = number(0.0, *NOT_NEGATIVE)
     importance_sampling_level: str | None = choice(None, terms.RATIO_LEVELS, optional=True)
+    bypass_mode: bool | None = choice(None, (True, False), optional=True)
     temperature: float = number(1.0, *POSITIVE)
     kl_estimator: str = choice("k3", terms.KL_ESTIMATORS)
     use_bias_correction_kl: bool = choice(True, (True, False))
@@ -119,8 +132,16 @@ class LossConfig:
 
     @property
     def correction_mode(self) -> terms.CorrectionMode | None:
-        mode = self.rollout_correction_mode
-        return None if mode is None else terms.CORRECTION_MODES[mode]
+        """How the difference to the rollout engine is corrected; None: it is not."""
+        name = self.rollout_correction_mode
+        mode = None if name is None else terms.CORRECTION_MODES[name]
+        # with bypass_mode the ratio is that weight
+        return None if mode is None or (mode.weighs and self.bypasses) else mode
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the ratio is against the rollout engine."""
+        return self.loss.bypass_mode if self.bypass_mode is None else self.bypass_mode
 
     @property
     def needs_entropy(self) -> bool:
@@ -128,7 +149,10 @@ class LossConfig:
         return self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     def scope(self, has_rollout: bool = False) -> str:
-        """Return how far one token's gradient reaches: ``token``, ``sequence`` or ``batch``."""
+        """Return what a token's loss depends on.
+
+        ``token``; ``prefix``, all of its sequence and their order; ``sequence``; or ``batch``.
+        """
         if self.top_entropy_quantile < 1:
             return "batch"
         own, mode = self.surrogate.scope, self.correction_mode

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from grpo_kernels.arguments import check_name
+from grpo_kernels.losses.gates import Cppo, DppoKl, DppoTv, IcePop, Ipo, KPop, Trm, Vaco
 from grpo_kernels.losses.surrogates import (
+    Aspo,
+    CeGppo,
     Cispo,
     Clip,
+    Fipo,
     Gmpo,
     Pg,
     Sapo,
@@ -26,6 +30,7 @@ class NamedLoss:
     aggregation: str  # a name of AGGREGATIONS
     source: str  # the paper
     importance_sampling_level: str = "token"
+    bypass_mode: bool = False  # the ratio is against the rollout engine, not the old policy
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -36,6 +41,10 @@ class NamedLoss:
     def settings(self) -> tuple[str, ...]:
         """The names of the surrogate's settings."""
         return tuple(item.name for item in fields(self.surrogate))
+
+
+def _gated(surrogate: type[Surrogate], source: str) -> NamedLoss:
+    return NamedLoss(surrogate, "window_token_mean", source, bypass_mode=True)
 
 
 LOSSES: dict[str, NamedLoss] = {
@@ -51,6 +60,17 @@ LOSSES: dict[str, NamedLoss] = {
     "gmpo": NamedLoss(Gmpo, "sequence_mean", "arXiv:2507.20673"),
     "pg": NamedLoss(Pg, "window_token_mean", "arXiv:2504.02546"),
     "topr": NamedLoss(Topr, "window_token_mean", "arXiv:2503.14286"),
+    "ce_gppo": NamedLoss(CeGppo, "window_token_mean", "arXiv:2509.20712"),
+    "aspo": NamedLoss(Aspo, "window_token_mean", "arXiv:2510.06062"),
+    "fipo": NamedLoss(Fipo, "window_token_mean", "arXiv:2603.19835"),
+    "dppo_tv": _gated(DppoTv, "DPPO, arXiv:2602.04879"),
+    "dppo_kl": _gated(DppoKl, "DPPO, arXiv:2602.04879"),
+    "ipo": _gated(Ipo, "prime-rl"),
+    "icepop": _gated(IcePop, "arXiv:2510.18855"),
+    "kpop": _gated(KPop, "ringtech.notion.site/kpop"),
+    "trm": _gated(Trm, "arXiv:2512.23075"),
+    "vaco": _gated(Vaco, "arXiv:2603.01365"),
+    "cppo": _gated(Cppo, "arXiv:2606.10968"),
 }
 
 

@@ -6,6 +6,7 @@ estimators as in J. Schulman, "Approximating KL Divergence" (2020).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from grpo_kernels.ranks import gather
 
 # exp(20) is 5e8: far outside every trust region, far inside fp32
 LOG_RATIO_LIMIT = 20.0
+LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Terms(NamedTuple):
     """The per-token quantities that losses are written in."""
 
     logprobs: Tensor  # (T,) lp, carries the gradient
+    old_logprobs: Tensor  # (T,) lo, what the ratio is against
     delta: Tensor  # (T,) lp - lo, before the ratio map
     log_ratio: Tensor  # (T,) u = the ratio map of delta, clamped
     ratio: Tensor  # (T,) exp(u)
@@ -53,21 +56,6 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
     "token": RatioLevel(lambda delta, *_: delta, False),  # PPO, arXiv:1707.06347
     "sequence": RatioLevel(_sequence, True),  # GSPO, arXiv:2507.18071
     "sequence_token": RatioLevel(_sequence_token, True),  # GSPO-token, of the same paper
-}
-
-
-class CorrectionMode(NamedTuple):
-    """One way to turn ``exp(lo - ls)`` into a bounded weight."""
-
-    per_sequence: bool
-    truncate: bool  # clamp to the bounds; otherwise zero outside of them
-
-
-CORRECTION_MODES: dict[str, CorrectionMode] = {
-    "token_truncate": CorrectionMode(per_sequence=False, truncate=True),
-    "token_mask": CorrectionMode(per_sequence=False, truncate=False),
-    "sequence_truncate": CorrectionMode(per_sequence=True, truncate=True),
-    "sequence_mask": CorrectionMode(per_sequence=True, truncate=False),
 }
 
 
@@ -113,6 +101,64 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda x: 0.5 * x * x,
     "k3": _k3,
     "abs": torch.abs,
+}
+
+
+class CorrectionMode(NamedTuple):
+    """One way to turn log-ratios ``e = lo - ls`` into a bounded weight of tokens or sequences.
+
+    What is held to the bounds is ``exp(e)`` or an estimate of the KL divergence, token by token or
+    reduced over the sequence.
+    """
+
+    reduce: str | None = None  # the method of Segments; None: token by token
+    estimate: Callable[[Tensor], Tensor] | None = None  # of the divergence; None: the ratio
+    truncate: bool = False  # clamp to the bounds; otherwise zero outside of them
+    weighs: bool = True  # inside of them by the ratio; False: by 1
+
+    @property
+    def per_sequence(self) -> bool:
+        return self.reduce is not None
+
+    def weight(
+        self, log_ratio: Tensor, segments: Segments, low: float | None, high: float | None
+    ) -> Tensor:
+        """Return the weights of (T,) log-ratios, (T,) or (B,)."""
+        value = log_ratio if self.estimate is None else self.estimate(log_ratio)
+        if self.reduce is not None:
+            value = getattr(segments, self.reduce)(value)
+        if self.estimate is None:
+            value = value.exp()
+        # without an upper bound it ends at a finite number, since infinity times 0 is NaN
+        if self.truncate:
+            return value.clamp(min=low, max=LARGEST_WEIGHT if high is None else high)
+        outside = value != value.clamp(0.0 if low is None else low, high)
+        if not self.weighs:
+            value = torch.ones_like(value)
+        elif self.reduce == "mean":  # the bounds are for the geometric mean, the weight is whole
+            value = segments.sum(log_ratio).exp()
+        return value.clamp(max=LARGEST_WEIGHT).masked_fill(outside, 0.0)
+
+
+# truncated and masked importance sampling, and rejection: verl's rollout_is and rollout_rs, of
+# "When Speed Kills Stability" (richardli.xyz/rl-collapse)
+CORRECTION_MODES: dict[str, CorrectionMode] = {
+    "token_truncate": CorrectionMode(truncate=True),
+    "token_mask": CorrectionMode(),
+    "sequence_truncate": CorrectionMode("sum", truncate=True),
+    "sequence_mask": CorrectionMode("sum"),
+    "geometric_mask": CorrectionMode("mean"),
+    **{
+        f"{level}_{name}": CorrectionMode(reduce, estimate, weighs=False)
+        for level, reduce in {
+            "token": None,
+            "sequence_sum": "sum",
+            "sequence_mean": "mean",
+            "sequence_max": "max",
+        }.items()
+        for name, estimate in {"k1": None, **{k: KL_ESTIMATORS[k] for k in ("k2", "k3")}}.items()
+        if (level, name) != ("sequence_max", "k1")
+    },
 }
 
 

@@ -292,7 +292,8 @@ class Judge:
 
 def rows_with_gradient(x: oracle.Rollout, c: Any) -> Tensor:
     """Return which tokens can have a gradient, (T,) bool."""
-    if c.beta or c.entropy_coef:
+    tau = {"dppo_tv": c.dppo_tau, "dppo_kl": c.dppo_tau, "ipo": c.ipo_tau}.get(c.loss_type)
+    if c.beta or c.entropy_coef or tau:
         return torch.ones(x.num_valid, dtype=torch.bool)
     keep = x.advantages != 0
     return x.expand(x.sums(keep.double())) > 0 if whole_sequences(x, c) else keep
@@ -313,7 +314,7 @@ def whole_sequences(x: oracle.Rollout, c: Any) -> bool:
     """Return whether a token's gradient reaches the other tokens of its sequence."""
     return (
         c.importance_sampling_level != "token"
-        or c.loss_type in ("vespo", "gmpo")
+        or c.loss_type in oracle.OWN_SEQUENCES
         or c.off_policy_mask_threshold is not None
         or c.top_entropy_quantile < 1
         or (x.rollout is not None and oracle._by_sequence(x, c))
