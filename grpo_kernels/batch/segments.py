@@ -179,7 +179,7 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     fields, failure = {}, None
     try:
         fields = make()
-        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask"]
+        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask", "prompt_tokens"]
         told = {
             "counts": host.values(fields["counts"]),
             # what follows has to be the same on all ranks; the names are those of messages

@@ -37,6 +37,13 @@ class LossConfig:
         kl_estimator: ``k1``, ``k2``, ``k3`` or ``abs``.
         use_bias_correction_kl: multiply the KL estimate by the importance ratio
             (arXiv:2512.02556).
+        loss_aggregation: how the tokens' losses become one: ``token_mean`` of the micro-batch,
+            ``window_token_mean`` of the optimizer step, ``sequence_mean`` of sequence means,
+            ``sequence_sum``, ``fixed_length`` (a sum over sequences and ``max_completion_length``)
+            or ``prompt_mean`` (of the means over each prompt's tokens); None: the named loss's own.
+        exclude_zero_variance: sequences without an advantage, as where all completions of a prompt
+            got the same reward, do not count in these means, and have no loss (ScaleRL,
+            arXiv:2510.13786). Numbers that the batch is given have to leave them out, too.
         max_completion_length: the constant length of dr_grpo, in tokens.
         entropy_coef: weight of the entropy bonus.
         top_entropy_quantile: share of the tokens, those of highest entropy, that are trained.
@@ -65,6 +72,8 @@ class LossConfig:
     temperature: float = number(1.0, *POSITIVE)
     kl_estimator: str = choice("k3", terms.KL_ESTIMATORS)
     use_bias_correction_kl: bool = choice(True, (True, False))
+    loss_aggregation: str | None = choice(None, terms.AGGREGATIONS, optional=True)
+    exclude_zero_variance: bool = choice(False, (True, False))
     max_completion_length: int | None = number(
         None, "a number >= 1", lambda x: x >= 1, optional=True
     )
@@ -94,7 +103,7 @@ class LossConfig:
         if self.max_completion_length is None and self.aggregation.divides_by_max_length:
             raise ValueError(
                 f"max_completion_length: expected the constant length that {self.loss_type} "
-                "divides by, got None"
+                f"divides by ({self.aggregation_name}), got None"
             )
         low, high = self.rollout_correction_min, self.rollout_correction_max
         if low is not None and high is not None and low >= high:
@@ -123,7 +132,12 @@ class LossConfig:
 
     @property
     def aggregation(self) -> terms.Aggregation:
-        return terms.AGGREGATIONS[self.loss.aggregation]
+        return terms.AGGREGATIONS[self.aggregation_name]
+
+    @property
+    def aggregation_name(self) -> str:
+        """The loss's own aggregation, or the one in its place."""
+        return self.loss_aggregation or self.loss.aggregation
 
     @property
     def ratio_level(self) -> terms.RatioLevel:

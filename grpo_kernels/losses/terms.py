@@ -162,37 +162,67 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 }
 
 
+class Counted(NamedTuple):
+    """What a mean divides by, in this micro-batch and per rank."""
+
+    sequences: float
+    tokens: float
+    tokens_of: Tensor | None = None  # (T,) fp64, 1 for those that count; None: all do
+
+    @classmethod
+    def of(cls, batch: TokenBatch, with_zero_variance: bool) -> Counted:
+        """Count a batch's sequences, or those of them that have an advantage."""
+        segments, ranks = batch.segments, batch.num_ranks
+        if with_zero_variance:
+            return cls(batch.num_sequences / ranks, segments.num_tokens / ranks)
+        lengths, active = host.values(batch.whole_counts)  # known: checked at the API edge
+        kept = [length for length, few in zip(lengths, active, strict=True) if few]
+        advantages = segments.sum((batch.advantages != 0).double())
+        tokens_of = segments.expand((advantages > 0).double())
+        return cls(len(kept) / ranks, sum(kept) / ranks, tokens_of)
+
+
 class Aggregation(NamedTuple):
     """How per-token losses become one number."""
 
     # of a batch, and the constant length: (T,), () or a number
-    weight: Callable[[TokenBatch, Any], Tensor | float]
-    # divided by the gradient accumulation steps here; otherwise num_items_in_batch spans them
+    weight: Callable[[TokenBatch, Counted, Any], Tensor | float]
+    # divided by the gradient accumulation steps here; otherwise a number spans them
     per_micro_batch: bool = True
     divides_by_max_length: bool = False
     by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
+    by_prompt: bool = False  # it needs to know how many tokens each sequence's prompt has
 
 
-def _sequences(batch: TokenBatch) -> float:
-    return batch.num_sequences / batch.num_ranks or 1
-
-
-def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
+def _sequence_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
-    return batch.segments.expand((lengths * _sequences(batch)).reciprocal())
+    return batch.segments.expand((lengths * (counted.sequences or 1)).reciprocal())
 
 
-def token_mean(batch: TokenBatch, max_length: int | None = None) -> Tensor | float:
+def token_mean(
+    batch: TokenBatch, counted: Counted, max_length: int | None = None
+) -> Tensor | float:
     """Return the weight of a token in a mean over a micro-batch."""
-    return _inverse(batch.num_tokens_in_micro_batch, batch.segments.num_tokens / batch.num_ranks)
+    return _inverse(batch.num_tokens_in_micro_batch, counted.tokens)
 
 
-def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
-    tokens = batch.segments.num_tokens / batch.num_ranks * batch.gradient_accumulation_steps
+def _window_token_mean(
+    batch: TokenBatch, counted: Counted, max_length: int | None
+) -> Tensor | float:
+    tokens = counted.tokens * batch.gradient_accumulation_steps
     return _inverse(batch.num_items_in_batch, tokens)
 
 
-def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
+def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
+    # a mean over each prompt's tokens, then over prompts: ScaleRL, arXiv:2510.13786, section 3.2
+    assert batch.prompt_tokens is not None  # checked at the API edge
+    share = batch.segments.expand(batch.prompt_tokens.clamp(min=1).reciprocal())
+    counts = share if counted.tokens_of is None else share * counted.tokens_of
+    prompts = batch.segments.sum_all(counts) / batch.num_ranks * batch.gradient_accumulation_steps
+    return share * _inverse(batch.num_prompts, prompts)
+
+
+def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
     """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
     count = otherwise if given is None else host.number(given)
     # 0 only when no process has a token; a fraction is a share of processes or steps
@@ -203,10 +233,14 @@ def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
-    "sequence_sum": Aggregation(lambda batch, _: 1.0 / _sequences(batch), by_sequence=True),
+    "sequence_sum": Aggregation(
+        lambda batch, counted, _: 1.0 / (counted.sequences or 1), by_sequence=True
+    ),
     "token_mean": Aggregation(token_mean),
     "fixed_length": Aggregation(
-        lambda batch, length: 1.0 / (_sequences(batch) * length), divides_by_max_length=True
+        lambda batch, counted, length: 1.0 / ((counted.sequences or 1) * length),
+        divides_by_max_length=True,
     ),
     "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False),
+    "prompt_mean": Aggregation(_prompt_mean, per_micro_batch=False, by_prompt=True),
 }

@@ -19,6 +19,7 @@ from grpo_kernels.losses.metrics import Metrics, Reductions, Stat, indicator_val
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
+    Counted,
     Terms,
     token_mean,
     top_entropy_gate,
@@ -75,12 +76,15 @@ def static_weights(
         return torch.full_like(batch.advantages, weight, dtype=dtype)
 
     steps, entropy = batch.gradient_accumulation_steps, None
-    policy = config.aggregation.weight(batch, config.max_completion_length)
+    counted = Counted.of(batch, not config.exclude_zero_variance)
+    policy = config.aggregation.weight(batch, counted, config.max_completion_length)
+    if counted.tokens_of is not None:
+        policy = policy * counted.tokens_of
     if config.aggregation.per_micro_batch:
         policy = policy / steps
     if config.entropy_coef != 0:
         scale = 1.0 if batch.entropy_scale is None else host.number(batch.entropy_scale)
-        entropy = per_token(token_mean(batch) / steps * scale)
+        entropy = per_token(token_mean(batch, Counted.of(batch, True)) / steps * scale)
     return Weights(per_token(policy), entropy)
 
 
@@ -258,6 +262,16 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
             "rollout_logprobs: expected the rollout engine's log-probabilities, which the ratio of "
             f"{config.loss_type} is against (with bypass_mode=False it is against the old "
             "policy's), got None"
+        )
+    if config.aggregation.by_prompt and batch.prompt_tokens is None:
+        raise ValueError(
+            "prompt_tokens: expected how many tokens the prompt of each sequence has, for a mean "
+            "over prompts, got None"
+        )
+    if config.exclude_zero_variance and batch.active_lengths is None:
+        raise ValueError(
+            "active_lengths: expected them beside lengths, to tell which sequences count "
+            "(exclude_zero_variance), got None"
         )
     if config.surrogate.scope == "prefix" and batch.sequence_group is not None:
         raise ValueError(

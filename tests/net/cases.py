@@ -169,6 +169,16 @@ _MODIFIERS: dict[str, st.SearchStrategy] = {
     "off_policy_mask_threshold": _mostly(None, -0.1, 0.05, 0.5),
     "temperature": _mostly(1.0, 0.6, 1.7, 50.0),
     "importance_sampling_level": _mostly(None, "token", "sequence", "sequence_token"),
+    "loss_aggregation": _mostly(
+        None,
+        "token_mean",
+        "window_token_mean",
+        "sequence_mean",
+        "sequence_sum",
+        "fixed_length",
+        "prompt_mean",
+    ),
+    "exclude_zero_variance": _mostly(False, True),
     "bypass_mode": _mostly(None, False, True),
     "rollout_correction_mode": _mostly(
         None,
@@ -195,7 +205,7 @@ def _settings(draw: Callable[[st.SearchStrategy], Any], loss_type: str, rollout:
     """Draw the settings of a loss, without those that it refuses."""
     own = {name: st.sampled_from(_NUMBERS[name]) for name in _OWN.get(loss_type, ())}
     drawn = {name: draw(values) for name, values in (own | _MODIFIERS).items()}
-    if loss_type == "dr_grpo":
+    if loss_type == "dr_grpo" or drawn["loss_aggregation"] == "fixed_length":
         drawn["max_completion_length"] = 9
     if loss_type in oracle.OWN_RATIOS:
         del drawn["importance_sampling_level"]

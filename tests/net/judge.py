@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -302,11 +303,14 @@ def rows_with_gradient(x: oracle.Rollout, c: Any) -> Tensor:
 def of_rows(x: oracle.Rollout, keep: Tensor) -> oracle.Rollout:
     """Return the tokens of an index, without the sequences that have none."""
     lengths = tuple(int(n) for n in x.sums(keep.double()) if n)
-    parts = {
+    parts: dict[str, Any] = {
         name: getattr(x, name)[keep]
         for name in ("advantages", "old", "ref", "rollout", "rollout_weights")
         if getattr(x, name) is not None
     }
+    if x.prompt_tokens is not None:
+        occupied = [bool(n) for n in x.sums(keep.double())]
+        parts["prompt_tokens"] = tuple(itertools.compress(x.prompt_tokens, occupied))
     return replace(x, lengths=lengths, **parts)
 
 

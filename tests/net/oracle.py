@@ -43,6 +43,8 @@ DEFAULTS: dict[str, Any] = dict(
     vespo_lambda_neg=2.0,
     gmpo_clip=0.4,
     bypass_mode=None,
+    loss_aggregation=None,
+    exclude_zero_variance=False,
     ce_gppo_low=0.75,
     ce_gppo_high=1.0,
     aspo_ratio_max=3.0,
@@ -73,7 +75,6 @@ GATED = ("dppo_tv", "dppo_kl", "ipo", "icepop", "kpop", "trm", "vaco", "cppo")
 OWN_RATIOS = ("vespo", "gmpo", "fipo", *GATED)
 OWN_SEQUENCES = ("vespo", "gmpo", "fipo", "trm", "vaco", "cppo")
 ORDERED = ("fipo", "cppo")  # whose sums run along a sequence
-SUMMED = ("dapo", "cispo", "vespo", "pg", "topr", "ce_gppo", "aspo", "fipo", *GATED)
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo")
 
 
@@ -159,6 +160,8 @@ class Rollout:
     rollout_weights: Tensor | None = None
     num_items: float | None = None
     num_tokens: float | None = None
+    prompt_tokens: tuple[int, ...] | None = None  # of all sequences of each one's prompt
+    num_prompts: float | None = None
     entropy_scale: float = 1.0
     steps: int = 1
 
@@ -249,7 +252,7 @@ def policy_loss(
             share = share * x.num_valid / gate.sum().clamp(min=1)
         bonus = (share * entropy).sum() / (count or 1) / x.steps * x.entropy_scale
         loss = policy - c.entropy_coef * bonus
-        window = 1 if c.loss_type in SUMMED else x.steps
+        window = 1 if aggregation(c) in ("window_token_mean", "prompt_mean") else x.steps
         metrics["policy_loss"] = policy * window
     metrics |= _common_metrics(logprobs, entropy, ratio, weights, before, gate, x)
     return loss, {name: value.detach() for name, value in metrics.items()}
@@ -501,19 +504,35 @@ def _held_to_bounds(drift: Tensor, x: Rollout, mode: str) -> Tensor:
 def _token_weights(x: Rollout, c: SimpleNamespace) -> Tensor:
     """Return the share of each token's loss in that of the batch, (T,) fp64."""
     lengths = torch.tensor(x.lengths, dtype=torch.float64)
-    sequences = max(len(x.lengths), 1)
-    if c.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
-        return x.expand(1 / lengths.clamp(min=1)) / sequences / x.steps
-    everywhere = torch.ones(x.num_valid, dtype=torch.float64)
-    if c.loss_type == "luspo":
-        return everywhere / sequences / x.steps
-    if c.loss_type == "dr_grpo":
-        return everywhere / (sequences * c.max_completion_length) / x.steps
-    if c.loss_type == "bnpo":
-        count = x.num_valid if x.num_tokens is None else x.num_tokens
-        return everywhere / (count or 1) / x.steps
-    count = x.num_valid * x.steps if x.num_items is None else x.num_items
-    return everywhere / (count or 1)
+    kept = torch.ones(len(x.lengths), dtype=torch.float64)
+    if c.exclude_zero_variance:
+        kept = (x.sums((x.advantages != 0).double()) > 0).double()
+    sequences, tokens = max(float(kept.sum()), 1.0), float((kept * lengths).sum())
+    each = x.expand(kept)
+    by = aggregation(c)
+    if by == "sequence_mean":
+        return each * x.expand(1 / lengths.clamp(min=1)) / sequences / x.steps
+    if by == "sequence_sum":
+        return each / sequences / x.steps
+    if by == "fixed_length":
+        return each / (sequences * c.max_completion_length) / x.steps
+    if by == "token_mean":
+        count = tokens if x.num_tokens is None else x.num_tokens
+        return each / (count or 1) / x.steps
+    if by == "prompt_mean":
+        assert x.prompt_tokens is not None
+        share = x.expand(1 / torch.tensor(x.prompt_tokens, dtype=torch.float64).clamp(min=1))
+        count = float((each * share).sum()) * x.steps if x.num_prompts is None else x.num_prompts
+        return each * share / (count or 1)
+    count = tokens * x.steps if x.num_items is None else x.num_items
+    return each / (count or 1)
+
+
+def aggregation(c: SimpleNamespace) -> str:
+    """Return how the losses of tokens become one."""
+    own = {"luspo": "sequence_sum", "dr_grpo": "fixed_length", "bnpo": "token_mean"}
+    means = dict.fromkeys(("grpo", "gspo", "sapo", "gmpo"), "sequence_mean")
+    return c.loss_aggregation or (own | means).get(c.loss_type, "window_token_mean")
 
 
 def _clip_metrics(low: Tensor, high: Tensor, x: Rollout, one_each: bool) -> dict[str, Tensor]:
