@@ -181,16 +181,14 @@ def _prompt_tokens(
     tokens = optional.get("prompt_tokens")
     if tokens is None:
         return None
-    if kind_of(tokens) != tuple(lengths.shape):
+    check_integers("prompt_tokens", tokens, "(B,) integer tensor")
+    if len(tokens) != len(lengths):
         raise ValueError(
-            f"prompt_tokens: expected shape {tuple(lengths.shape)} (per sequence), got "
-            f"{kind_of(tokens)}"
+            f"prompt_tokens: expected one per sequence, {len(lengths)}, got {len(tokens)}"
         )
     check_device("prompt_tokens", tokens, target.device, "target")
-    tokens = tokens.detach().double()
-    enough = (tokens >= lengths) & tokens.isfinite()
-    wrong["prompt_tokens: expected at least the tokens of each sequence"] = ~enough.all()
-    return tokens
+    wrong["prompt_tokens: expected at least the tokens of each sequence"] = (tokens < lengths).any()
+    return tokens.double()
 
 
 def _wrong_values(

@@ -191,6 +191,7 @@ class Aggregation(NamedTuple):
     per_micro_batch: bool = True
     divides_by_max_length: bool = False
     by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
+    counts_tokens: bool = False  # it divides by a number of tokens, which the caller may give
     by_prompt: bool = False  # it needs to know how many tokens each sequence's prompt has
 
 
@@ -236,11 +237,11 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_sum": Aggregation(
         lambda batch, counted, _: 1.0 / (counted.sequences or 1), by_sequence=True
     ),
-    "token_mean": Aggregation(token_mean),
+    "token_mean": Aggregation(token_mean, counts_tokens=True),
     "fixed_length": Aggregation(
         lambda batch, counted, length: 1.0 / ((counted.sequences or 1) * length),
         divides_by_max_length=True,
     ),
-    "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False),
+    "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False, counts_tokens=True),
     "prompt_mean": Aggregation(_prompt_mean, per_micro_batch=False, by_prompt=True),
 }

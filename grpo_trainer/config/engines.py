@@ -117,7 +117,7 @@ class RolloutFields:
     vllm_importance_sampling_mode: Annotated[str, choice(CORRECTION_MODES)] = setting(
         "sequence_mask",
         f"How: {', '.join(CORRECTION_MODES)}. truncate clips to the bounds, mask drops "
-        "what is outside.",
+        "what is outside, k1 to k3 drop it and do not weight the rest.",
     )
     vllm_importance_sampling_clip_max: Positive | None = setting(3.0, "Upper bound; None: none.")
     vllm_importance_sampling_clip_min: NotNegative | None = setting(

@@ -61,9 +61,10 @@ _GENERAL = {
 
 
 def _help(owner: type) -> dict[str, str]:
-    """Return field name to help, from the ``Args:`` section of a docstring."""
-    section = (owner.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+):(.*(?:\n {12}.*)*)", section, re.M)
+    """Return field name to help, from the ``Args:`` sections of a class and its bases."""
+    docs = [base.__doc__ or "" for base in reversed(owner.__mro__)]
+    sections = [doc.partition("Args:")[2].partition("\n\n")[0] for doc in docs]
+    entries = re.findall(r"^ {8}(\w+):(.*(?:\n {12}.*)*)", "\n".join(sections), re.M)
     return {name: " ".join(text.split()).replace("%", "%%") for name, text in entries}
 
 
@@ -145,7 +146,18 @@ def loss_config(args: TrainingArguments) -> LossConfig:
         if name in changed:
             raise ValueError(f"loss_kwargs: expected no {name!r} beside the option, got both")
         settings[name] = value
-    return LossConfig(**settings, **_correction(args))
+    config = LossConfig(**settings, **_correction(args))
+    if config.aggregation.by_prompt:
+        raise ValueError(
+            f"loss_aggregation: expected another than {config.aggregation_name!r}, as the trainer "
+            "tells no micro-batch the tokens of its prompts"
+        )
+    if config.exclude_zero_variance and config.aggregation.counts_tokens:
+        raise ValueError(
+            f"exclude_zero_variance: expected False with {config.aggregation_name!r}, as the "
+            "trainer counts the tokens of all sequences"
+        )
+    return config
 
 
 def _correction(args: TrainingArguments) -> dict[str, Any]:
