@@ -84,7 +84,7 @@ def packed_fields(
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
     offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
-    prompt_tokens = _prompt_tokens(optional, target, offsets[0].diff(), wrong)
+    prompt_tokens = _prompt_tokens(optional, target, offsets[0], wrong)
     wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
@@ -174,7 +174,7 @@ def _columns(
 def _prompt_tokens(
     optional: Mapping[str, Any],
     target: Tensor,
-    lengths: Tensor,  # (B,)
+    offsets: Tensor,  # (B + 1,) of the sequences
     wrong: dict[str, Tensor],
 ) -> Tensor | None:
     """Return how many tokens the prompt of each sequence has in all, (B,) fp64."""
@@ -182,6 +182,7 @@ def _prompt_tokens(
     if tokens is None:
         return None
     check_integers("prompt_tokens", tokens, "(B,) integer tensor")
+    lengths = offsets.diff()
     if len(tokens) != len(lengths):
         raise ValueError(
             f"prompt_tokens: expected one per sequence, {len(lengths)}, got {len(tokens)}"

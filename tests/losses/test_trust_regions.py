@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, policy_loss
 from grpo_kernels.batch import Segments
+from grpo_kernels.losses import check_loss_inputs
 from grpo_kernels.losses.gates import binary_kl
+from grpo_kernels.testing import make_config
 
 # of tokens under the policy and the engine, and their advantages; ratios from 0.01 to 90
 POLICY = np.array([0.5, 0.5, 0.9, 0.9, 0.1, 0.1, 0.9, 0.01, 0.3, 0.26, 0.999])
@@ -278,3 +282,15 @@ def test_what_the_engine_does_not_know_is_against_the_old_policy() -> None:
 
     torch.testing.assert_close(ratios(), torch.tensor([[0.1, 0.0]]).exp())
     torch.testing.assert_close(ratios(old_logprobs=old), torch.tensor([[0.1, 0.3]]).exp())
+
+
+@pytest.mark.parametrize("name", ("cppo", "fipo"))
+def test_sums_along_sequences_need_whole_ones(name: str) -> None:
+    values = torch.zeros(1, 2)
+    batch = TokenBatch.from_padded(values.long(), torch.ones(1), rollout_logprobs=values)
+    config = make_config(name)
+    assert config.scope() == "prefix"
+    check_loss_inputs(batch, config)
+    shared: Any = SimpleNamespace()
+    with pytest.raises(ValueError, match=f"^sequence_group: expected None for {name}, .*in order"):
+        check_loss_inputs(replace(batch, sequence_group=shared), config)

@@ -29,6 +29,7 @@ OLD = [item.name for item in dataclasses.fields(OldNames)]
 OWN = [name for name in HINTS if name not in INHERITED and name not in OLD and name[0] != "_"]
 DEFAULTS = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
 HUGE = 10**400  # larger than any float
+DEFAULT_IS_ONE = ("sapo_temperature_pos", "ce_gppo_high")  # which True is, too
 NEEDED = {
     "cispo": ["epsilon_high"],  # it warns of a bound below 1
     "trm": ["trm_threshold"],
@@ -141,7 +142,7 @@ def wrong_values(name: str) -> Iterator[Any]:
         yield 1.5
     if numeric and int not in kinds:
         yield from (HUGE, -math.inf)
-    if bool not in kinds and name not in ("scale_rewards", "sapo_temperature_pos"):
+    if bool not in kinds and name not in ("scale_rewards", *DEFAULT_IS_ONE):
         yield True
     if type(None) not in kinds and name not in ("top_k", "scale_rewards"):
         yield None
