@@ -165,7 +165,8 @@ class LossConfig:
     def scope(self, has_rollout: bool = False) -> str:
         """Return what a token's loss depends on.
 
-        ``token``; ``prefix``, all of its sequence and their order; ``sequence``; or ``batch``.
+        ``token``: on itself; ``sequence``: on the tokens of its sequence; ``prefix``: on their
+        order as well; ``batch``: on all tokens.
         """
         if self.top_entropy_quantile < 1:
             return "batch"

@@ -17,7 +17,7 @@ from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.surrogates import Surrogate, clip_shares
 from grpo_kernels.losses.terms import Terms
 
-# 1 - p for a log-probability of fp32 that says 0 or 1: below it the engines' digits end
+# of 1 - p, so that its logarithm is finite: log-probabilities of engines tell no smaller one
 _LEAST = 1e-8
 
 
