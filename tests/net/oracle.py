@@ -357,7 +357,8 @@ def _gated(
         drop = torch.maximum(_binary_kl(old, own), _binary_kl(own, old)) > c.kpop_threshold
     elif c.loss_type == "trm":
         kl = _binary_kl(old, own)
-        drop = torch.cat([kl[s] * 0 + kl[s].max() if len(kl[s]) else kl[s] for s in x.sequences()])
+        largest = [kl[s].max() if s.stop > s.start else kl.new_zeros(()) for s in x.sequences()]
+        drop = x.expand(torch.stack(largest) if largest else kl)
         drop = drop > c.trm_threshold
     elif c.loss_type == "vaco":
         away = (up & (own > old)) | (down & (own < old))
