@@ -15,7 +15,11 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 
-_NEEDED = {"cispo": {"epsilon_high": 5.0}}  # it warns of a bound below 1
+_NEEDED = {
+    "cispo": {"epsilon_high": 5.0},  # it warns of a bound below 1
+    "trm": {"trm_threshold": 0.05},
+    "vaco": {"vaco_threshold": 0.05},
+}
 _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 
 

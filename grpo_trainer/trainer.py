@@ -293,7 +293,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             assert args.steps_per_generation is not None  # set on construction
             batches = self._collector.slices(scored, args.steps_per_generation)
         self.state.num_input_tokens_seen += int(scored.num_tokens)
-        moves = args.policy_moves_within_generation
+        moves = args.policy_moves_within_generation and not self.loss_config.bypasses
         return [self._with_logprobs(batch, old=moves) for batch in batches]
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:

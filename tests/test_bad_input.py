@@ -34,6 +34,8 @@ from grpo_kernels import (
     policy_loss,
     warm_up,
 )
+from grpo_kernels.losses import LOSSES
+from grpo_kernels.testing import make_config
 
 META = torch.device("meta")
 HUGE = 10**400  # larger than any float
@@ -57,6 +59,8 @@ def right(name: str) -> dict[str, Any]:
         **{f"{name}_logprobs": -torch.rand(2, 3) for name in ("old", "ref", "rollout")},
         "num_items_in_batch": 5,
         "num_tokens_in_micro_batch": 5,
+        "num_prompts": 1.5,
+        "prompt_tokens": torch.tensor([4, 3]),
         "entropy_scale": 1.0,
         "gradient_accumulation_steps": 2,
         "lengths": [3, 2],
@@ -136,6 +140,8 @@ ACCEPTED = {
     ("next_token_targets", "input_ids"): {"ids below 0", "ids too large"},  # it looks at places
     ("explain_logprobs", "hidden"): {"no first dimension"},  # any (..., D)
     ("from_csr", "indices"): {"ids too large"},  # for any vocabulary
+    ("from_padded", "prompt_tokens"): {"ids too large"},  # of tokens that are elsewhere
+    ("from_packed", "prompt_tokens"): {"ids too large"},
     ("linear_logprobs", "temperature"): {"integers"},
     ("warm_up", "weight"): {"another device"},
     ("LossConfig", "max_completion_length"): {"1.5"},
@@ -151,7 +157,7 @@ ANY_SIZE = (
     "slots",
     "size",
 )
-FRACTIONS = ("num_items_in_batch", "num_tokens_in_micro_batch")
+FRACTIONS = ("num_items_in_batch", "num_tokens_in_micro_batch", "num_prompts")
 # meta tensors have no values that a host could compare
 ON_NO_DEVICE = ("context_parallel_rows",)
 
@@ -273,6 +279,7 @@ IDS, MASKED = torch.arange(3), ("masked_logprobs",)
 FAR, NONE = SamplingMask.from_lists([[53]] * 6), SamplingMask.from_lists([[]] * 6)
 HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
 ENTROPY, GATED = LossConfig(entropy_coef=0.1), LossConfig(top_entropy_quantile=0.5)
+PROMPTS = LossConfig(loss_aggregation="prompt_mean")
 
 # call -> the argument that is named, and what makes the case
 CASES: list[tuple[Callable[[], object], str, str]] = [
@@ -381,6 +388,30 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         )
         for name in ("gmpo", "vespo")
     ),
+    (lambda: LossConfig(loss_type="trm"), "trm_threshold", "> 0, got None"),
+    (lambda: LossConfig(loss_type="vaco"), "vaco_threshold", "> 0, got None"),
+    (lambda: LossConfig(loss_type="icepop", icepop_low=1.1), "icepop_low", r"\(0, 1\]"),
+    (lambda: LossConfig(loss_type="cppo", cppo_w_min=0), "cppo_w_min", r"\(0, 1\]"),
+    (lambda: LossConfig(loss_type="fipo", fipo_clip=1), "fipo_clip", r"\[0, 1\)"),
+    (lambda: LossConfig(loss_type="dppo_kl", dppo_kl_low=-1), "dppo_kl_low", ">= 0"),
+    (lambda: LossConfig(bypass_mode="yes"), "bypass_mode", "False, True; got 'yes'"),
+    (lambda: LossConfig(loss_aggregation="mean"), "loss_aggregation", "prompt_mean, .*'mean'"),
+    (
+        lambda: LossConfig(loss_aggregation="fixed_length"),
+        "max_completion_length",
+        "dapo divides by .fixed_length.",
+    ),
+    # what a loss needs of a batch
+    *(
+        (lambda name=name: loss(config=make_config(name)), "rollout_logprobs", f"{name} .*got None")
+        for name, named in LOSSES.items()
+        if named.bypass_mode
+    ),
+    (lambda: loss(config=LossConfig(bypass_mode=True)), "rollout_logprobs", "dapo .*got None"),
+    (lambda: loss(config=PROMPTS), "prompt_tokens", "prompt of each sequence .* got None"),
+    (lambda: batch(prompt_tokens=torch.tensor([2, 3])), "prompt_tokens", "at least the tokens"),
+    (lambda: batch(prompt_tokens=torch.tensor([4])), "prompt_tokens", "one per sequence, 2, got 1"),
+    (lambda: batch(num_prompts=-1), "num_prompts", ">= 0"),
     # warming up
     (lambda: warm_up(WEIGHT, LossConfig(), inputs=["logprobs"]), "inputs", "some of old_logprobs"),
 ]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights")
-SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "entropy_scale")
+SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "num_prompts", "entropy_scale")
 COUNT_FIELDS = ("lengths", "active_lengths")
 UNKNOWN = -1  # a count that the host does not know
 _NO_ID = f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)"
@@ -43,6 +43,8 @@ class OptionalFields(TypedDict, total=False):
     sampling_mask: SamplingMask | None
     num_items_in_batch: Tensor | float | None
     num_tokens_in_micro_batch: Tensor | float | None
+    num_prompts: Tensor | float | None
+    prompt_tokens: Tensor | None
     entropy_scale: Tensor | float | None
     gradient_accumulation_steps: int
     lengths: Sequence[int] | None
@@ -82,6 +84,7 @@ def packed_fields(
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
     offsets = pad(both.cumsum(1), (1, 0))[:, starts].expand(2, sequences + 1).contiguous()
+    prompt_tokens = _prompt_tokens(optional, target, offsets[0], wrong)
     wrong |= _wrong_values(table, list(columns), valid, scalars)
     counted = ids * valid
     ends = counted.aminmax(dim=0, keepdim=True) if ids.numel() else (ids.new_zeros(2),)
@@ -115,6 +118,7 @@ def packed_fields(
         "max_target": max_target,
         "advantages_per_token": per_token,
         "sampling_mask": sampling_mask,
+        "prompt_tokens": prompt_tokens,
         "gradient_accumulation_steps": optional.get("gradient_accumulation_steps", 1),
         **scalars,
     }
@@ -165,6 +169,27 @@ def _columns(
         each = columns["advantages"]
         columns["advantages"] = each.repeat_interleave(sizes, output_size=target.numel())
     return columns, shape == per_token
+
+
+def _prompt_tokens(
+    optional: Mapping[str, Any],
+    target: Tensor,
+    offsets: Tensor,  # (B + 1,) of the sequences
+    wrong: dict[str, Tensor],
+) -> Tensor | None:
+    """Return how many tokens the prompt of each sequence has in all, (B,) fp64."""
+    tokens = optional.get("prompt_tokens")
+    if tokens is None:
+        return None
+    check_integers("prompt_tokens", tokens, "(B,) integer tensor")
+    lengths = offsets.diff()
+    if len(tokens) != len(lengths):
+        raise ValueError(
+            f"prompt_tokens: expected one per sequence, {len(lengths)}, got {len(tokens)}"
+        )
+    check_device("prompt_tokens", tokens, target.device, "target")
+    wrong["prompt_tokens: expected at least the tokens of each sequence"] = (tokens < lengths).any()
+    return tokens.double()
 
 
 def _wrong_values(

@@ -66,6 +66,52 @@ class Segments:
         """Average (T,) values over each sequence, (B,); 0 for an empty one."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest of (T,) values >= 0 in each sequence, (B,), detached; 0 in none."""
+        lengths, values = self.cu_seqlens.diff(), values.detach()
+        found = torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=0)
+        if self.across is not None and found.numel():
+            found = gather(found, self.across.group).amax(0)
+        return found
+
+    def running_sum(self, values: Tensor, decay: float = 1.0, backwards: bool = False) -> Tensor:
+        """Sum (T,) values of each sequence from its first token up to each, or from its last back.
+
+        A value counts less by the factor ``decay`` for each token since. In fp64, and in an order
+        that depends on places in the sequence alone: the bits are those of any batch.
+        """
+        assert self.across is None  # checked at the API edge
+        sums, before = values.double(), self.places
+        if backwards:
+            sums, before = sums.flip(0), (self.expand(self.lengths) - 1 - before).flip(0)
+        step = 1  # so many values are in each sum so far
+        while step < self.total:
+            earlier = pad(sums[:-step], (step, 0))
+            sums = sums + torch.where(before >= step, earlier, 0.0) * decay**step
+            step *= 2
+        return (sums.flip(0) if backwards else sums).to(values.dtype)
+
+    def quantile(self, values: Tensor, q: float) -> Tensor:
+        """Return the ``q`` quantile of (T,) values in each sequence, (B,), as torch interpolates.
+
+        Detached; undefined in an empty sequence.
+        """
+        assert self.across is None  # checked at the API edge
+        order = values.detach().argsort()
+        sequence = self.expand(torch.arange(len(self.lengths), device=values.device))
+        ordered = pad(values.detach()[order[sequence[order].argsort(stable=True)]], (0, 1))
+        place = q * (self.lengths - 1).clamp(min=0).double()
+        low = self.cu_seqlens[:-1] + place.long()
+        high = torch.minimum(low + 1, (self.cu_seqlens[1:] - 1).clamp(min=0))
+        return torch.lerp(ordered[low], ordered[high], place.frac().to(values.dtype))
+
+    @property
+    def places(self) -> Tensor:
+        """(T,) how many tokens of its sequence are before each."""
+        return torch.arange(self.total, device=self.cu_seqlens.device) - self.expand(
+            self.cu_seqlens[:-1]
+        )
+
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum (T,) values over all sequences, ()."""
         if self.across is None:
@@ -133,7 +179,7 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
     fields, failure = {}, None
     try:
         fields = make()
-        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask"]
+        optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask", "prompt_tokens"]
         told = {
             "counts": host.values(fields["counts"]),
             # what follows has to be the same on all ranks; the names are those of messages

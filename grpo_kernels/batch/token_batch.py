@@ -41,8 +41,12 @@ class TokenBatch:
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
     rollout_weights: Tensor | None = None  # (T,) correction that the caller has made of them
     sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
-    num_items_in_batch: Tensor | None = None  # (), as the next two; on the CPU if given as numbers
+    prompt_tokens: Tensor | None = None  # (B,) fp64, of all sequences of each one's prompt
+    num_items_in_batch: Tensor | None = (
+        None  # (), as the next three; on the CPU if given as numbers
+    )
     num_tokens_in_micro_batch: Tensor | None = None
+    num_prompts: Tensor | None = None
     entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
     sequence_group: SequenceGroup | None = None  # the ranks that hold a sequence; None: this one
@@ -74,6 +78,11 @@ class TokenBatch:
                 of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
                 ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the entropy
                 bonus) divide by, its valid tokens likewise; None: those here.
+                ``prompt_tokens``: (B,), which ``prompt_mean`` divides by: the valid tokens of all
+                completions of the sequence's prompt, wherever they are: shuffled micro-batches are
+                right. ``num_prompts``: how many prompts the accumulation window has on all
+                processes, divided by the number of processes; None: those here, in parts, times
+                ``gradient_accumulation_steps``.
                 ``entropy_scale``: a factor on the entropy bonus that changes during a run; None: 1.
                 ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
                 ``lengths``: B host integers, the valid tokens of each sequence, and
@@ -213,7 +222,10 @@ class TokenBatch:
         order = torch.argsort(self.segments.lengths == 0, stable=True)[: counts.shape[1]]
         cu_seqlens = pad(self.cu_seqlens.diff()[order].cumsum(0), (1, 0))
         group = None if group is None else group.take(order, kept)
-        return replace(self, cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
+        changes: dict[str, Any] = dict(cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
+        if self.prompt_tokens is not None:
+            changes["prompt_tokens"] = self.prompt_tokens[order]
+        return replace(self, **changes)
 
 
 def _fields(optional: OptionalFields, *given: Any) -> dict[str, Any]:

@@ -27,6 +27,8 @@ _REFUSED = {
     "loss_type": "it is the name of the loss",
     "temperature": "the host's log-probabilities are at its own",
     "max_completion_length": "the host normalises",
+    "loss_aggregation": "the host normalises",
+    "exclude_zero_variance": "the host normalises",
     "entropy_coef": "the host gives a loss no entropies",
     "top_entropy_quantile": "the host gives a loss no entropies",
 }

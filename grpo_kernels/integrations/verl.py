@@ -147,7 +147,7 @@ def _policy_loss(
     config: Any = None,  # verl's ActorConfig
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    expected = _AGGREGATIONS[loss_config.loss.aggregation]
+    expected = _AGGREGATIONS.get(loss_config.aggregation_name)
     if loss_agg_mode != expected:
         raise ValueError(
             f"loss_agg_mode: expected {expected!r}, the aggregation of {loss_config.loss_type}, "

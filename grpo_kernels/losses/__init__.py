@@ -3,8 +3,9 @@
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.metrics import Metrics, Stat
-from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate, register_loss
-from grpo_kernels.losses.terms import CORRECTION_MODES, Terms, top_entropy_gate
+from grpo_kernels.losses.registry import LOSSES, NamedLoss, register_loss
+from grpo_kernels.losses.surrogates import Surrogate
+from grpo_kernels.losses.terms import AGGREGATIONS, CORRECTION_MODES, Terms, top_entropy_gate
 from grpo_kernels.losses.token_loss import (
     PolicyLossOutput,
     TokenInputs,

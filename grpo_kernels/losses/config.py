@@ -13,7 +13,8 @@ from torch import Tensor
 from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
 from grpo_kernels.batch import host
 from grpo_kernels.losses import terms
-from grpo_kernels.losses.surrogates import LOSSES, NamedLoss, Surrogate
+from grpo_kernels.losses.registry import LOSSES, NamedLoss
+from grpo_kernels.losses.surrogates import Surrogate
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -28,18 +29,37 @@ class LossConfig:
         beta: weight of the KL penalty against the reference model; 0 needs no reference.
         importance_sampling_level: ``token``, ``sequence`` (GSPO) or ``sequence_token``
             (GSPO-token); None: the named loss's own.
+        bypass_mode: take ``rollout_logprobs`` as the old ones: ratios and trust regions are against
+            the rollout engine, no ``old_logprobs`` are needed (or read, where the engine knows its
+            own), and no weight of ``rollout_correction_mode`` is left to correct with; None: the
+            named loss's own.
         temperature: the sampling temperature, which divides the logits.
         kl_estimator: ``k1``, ``k2``, ``k3`` or ``abs``.
         use_bias_correction_kl: multiply the KL estimate by the importance ratio
             (arXiv:2512.02556).
+        loss_aggregation: how the tokens' losses become one: ``token_mean`` of the micro-batch,
+            ``window_token_mean`` of the optimizer step, ``sequence_mean`` of sequence means,
+            ``sequence_sum``, ``fixed_length`` (a sum over sequences and ``max_completion_length``)
+            or ``prompt_mean`` (of the means over each prompt's tokens); None: the named loss's own.
+        exclude_zero_variance: sequences without an advantage, as where all completions of a prompt
+            got the same reward, do not count in these means, and have no loss (ScaleRL,
+            arXiv:2510.13786). Numbers that the batch is given have to leave them out, too.
         max_completion_length: the constant length of dr_grpo, in tokens.
         entropy_coef: weight of the entropy bonus.
         top_entropy_quantile: share of the tokens, those of highest entropy, that are trained.
         off_policy_mask_threshold: drop sequences of negative advantage that drifted by more nats
             per token (arXiv:2512.02556); None: off.
-        rollout_correction_mode: ``token_truncate``, ``token_mask``, ``sequence_truncate`` or
-            ``sequence_mask``, used when the batch has ``rollout_logprobs``; None: no correction.
-        rollout_correction_max, rollout_correction_min: bounds of that weight; None: unbounded.
+        rollout_correction_mode: how the loss is corrected for what the rollout engine sampled from,
+            when the batch has ``rollout_logprobs``; None: it is not. The weight is the importance
+            ratio, of the token or of its whole sequence: ``token_truncate`` and
+            ``sequence_truncate`` clamp it to the bounds, ``token_mask`` and ``sequence_mask`` make
+            it 0 outside of them, ``geometric_mask`` where its geometric mean over the tokens is
+            outside. The others only keep or drop: by the ratio (``token_k1``, ``sequence_sum_k1``,
+            ``sequence_mean_k1``: its geometric mean), or by an estimate k2 or k3 of the KL
+            divergence (``token_k3``, ``sequence_sum_k3``, ``sequence_mean_k3``,
+            ``sequence_max_k3``; k2 likewise).
+        rollout_correction_max, rollout_correction_min: bounds of the ratio, or of the estimate;
+            None: unbounded.
 
     Raises:
         ValueError: a value is out of range, or a name unknown; the message lists the known ones.
@@ -48,9 +68,12 @@ class LossConfig:
     loss_type: str = choice("dapo", LOSSES)
     beta: float = number(0.0, *NOT_NEGATIVE)
     importance_sampling_level: str | None = choice(None, terms.RATIO_LEVELS, optional=True)
+    bypass_mode: bool | None = choice(None, (True, False), optional=True)
     temperature: float = number(1.0, *POSITIVE)
     kl_estimator: str = choice("k3", terms.KL_ESTIMATORS)
     use_bias_correction_kl: bool = choice(True, (True, False))
+    loss_aggregation: str | None = choice(None, terms.AGGREGATIONS, optional=True)
+    exclude_zero_variance: bool = choice(False, (True, False))
     max_completion_length: int | None = number(
         None, "a number >= 1", lambda x: x >= 1, optional=True
     )
@@ -80,7 +103,7 @@ class LossConfig:
         if self.max_completion_length is None and self.aggregation.divides_by_max_length:
             raise ValueError(
                 f"max_completion_length: expected the constant length that {self.loss_type} "
-                "divides by, got None"
+                f"divides by ({self.aggregation_name}), got None"
             )
         low, high = self.rollout_correction_min, self.rollout_correction_max
         if low is not None and high is not None and low >= high:
@@ -109,7 +132,12 @@ class LossConfig:
 
     @property
     def aggregation(self) -> terms.Aggregation:
-        return terms.AGGREGATIONS[self.loss.aggregation]
+        return terms.AGGREGATIONS[self.aggregation_name]
+
+    @property
+    def aggregation_name(self) -> str:
+        """The loss's own aggregation, or the one in its place."""
+        return self.loss_aggregation or self.loss.aggregation
 
     @property
     def ratio_level(self) -> terms.RatioLevel:
@@ -118,8 +146,16 @@ class LossConfig:
 
     @property
     def correction_mode(self) -> terms.CorrectionMode | None:
-        mode = self.rollout_correction_mode
-        return None if mode is None else terms.CORRECTION_MODES[mode]
+        """How the difference to the rollout engine is corrected; None: it is not."""
+        name = self.rollout_correction_mode
+        mode = None if name is None else terms.CORRECTION_MODES[name]
+        # with bypass_mode the ratio is that weight
+        return None if mode is None or (mode.weighs and self.bypasses) else mode
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the ratio is against the rollout engine."""
+        return self.loss.bypass_mode if self.bypass_mode is None else self.bypass_mode
 
     @property
     def needs_entropy(self) -> bool:
@@ -127,7 +163,11 @@ class LossConfig:
         return self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     def scope(self, has_rollout: bool = False) -> str:
-        """Return how far one token's gradient reaches: ``token``, ``sequence`` or ``batch``."""
+        """Return what a token's loss depends on.
+
+        ``token``: on itself; ``sequence``: on the tokens of its sequence; ``prefix``: on their
+        order as well; ``batch``: on all tokens.
+        """
         if self.top_entropy_quantile < 1:
             return "batch"
         own, mode = self.surrogate.scope, self.correction_mode

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, check_name, number
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
 from grpo_kernels.losses.metrics import Indicators
-from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel, Terms
+from grpo_kernels.losses.terms import Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Surrogate:
         return {}
 
 
-def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+def by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
     a, b = torch.full_like(like, if_positive), torch.full_like(like, otherwise)
     return torch.where(positive, a, b)
 
@@ -64,8 +64,11 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _clip_ratios(ratio: Tensor, least: float, most: float, advantages: Tensor) -> Indicators:
     """Return metrics of which tokens are clipped from below and from above."""
-    low = (ratio < least) & (advantages < 0)
-    high = (ratio > most) & (advantages > 0)
+    return clip_shares((ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0))
+
+
+def clip_shares(low: Tensor, high: Tensor) -> Indicators:
+    """Return metrics of the (T,) tokens that are held back, of negative and positive advantage."""
     return {
         "clip_ratio/low_mean": ("mean", low),
         "clip_ratio/low_min": ("sequence_min", low),
@@ -76,26 +79,38 @@ def _clip_ratios(ratio: Tensor, least: float, most: float, advantages: Tensor) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(Surrogate):
-    """PPO's clipped ratio, arXiv:1707.06347, with its later bounds.
+class ClipRange(Surrogate):
+    """What is done differently where the ratio has left a range around 1.
 
     Args:
         epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``.
         epsilon_high: upper clip distance (DAPO, arXiv:2503.14476); None: ``epsilon``.
-        delta: cap of the unclipped ratio (INTELLECT-2, arXiv:2505.07291); None: no cap.
-        dual_clip: bound ``c > 1`` of dual-clip PPO for negative advantages (arXiv:1912.09729);
-            None: off.
     """
 
     epsilon: float = number(0.2, "a number in [0, 1)", lambda x: 0 <= x < 1)
     epsilon_high: float | None = number(None, *NOT_NEGATIVE, optional=True)
-    delta: float | None = number(None, *POSITIVE, optional=True)
-    dual_clip: float | None = number(None, "a number > 1", lambda x: x > 1, optional=True)
 
     @property
     def highest(self) -> float:
         """The upper bound of the ratio."""
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def metrics(self, terms: Terms) -> Indicators:
+        return _clip_ratios(terms.ratio, 1 - self.epsilon, self.highest, terms.advantages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(ClipRange):
+    """PPO's clipped ratio, arXiv:1707.06347, with its later bounds.
+
+    Args:
+        delta: cap of the unclipped ratio (INTELLECT-2, arXiv:2505.07291); None: no cap.
+        dual_clip: bound ``c > 1`` of dual-clip PPO for negative advantages (arXiv:1912.09729);
+            None: off.
+    """
+
+    delta: float | None = number(None, *POSITIVE, optional=True)
+    dual_clip: float | None = number(None, "a number > 1", lambda x: x > 1, optional=True)
 
     def __call__(self, terms: Terms) -> Tensor:
         advantages = terms.advantages
@@ -107,11 +122,88 @@ class Clip(Surrogate):
         return torch.where(advantages < 0, bounded, loss)
 
     def metrics(self, terms: Terms) -> Indicators:
-        ratio = self._capped(terms.ratio)
-        return _clip_ratios(ratio, 1 - self.epsilon, self.highest, terms.advantages)
+        return super().metrics(terms._replace(ratio=self._capped(terms.ratio)))
 
     def _capped(self, ratio: Tensor) -> Tensor:
         return ratio if self.delta is None else ratio.clamp(max=self.delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeGppo(ClipRange):
+    """Clipped tokens keep a bounded gradient (CE-GPPO, arXiv:2509.20712).
+
+    Args:
+        ce_gppo_low: gradient of tokens below the range, over that at its lower bound.
+        ce_gppo_high: gradient of tokens above the range, over that at its upper bound.
+    """
+
+    ce_gppo_low: float = number(0.75, *NOT_NEGATIVE)
+    ce_gppo_high: float = number(1.0, *NOT_NEGATIVE)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        weight, least, advantages = terms.ratio.detach(), 1 - self.epsilon, terms.advantages
+        low = (weight < least) & (advantages < 0)
+        high = (weight > self.highest) & (advantages > 0)
+        weight = weight.masked_fill(low, self.ce_gppo_low * least)
+        weight = weight.masked_fill(high, self.ce_gppo_high * self.highest)
+        return -weight * advantages * terms.logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aspo(ClipRange):
+    """Positive advantages are weighted by the inverse ratio (ASPO, arXiv:2510.06062).
+
+    Args:
+        aspo_ratio_max: upper bound of the weights, whose tokens keep their gradient.
+    """
+
+    aspo_ratio_max: float = number(3.0, "a number > 1", lambda x: x > 1)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        ratio, advantages = terms.ratio.detach(), terms.advantages
+        clipped = torch.where(advantages > 0, ratio > self.highest, ratio < 1 - self.epsilon)
+        weight = torch.where(advantages > 0, ratio.reciprocal(), ratio)
+        weight = weight.clamp(max=self.aspo_ratio_max).masked_fill(clipped, 0.0)
+        return -weight * advantages * terms.logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fipo(Clip):
+    """Advantages are weighted by where the rest of the sequence went (FIPO, arXiv:2603.19835).
+
+    Log-ratios of tokens whose ratio is above ``dual_clip`` count as 0 in that.
+
+    Args:
+        fipo_decay_rate: tokens after which a log-ratio counts half.
+        fipo_clip: distance from 1 that the weight may have.
+        fipo_clip_high_only: no weight below 1.
+        fipo_safety_threshold: ratio above which a negative advantage gets a weight in [0.8, 1];
+            None: off.
+    """
+
+    scope = "prefix"
+    needs_token_ratios = True
+
+    fipo_decay_rate: float = number(32.0, *POSITIVE)
+    fipo_clip: float = number(0.2, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    fipo_clip_high_only: bool = choice(True, (True, False))
+    fipo_safety_threshold: float | None = number(4.0, *POSITIVE, optional=True)
+
+    def __call__(self, terms: Terms) -> Tensor:
+        return super().__call__(terms._replace(advantages=terms.advantages * self._weight(terms)))
+
+    def _weight(self, terms: Terms) -> Tensor:
+        ratio, shift = terms.ratio.detach(), terms.log_ratio.detach()
+        if self.dual_clip is not None:
+            shift = shift.masked_fill(ratio > self.dual_clip, 0.0)
+        decay = 2 ** (-1 / self.fipo_decay_rate)
+        future = terms.segments.running_sum(shift, decay, backwards=True)
+        least = 1.0 if self.fipo_clip_high_only else 1 - self.fipo_clip
+        weight = future.exp().clamp(least, 1 + self.fipo_clip)
+        if self.fipo_safety_threshold is None:
+            return weight
+        risky = (terms.advantages < 0) & (ratio > self.fipo_safety_threshold)
+        return torch.where(risky, weight.clamp(0.8, 1.0), weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +255,7 @@ class Sapo(Surrogate):
 
     def __call__(self, terms: Terms) -> Tensor:
         steepness = self.sapo_temperature_pos, self.sapo_temperature_neg
-        tau = _by_sign(terms.advantages > 0, *steepness, terms.ratio)
+        tau = by_sign(terms.advantages > 0, *steepness, terms.ratio)
         return -(4 / tau) * _sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 
@@ -209,8 +301,8 @@ class Vespo(Surrogate):
         return total.clamp(self.LOG_FLOOR, self.LOG_CEILING)
 
     def _phi(self, log_weight: Tensor, positive: Tensor) -> Tensor:
-        k = _by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_weight)
-        lam = _by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_weight)
+        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_weight)
+        lam = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_weight)
         lam = lam.clamp(min=1e-4)
         phi = torch.exp(lam + k * log_weight - lam * log_weight.exp())
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -231,7 +323,7 @@ class Gmpo(Surrogate):
 
     def __call__(self, terms: Terms) -> Tensor:
         # min(rho^s, exp(clip)^s)^s of the paper, in log space
-        sign = _by_sign(terms.advantages >= 0, 1.0, -1.0, terms.delta)
+        sign = by_sign(terms.advantages >= 0, 1.0, -1.0, terms.delta)
         clipped = sign * (sign * terms.log_ratio).clamp(max=self.gmpo_clip)
         ratio = terms.segments.expand(terms.segments.mean(clipped)).exp()
         return -ratio * terms.advantages
@@ -255,54 +347,3 @@ class Topr(Surrogate):
         tapered = terms.ratio.clamp(0, 1).detach()
         weight = torch.where(terms.advantages >= 0, torch.ones_like(tapered), tapered)
         return -weight * terms.advantages * terms.logprobs
-
-
-@dataclass(frozen=True)
-class NamedLoss:
-    """What ``loss_type`` stands for."""
-
-    surrogate: type[Surrogate]
-    aggregation: str  # a name of AGGREGATIONS
-    source: str  # the paper
-    importance_sampling_level: str = "token"
-
-    @property
-    def ratio_level(self) -> RatioLevel:
-        """What ``importance_sampling_level`` stands for."""
-        return RATIO_LEVELS[self.importance_sampling_level]
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The names of the surrogate's settings."""
-        return tuple(item.name for item in fields(self.surrogate))
-
-
-LOSSES: dict[str, NamedLoss] = {
-    "grpo": NamedLoss(Clip, "sequence_mean", "DeepSeekMath, arXiv:2402.03300"),
-    "bnpo": NamedLoss(Clip, "token_mean", "arXiv:2506.02864"),
-    "dr_grpo": NamedLoss(Clip, "fixed_length", "Dr. GRPO, arXiv:2503.20783"),
-    "dapo": NamedLoss(Clip, "window_token_mean", "arXiv:2503.14476"),
-    "luspo": NamedLoss(Clip, "sequence_sum", "arXiv:2602.05261", "sequence"),
-    "gspo": NamedLoss(Clip, "sequence_mean", "arXiv:2507.18071", "sequence"),
-    "cispo": NamedLoss(Cispo, "window_token_mean", "MiniMax-M1, arXiv:2506.13585"),
-    "sapo": NamedLoss(Sapo, "sequence_mean", "arXiv:2511.20347"),
-    "vespo": NamedLoss(Vespo, "window_token_mean", "arXiv:2602.10693"),
-    "gmpo": NamedLoss(Gmpo, "sequence_mean", "arXiv:2507.20673"),
-    "pg": NamedLoss(Pg, "window_token_mean", "arXiv:2504.02546"),
-    "topr": NamedLoss(Topr, "window_token_mean", "arXiv:2503.14286"),
-}
-
-
-def register_loss(name: str, loss: NamedLoss) -> None:
-    """Make ``loss`` known as ``name`` to configs, the command line, tests and benchmarks.
-
-    Raises:
-        ValueError: the name is taken, or a part of the loss is unknown.
-    """
-    if name in LOSSES:
-        raise ValueError(f"loss {name!r} is already registered")
-    if not (isinstance(loss.surrogate, type) and issubclass(loss.surrogate, Surrogate)):
-        raise ValueError(f"surrogate: expected a subclass of Surrogate, got {loss.surrogate!r}")
-    check_name("aggregation", loss.aggregation, AGGREGATIONS)
-    check_name("importance_sampling_level", loss.importance_sampling_level, RATIO_LEVELS)
-    LOSSES[name] = loss

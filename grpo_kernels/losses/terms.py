@@ -6,6 +6,7 @@ estimators as in J. Schulman, "Approximating KL Divergence" (2020).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from grpo_kernels.ranks import gather
 
 # exp(20) is 5e8: far outside every trust region, far inside fp32
 LOG_RATIO_LIMIT = 20.0
+LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Terms(NamedTuple):
     """The per-token quantities that losses are written in."""
 
     logprobs: Tensor  # (T,) lp, carries the gradient
+    old_logprobs: Tensor  # (T,) lo, what the ratio is against
     delta: Tensor  # (T,) lp - lo, before the ratio map
     log_ratio: Tensor  # (T,) u = the ratio map of delta, clamped
     ratio: Tensor  # (T,) exp(u)
@@ -53,21 +56,6 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
     "token": RatioLevel(lambda delta, *_: delta, False),  # PPO, arXiv:1707.06347
     "sequence": RatioLevel(_sequence, True),  # GSPO, arXiv:2507.18071
     "sequence_token": RatioLevel(_sequence_token, True),  # GSPO-token, of the same paper
-}
-
-
-class CorrectionMode(NamedTuple):
-    """One way to turn ``exp(lo - ls)`` into a bounded weight."""
-
-    per_sequence: bool
-    truncate: bool  # clamp to the bounds; otherwise zero outside of them
-
-
-CORRECTION_MODES: dict[str, CorrectionMode] = {
-    "token_truncate": CorrectionMode(per_sequence=False, truncate=True),
-    "token_mask": CorrectionMode(per_sequence=False, truncate=False),
-    "sequence_truncate": CorrectionMode(per_sequence=True, truncate=True),
-    "sequence_mask": CorrectionMode(per_sequence=True, truncate=False),
 }
 
 
@@ -116,37 +104,126 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class CorrectionMode(NamedTuple):
+    """One way to turn log-ratios ``e = lo - ls`` into a bounded weight of tokens or sequences.
+
+    What is held to the bounds is ``exp(e)`` or an estimate of the KL divergence, token by token or
+    reduced over the sequence.
+    """
+
+    reduce: str | None = None  # the method of Segments; None: token by token
+    estimate: Callable[[Tensor], Tensor] | None = None  # of the divergence; None: the ratio
+    truncate: bool = False  # clamp to the bounds; otherwise zero outside of them
+    weighs: bool = True  # inside of them by the ratio; False: by 1
+
+    @property
+    def per_sequence(self) -> bool:
+        return self.reduce is not None
+
+    def weight(
+        self, log_ratio: Tensor, segments: Segments, low: float | None, high: float | None
+    ) -> Tensor:
+        """Return the weights of (T,) log-ratios, (T,) or (B,)."""
+        value = log_ratio if self.estimate is None else self.estimate(log_ratio)
+        if self.reduce is not None:
+            value = getattr(segments, self.reduce)(value)
+        if self.estimate is None:
+            value = value.exp()
+        # without an upper bound it ends at a finite number, since infinity times 0 is NaN
+        if self.truncate:
+            return value.clamp(min=low, max=LARGEST_WEIGHT if high is None else high)
+        outside = value != value.clamp(0.0 if low is None else low, high)
+        if not self.weighs:
+            value = torch.ones_like(value)
+        elif self.reduce == "mean":  # the bounds are for the geometric mean, the weight is whole
+            value = segments.sum(log_ratio).exp()
+        return value.clamp(max=LARGEST_WEIGHT).masked_fill(outside, 0.0)
+
+
+# truncated and masked importance sampling, and rejection: verl's rollout_is and rollout_rs, of
+# "When Speed Kills Stability" (richardli.xyz/rl-collapse)
+CORRECTION_MODES: dict[str, CorrectionMode] = {
+    "token_truncate": CorrectionMode(truncate=True),
+    "token_mask": CorrectionMode(),
+    "sequence_truncate": CorrectionMode("sum", truncate=True),
+    "sequence_mask": CorrectionMode("sum"),
+    "geometric_mask": CorrectionMode("mean"),
+    **{
+        f"{level}_{name}": CorrectionMode(reduce, estimate, weighs=False)
+        for level, reduce in {
+            "token": None,
+            "sequence_sum": "sum",
+            "sequence_mean": "mean",
+            "sequence_max": "max",
+        }.items()
+        for name, estimate in {"k1": None, **{k: KL_ESTIMATORS[k] for k in ("k2", "k3")}}.items()
+        if (level, name) != ("sequence_max", "k1")
+    },
+}
+
+
+class Counted(NamedTuple):
+    """What a mean divides by, in this micro-batch and per rank."""
+
+    sequences: float
+    tokens: float
+    tokens_of: Tensor | None = None  # (T,) fp64, 1 for those that count; None: all do
+
+    @classmethod
+    def of(cls, batch: TokenBatch, with_zero_variance: bool) -> Counted:
+        """Count a batch's sequences, or those of them that have an advantage."""
+        segments, ranks = batch.segments, batch.num_ranks
+        if with_zero_variance:
+            return cls(batch.num_sequences / ranks, segments.num_tokens / ranks)
+        lengths, active = host.values(batch.whole_counts)  # known: checked at the API edge
+        kept = [length for length, few in zip(lengths, active, strict=True) if few]
+        advantages = segments.sum((batch.advantages != 0).double())
+        tokens_of = segments.expand((advantages > 0).double())
+        return cls(len(kept) / ranks, sum(kept) / ranks, tokens_of)
+
+
 class Aggregation(NamedTuple):
     """How per-token losses become one number."""
 
     # of a batch, and the constant length: (T,), () or a number
-    weight: Callable[[TokenBatch, Any], Tensor | float]
-    # divided by the gradient accumulation steps here; otherwise num_items_in_batch spans them
+    weight: Callable[[TokenBatch, Counted, Any], Tensor | float]
+    # divided by the gradient accumulation steps here; otherwise a number spans them
     per_micro_batch: bool = True
     divides_by_max_length: bool = False
     by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
+    counts_tokens: bool = False  # it divides by a number of tokens, which the caller may give
+    by_prompt: bool = False  # it needs to know how many tokens each sequence's prompt has
 
 
-def _sequences(batch: TokenBatch) -> float:
-    return batch.num_sequences / batch.num_ranks or 1
-
-
-def _sequence_mean(batch: TokenBatch, max_length: int | None) -> Tensor:
+def _sequence_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
-    return batch.segments.expand((lengths * _sequences(batch)).reciprocal())
+    return batch.segments.expand((lengths * (counted.sequences or 1)).reciprocal())
 
 
-def token_mean(batch: TokenBatch, max_length: int | None = None) -> Tensor | float:
+def token_mean(
+    batch: TokenBatch, counted: Counted, max_length: int | None = None
+) -> Tensor | float:
     """Return the weight of a token in a mean over a micro-batch."""
-    return _inverse(batch.num_tokens_in_micro_batch, batch.segments.num_tokens / batch.num_ranks)
+    return _inverse(batch.num_tokens_in_micro_batch, counted.tokens)
 
 
-def _window_token_mean(batch: TokenBatch, max_length: int | None) -> Tensor | float:
-    tokens = batch.segments.num_tokens / batch.num_ranks * batch.gradient_accumulation_steps
+def _window_token_mean(
+    batch: TokenBatch, counted: Counted, max_length: int | None
+) -> Tensor | float:
+    tokens = counted.tokens * batch.gradient_accumulation_steps
     return _inverse(batch.num_items_in_batch, tokens)
 
 
-def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
+def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
+    # a mean over each prompt's tokens, then over prompts: ScaleRL, arXiv:2510.13786, section 3.2
+    assert batch.prompt_tokens is not None  # checked at the API edge
+    share = batch.segments.expand(batch.prompt_tokens.clamp(min=1).reciprocal())
+    counts = share if counted.tokens_of is None else share * counted.tokens_of
+    prompts = batch.segments.sum_all(counts) / batch.num_ranks * batch.gradient_accumulation_steps
+    return share * _inverse(batch.num_prompts, prompts)
+
+
+def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
     """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
     count = otherwise if given is None else host.number(given)
     # 0 only when no process has a token; a fraction is a share of processes or steps
@@ -157,10 +234,14 @@ def _inverse(given: Tensor | None, otherwise: float) -> Tensor | float:
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
-    "sequence_sum": Aggregation(lambda batch, _: 1.0 / _sequences(batch), by_sequence=True),
-    "token_mean": Aggregation(token_mean),
-    "fixed_length": Aggregation(
-        lambda batch, length: 1.0 / (_sequences(batch) * length), divides_by_max_length=True
+    "sequence_sum": Aggregation(
+        lambda batch, counted, _: 1.0 / (counted.sequences or 1), by_sequence=True
     ),
-    "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False),
+    "token_mean": Aggregation(token_mean, counts_tokens=True),
+    "fixed_length": Aggregation(
+        lambda batch, counted, length: 1.0 / ((counted.sequences or 1) * length),
+        divides_by_max_length=True,
+    ),
+    "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False, counts_tokens=True),
+    "prompt_mean": Aggregation(_prompt_mean, per_micro_batch=False, by_prompt=True),
 }

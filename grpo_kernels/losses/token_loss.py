@@ -6,7 +6,6 @@ and let autograd derive the gradient. :func:`policy_loss` is the loss in plain t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -20,12 +19,11 @@ from grpo_kernels.losses.metrics import Metrics, Reductions, Stat, indicator_val
 from grpo_kernels.losses.terms import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
+    Counted,
     Terms,
     token_mean,
     top_entropy_gate,
 )
-
-_LARGEST_WEIGHT = math.exp(LOG_RATIO_LIMIT)
 
 
 class Weights(NamedTuple):
@@ -61,7 +59,7 @@ class Evaluation(NamedTuple):
     loss: Tensor  # surrogate with its gates, plus beta * KL
     contributions: Tensor  # what each token adds to the loss of the batch
     terms: Terms
-    old_logprobs: Tensor
+    before_update: Tensor  # log-probabilities that the engine's are compared with
     kl: Tensor | None
     entropy_gate: Tensor | None
     correction: Tensor | None  # (B,) for a per-sequence mode
@@ -78,12 +76,15 @@ def static_weights(
         return torch.full_like(batch.advantages, weight, dtype=dtype)
 
     steps, entropy = batch.gradient_accumulation_steps, None
-    policy = config.aggregation.weight(batch, config.max_completion_length)
+    counted = Counted.of(batch, not config.exclude_zero_variance)
+    policy = config.aggregation.weight(batch, counted, config.max_completion_length)
+    if counted.tokens_of is not None:
+        policy = policy * counted.tokens_of
     if config.aggregation.per_micro_batch:
         policy = policy / steps
     if config.entropy_coef != 0:
         scale = 1.0 if batch.entropy_scale is None else host.number(batch.entropy_scale)
-        entropy = per_token(token_mean(batch) / steps * scale)
+        entropy = per_token(token_mean(batch, Counted.of(batch, True)) / steps * scale)
     return Weights(per_token(policy), entropy)
 
 
@@ -101,13 +102,13 @@ def evaluate(
     entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
 ) -> Evaluation:
     """Evaluate the loss per token: surrogate, gates, rollout correction, then the KL penalty."""
-    old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
-    correction, token_correction = _correction(x, old, segments, config)
+    old, before = _compared_with(x, config)
+    correction, token_correction = _correction(x, before, segments, config)
     delta = x.logprobs - old
     log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratios = delta, log_ratio, log_ratio.exp()
-    terms = Terms(x.logprobs, *ratios, x.advantages, token_correction, segments)
+    terms = Terms(x.logprobs, old, *ratios, x.advantages, token_correction, segments)
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
@@ -139,7 +140,7 @@ def evaluate(
             gated = segments.sum_all(entropy_gate).clamp(min=1)
             weight = weight * entropy_gate * (segments.num_tokens / gated)
         contributions = contributions - config.entropy_coef * weight * x.entropy
-    return Evaluation(loss, contributions, terms, old, kl, entropy_gate, correction)
+    return Evaluation(loss, contributions, terms, before, kl, entropy_gate, correction)
 
 
 def run_stage(
@@ -157,6 +158,17 @@ def run_stage(
     return each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
+def _compared_with(x: TokenInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return what the ratio is against, and the trainer's own that the engine's are held to."""
+    policy = x.logprobs.detach()
+    old = policy if x.old_logprobs is None else x.old_logprobs
+    if not config.bypasses:
+        return old, old
+    assert x.rollout_logprobs is not None  # checked at the API edge
+    # NaN: the engine does not know it
+    return torch.where(x.rollout_logprobs.isnan(), old, x.rollout_logprobs), policy
+
+
 def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -166,14 +178,8 @@ def _correction(
         return x.rollout_weights, x.rollout_weights
     # NaN: the engine does not know it, and nothing is corrected
     log_ratio = (old - x.rollout_logprobs).nan_to_num(nan=0.0).detach()
-    weight = (segments.sum(log_ratio) if mode.per_sequence else log_ratio).exp()
     low, high = config.rollout_correction_min, config.rollout_correction_max
-    # without an upper bound it ends at a finite number, since infinity times 0 is NaN
-    if mode.truncate:
-        weight = weight.clamp(min=low, max=_LARGEST_WEIGHT if high is None else high)
-    else:
-        outside = weight != weight.clamp(0.0 if low is None else low, high)
-        weight = weight.clamp(max=_LARGEST_WEIGHT).masked_fill(outside, 0.0)
+    weight = mode.weight(log_ratio, segments, low, high)
     return weight, segments.expand(weight) if mode.per_sequence else weight
 
 
@@ -251,6 +257,27 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
             f"ref_logprobs: expected the reference's log-probabilities for beta = {config.beta}, "
             "got None"
         )
+    if config.bypasses and batch.rollout_logprobs is None:
+        raise ValueError(
+            "rollout_logprobs: expected the rollout engine's log-probabilities, which the ratio of "
+            f"{config.loss_type} is against (with bypass_mode=False it is against the old "
+            "policy's), got None"
+        )
+    if config.aggregation.by_prompt and batch.prompt_tokens is None:
+        raise ValueError(
+            "prompt_tokens: expected how many tokens the prompt of each sequence has, for a mean "
+            "over prompts, got None"
+        )
+    if config.exclude_zero_variance and batch.active_lengths is None:
+        raise ValueError(
+            "active_lengths: expected them beside lengths, to tell which sequences count "
+            "(exclude_zero_variance), got None"
+        )
+    if config.surrogate.scope == "prefix" and batch.sequence_group is not None:
+        raise ValueError(
+            f"sequence_group: expected None for {config.loss_type}, which sums along each sequence "
+            "and needs all its tokens in order, got one"
+        )
     mode = config.correction_mode
     if batch.rollout_logprobs is None or mode is None:
         return
@@ -262,7 +289,7 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
     if config.surrogate.uses_rollout_weight and mode.per_sequence:
         raise ValueError(
             f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
-            "'token_truncate' or 'token_mask' with rollout_logprobs, got "
+            "one of tokens, as 'token_truncate' or 'token_mask', with rollout_logprobs, got "
             f"{config.rollout_correction_mode!r}"
         )
 
@@ -302,7 +329,7 @@ def loss_stats(
     found["perplexity"] = "perplexity", logprobs
     if x.rollout_logprobs is not None:  # of the engine, against the trainer's
         known = ~x.rollout_logprobs.isnan()
-        difference = (evaluation.old_logprobs - x.rollout_logprobs).double()
+        difference = (evaluation.before_update - x.rollout_logprobs).double()
         for kind in ("mean", "max"):
             found[f"sampling/sampling_logp_difference/{kind}"] = kind, difference.abs(), known
         found["sampling/mismatch_kl_k1"] = "mean", -difference, known

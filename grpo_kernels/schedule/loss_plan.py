@@ -52,7 +52,7 @@ class Plan(LogprobsPlan):
 
     @property
     def scope(self) -> str:
-        """How far one token's gradient reaches: "token", "sequence" or "batch"."""
+        """What a token's loss depends on: "token", "prefix", "sequence" or "batch"."""
         return self.config.scope(self.batch.rollout_logprobs is not None)
 
     @property

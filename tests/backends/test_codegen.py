@@ -94,6 +94,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
     "minimum": lambda x: torch.minimum(x, torch.zeros_like(x)),
     "exp": torch.exp,
+    "expm1": torch.expm1,
     "k3": KL_ESTIMATORS["k3"],
     "k3, derivative": lambda x: with_gradient(KL_ESTIMATORS["k3"])(x)[1],
     "log": torch.log,

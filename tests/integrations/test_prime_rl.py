@@ -23,7 +23,7 @@ prime_rl = copied("grpo_prime_rl")
 B, S, D, V = 2, 7, 16, 61
 HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
 SOFTCAP = 1.5
-SUMMED = ("dapo", "cispo", "vespo", "pg", "topr")
+SUMMED = ("dapo", "cispo", "vespo", "pg", "ipo", "cppo")
 _SETTINGS: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
 
 Host = dict[str, ModuleType]
@@ -147,7 +147,9 @@ def own_loss(inputs: Any, loss_type: str, **settings: Any) -> Tensor:
         inputs.loss_mask[None], old_logprobs=inputs.inference_logprobs[None],
         ref_logprobs=inputs.ref_logprobs[None], num_items_in_batch=torch.tensor(1.0),
     )  # fmt: skip
-    config = LossConfig(loss_type=loss_type, rollout_correction_mode=None, **settings)
+    config = LossConfig(
+        loss_type=loss_type, rollout_correction_mode=None, bypass_mode=False, **settings
+    )
     return policy_loss(inputs.trainer_logprobs[inputs.loss_mask], batch, config)[0]
 
 

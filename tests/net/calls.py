@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.net import oracle
 from tests.net.cases import LOSSES, Case
 from tests.net.checks import check
 
@@ -13,14 +14,24 @@ _SHAPE: dict[str, Any] = dict(
     backend="triton", lengths=(3, 1, 5), depth=16, vocab=129, masked=True, advantages="some_zero"
 )
 _TERMS = {"beta": 0.04, "entropy_coef": 0.01}
+_NEEDED = {
+    "dr_grpo": {"max_completion_length": 9},
+    "trm": {"trm_threshold": 0.05},
+    "vaco": {"vaco_threshold": 0.05},
+}
 _OUTPUTS = ("logprobs", "entropy", "lse", "is_top1", "sum_sq_probs", "max_logit", "min_logit")
 
 CALLS = {
     **{
-        f"{loss}": Case(loss_type=loss, settings=_TERMS, dtype="bfloat16", **_SHAPE)
+        f"{loss}": Case(
+            loss_type=loss,
+            settings=_TERMS | _NEEDED.get(loss, {}),
+            rollout="given" if loss in oracle.GATED else "absent",
+            dtype="bfloat16",
+            **_SHAPE,
+        )
         for loss in LOSSES
     },
-    "dr_grpo": Case(loss_type="dr_grpo", settings={"max_completion_length": 9}, **_SHAPE),
     "tokens' ratios by sequence": Case(
         settings={"importance_sampling_level": "sequence_token", "kl_estimator": "k1", "beta": 1.0},
         **_SHAPE,

@@ -30,7 +30,10 @@ TWISTS = (
     "no_grad",
     "compile",  # of cases that are drawn for it: it takes a second
 )
-LOSSES = (*oracle.CLIPPED, "cispo", "sapo", "vespo", "gmpo", "pg", "topr")
+LOSSES = (
+    *oracle.CLIPPED, "cispo", "sapo", "vespo", "gmpo", "pg", "topr", "ce_gppo", "aspo", "fipo",
+    *oracle.GATED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,29 @@ _NUMBERS = {
     "vespo_k_neg": (3.0, 0.0),
     "vespo_lambda_neg": (2.0, 0.0),
     "gmpo_clip": (0.4, 0.05, 3.0),
+    "ce_gppo_low": (0.75, 0.0, 0.25),
+    "ce_gppo_high": (1.0, 0.5),
+    "aspo_ratio_max": (3.0, 1.2),
+    "fipo_decay_rate": (32.0, 2.0),
+    "fipo_clip": (0.2, 0.0),
+    "fipo_clip_high_only": (True, False),
+    "fipo_safety_threshold": (4.0, 1.1, None),
+    "dppo_tv_low": (0.2, 0.01),
+    "dppo_tv_high": (0.2, 0.02),
+    "dppo_kl_low": (0.05, 0.001),
+    "dppo_kl_high": (0.05, 0.002),
+    "dppo_ratio_max": (20.0, 1.1),
+    "dppo_tau": (0.0, 1e-2),
+    "ipo_threshold": (0.1, 0.01),
+    "ipo_tau": (1e-3, 0.0),
+    "icepop_low": (0.2, 0.95),
+    "icepop_high": (5.0, 1.05),
+    "kpop_threshold": (0.1, 0.001),
+    "trm_threshold": (0.05, 0.001),
+    "vaco_threshold": (0.2, 0.02),
+    "cppo_delta": (0.2, 0.02),
+    "cppo_w_min": (0.8, 1.0, 0.3),
+    "cppo_delta_b": (0.02, 0.0, 0.2),
 }
 _OWN = {
     **dict.fromkeys(oracle.CLIPPED, ("epsilon", "epsilon_high", "delta", "dual_clip")),
@@ -124,7 +150,16 @@ _OWN = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     "gmpo": ("gmpo_clip",),
+    "ce_gppo": ("epsilon", "epsilon_high", "ce_gppo_low", "ce_gppo_high"),
+    "aspo": ("epsilon", "epsilon_high", "aspo_ratio_max"),
+    **{
+        name: tuple(setting for setting in _NUMBERS if setting.startswith(name))
+        for name in oracle.GATED
+    },
 }
+_OWN["fipo"] = (*_OWN["dapo"], *(name for name in _NUMBERS if name.startswith("fipo")))
+for _name in ("dppo_tv", "dppo_kl"):
+    _OWN[_name] += ("dppo_ratio_max", "dppo_tau")
 _MODIFIERS: dict[str, st.SearchStrategy] = {
     "beta": _mostly(0.0, 0.04, 1.0),
     "kl_estimator": st.sampled_from(("k3", "k1", "k2", "abs")),
@@ -134,10 +169,34 @@ _MODIFIERS: dict[str, st.SearchStrategy] = {
     "off_policy_mask_threshold": _mostly(None, -0.1, 0.05, 0.5),
     "temperature": _mostly(1.0, 0.6, 1.7, 50.0),
     "importance_sampling_level": _mostly(None, "token", "sequence", "sequence_token"),
-    "rollout_correction_mode": st.sampled_from(
-        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None)
+    "loss_aggregation": _mostly(
+        None,
+        "token_mean",
+        "window_token_mean",
+        "sequence_mean",
+        "sequence_sum",
+        "fixed_length",
+        "prompt_mean",
     ),
-    "rollout_correction_max": st.sampled_from((3.0, 1.1, None)),
+    "exclude_zero_variance": _mostly(False, True),
+    "bypass_mode": _mostly(None, False, True),
+    "rollout_correction_mode": _mostly(
+        None,
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_mask",
+        "token_k1",
+        "token_k3",
+        "sequence_sum_k1",
+        "sequence_sum_k2",
+        "sequence_mean_k1",
+        "sequence_mean_k3",
+        "sequence_max_k2",
+        "sequence_max_k3",
+    ),
+    "rollout_correction_max": st.sampled_from((3.0, 1.1, 0.03, None)),
     "rollout_correction_min": _mostly(None, 0.5, 0.95),
 }
 
@@ -146,16 +205,20 @@ def _settings(draw: Callable[[st.SearchStrategy], Any], loss_type: str, rollout:
     """Draw the settings of a loss, without those that it refuses."""
     own = {name: st.sampled_from(_NUMBERS[name]) for name in _OWN.get(loss_type, ())}
     drawn = {name: draw(values) for name, values in (own | _MODIFIERS).items()}
-    if loss_type == "dr_grpo":
+    if loss_type == "dr_grpo" or drawn["loss_aggregation"] == "fixed_length":
         drawn["max_completion_length"] = 9
-    if loss_type in ("vespo", "gmpo"):
+    if loss_type in oracle.OWN_RATIOS:
         del drawn["importance_sampling_level"]
+    if rollout in ("weights", "absent"):  # without what the engine says there is no such ratio
+        drawn["bypass_mode"] = False
     if rollout == "weights" or rollout == "absent":
         drawn["rollout_correction_mode"] = None
-    elif loss_type == "vespo" and (drawn["rollout_correction_mode"] or "")[:1] == "s":
+    elif loss_type == "vespo" and (drawn["rollout_correction_mode"] or "")[:1] in ("s", "g"):
         drawn["rollout_correction_mode"] = "token_truncate"
     if drawn["rollout_correction_mode"] is None:
         del drawn["rollout_correction_min"], drawn["rollout_correction_max"]
+    elif drawn["rollout_correction_max"] == 0.03:
+        del drawn["rollout_correction_min"]
     # what is as it is by default does not have to be said, or read in a repro
     usual = oracle.DEFAULTS | dict(importance_sampling_level=None)
     return {n: v for n, v in drawn.items() if v != usual[n]}
@@ -229,6 +292,8 @@ def cases(
         values |= dict(tied=False, bounded=False, entry="function", twist="none")
         values["vocab"] = max(2, values["vocab"])
         values["threads"] = 1
+        if values.get("loss_type") in oracle.ORDERED:  # whose sequences stay whole
+            values["shared"] = "vocab"
         if values["shared"] == "sequences":
             values["packed"] = False
             values["main_grad"] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -292,7 +293,8 @@ class Judge:
 
 def rows_with_gradient(x: oracle.Rollout, c: Any) -> Tensor:
     """Return which tokens can have a gradient, (T,) bool."""
-    if c.beta or c.entropy_coef:
+    tau = {"dppo_tv": c.dppo_tau, "dppo_kl": c.dppo_tau, "ipo": c.ipo_tau}.get(c.loss_type)
+    if c.beta or c.entropy_coef or tau:
         return torch.ones(x.num_valid, dtype=torch.bool)
     keep = x.advantages != 0
     return x.expand(x.sums(keep.double())) > 0 if whole_sequences(x, c) else keep
@@ -301,11 +303,14 @@ def rows_with_gradient(x: oracle.Rollout, c: Any) -> Tensor:
 def of_rows(x: oracle.Rollout, keep: Tensor) -> oracle.Rollout:
     """Return the tokens of an index, without the sequences that have none."""
     lengths = tuple(int(n) for n in x.sums(keep.double()) if n)
-    parts = {
+    parts: dict[str, Any] = {
         name: getattr(x, name)[keep]
         for name in ("advantages", "old", "ref", "rollout", "rollout_weights")
         if getattr(x, name) is not None
     }
+    if x.prompt_tokens is not None:
+        occupied = [bool(n) for n in x.sums(keep.double())]
+        parts["prompt_tokens"] = tuple(itertools.compress(x.prompt_tokens, occupied))
     return replace(x, lengths=lengths, **parts)
 
 
@@ -313,7 +318,7 @@ def whole_sequences(x: oracle.Rollout, c: Any) -> bool:
     """Return whether a token's gradient reaches the other tokens of its sequence."""
     return (
         c.importance_sampling_level != "token"
-        or c.loss_type in ("vespo", "gmpo")
+        or c.loss_type in oracle.OWN_SEQUENCES
         or c.off_policy_mask_threshold is not None
         or c.top_entropy_quantile < 1
         or (x.rollout is not None and oracle._by_sequence(x, c))

@@ -42,8 +42,39 @@ DEFAULTS: dict[str, Any] = dict(
     vespo_k_neg=3.0,
     vespo_lambda_neg=2.0,
     gmpo_clip=0.4,
+    bypass_mode=None,
+    loss_aggregation=None,
+    exclude_zero_variance=False,
+    ce_gppo_low=0.75,
+    ce_gppo_high=1.0,
+    aspo_ratio_max=3.0,
+    fipo_decay_rate=32.0,
+    fipo_clip=0.2,
+    fipo_clip_high_only=True,
+    fipo_safety_threshold=4.0,
+    dppo_tv_low=0.2,
+    dppo_tv_high=0.2,
+    dppo_kl_low=0.05,
+    dppo_kl_high=0.05,
+    dppo_ratio_max=20.0,
+    dppo_tau=0.0,
+    ipo_threshold=0.1,
+    ipo_tau=1e-3,
+    icepop_low=0.2,
+    icepop_high=5.0,
+    kpop_threshold=0.1,
+    trm_threshold=None,
+    vaco_threshold=None,
+    cppo_delta=0.2,
+    cppo_w_min=0.8,
+    cppo_delta_b=0.02,
 )
 SEQUENCE_RATIO = ("gspo", "luspo")
+GATED = ("dppo_tv", "dppo_kl", "ipo", "icepop", "kpop", "trm", "vaco", "cppo")
+# that form what they need of a sequence themselves
+OWN_RATIOS = ("vespo", "gmpo", "fipo", *GATED)
+OWN_SEQUENCES = ("vespo", "gmpo", "fipo", "trm", "vaco", "cppo")
+ORDERED = ("fipo", "cppo")  # whose sums run along a sequence
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo")
 
 
@@ -129,6 +160,8 @@ class Rollout:
     rollout_weights: Tensor | None = None
     num_items: float | None = None
     num_tokens: float | None = None
+    prompt_tokens: tuple[int, ...] | None = None  # of all sequences of each one's prompt
+    num_prompts: float | None = None
     entropy_scale: float = 1.0
     steps: int = 1
 
@@ -163,6 +196,8 @@ def settings_of(loss_type: str, settings: dict[str, Any]) -> SimpleNamespace:
     c = SimpleNamespace(**DEFAULTS | settings, loss_type=loss_type)
     if c.importance_sampling_level is None or "importance_sampling_level" not in settings:
         c.importance_sampling_level = "sequence" if loss_type in SEQUENCE_RATIO else "token"
+    if c.bypass_mode is None:
+        c.bypass_mode = loss_type in GATED
     if c.epsilon_high is None:
         c.epsilon_high = c.epsilon
     return c
@@ -175,11 +210,15 @@ def policy_loss(
     c: SimpleNamespace,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the () loss and its metrics; a metric that nothing contributes to is NaN."""
-    old = logprobs.detach() if x.old is None else x.old.to(logprobs)
+    old = before = logprobs.detach() if x.old is None else x.old.to(logprobs)
+    if c.bypass_mode:
+        assert x.rollout is not None
+        engine = x.rollout.to(logprobs)
+        old, before = torch.where(engine.isnan(), old, engine), logprobs.detach()
     advantages = x.advantages.to(logprobs)
     log_ratio = _log_ratio(logprobs, old, x, c)
     ratio = log_ratio.exp()
-    weights = _correction(old, x, c)  # (T,) or (B,) or None
+    weights = _correction(before, x, c)  # (T,) or (B,) or None
     per_token = x.expand(weights) if _by_sequence(x, c) and weights is not None else weights
 
     each, metrics = _surrogate(logprobs, old, log_ratio, advantages, per_token, x, c)
@@ -213,9 +252,9 @@ def policy_loss(
             share = share * x.num_valid / gate.sum().clamp(min=1)
         bonus = (share * entropy).sum() / (count or 1) / x.steps * x.entropy_scale
         loss = policy - c.entropy_coef * bonus
-        window = 1 if c.loss_type in ("dapo", "cispo", "vespo", "pg", "topr") else x.steps
+        window = 1 if aggregation(c) in ("window_token_mean", "prompt_mean") else x.steps
         metrics["policy_loss"] = policy * window
-    metrics |= _common_metrics(logprobs, entropy, ratio, weights, old, gate, x)
+    metrics |= _common_metrics(logprobs, entropy, ratio, weights, before, gate, x)
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
@@ -240,7 +279,22 @@ def _surrogate(
     """Return the per-token loss (T,), and the metrics of this loss."""
     ratio, up = log_ratio.exp(), advantages >= 0
     one_each = c.importance_sampling_level != "token" and not x.per_token
-    if c.loss_type in CLIPPED:
+    if c.loss_type in GATED:
+        return _gated(logprobs, old, ratio.detach(), advantages, x, c)
+    if c.loss_type == "fipo":
+        advantages = advantages * _influence(log_ratio.detach(), advantages, x, c)
+    if c.loss_type in ("ce_gppo", "aspo"):
+        low = (ratio < 1 - c.epsilon) & (advantages < 0)
+        high = (ratio > 1 + c.epsilon_high) & (advantages > 0)
+        each = ratio.detach()
+        if c.loss_type == "ce_gppo":
+            each = torch.where(low, c.ce_gppo_low * (1 - c.epsilon), each)
+            each = torch.where(high, c.ce_gppo_high * (1 + c.epsilon_high), each)
+        else:
+            each = torch.where(advantages > 0, 1 / each, each).clamp(max=c.aspo_ratio_max)
+            each = torch.where(low | high, 0.0, each)
+        return -each * advantages * logprobs, _clip_metrics(low, high, x, one_each)
+    if c.loss_type in CLIPPED or c.loss_type == "fipo":
         free = ratio if c.delta is None else ratio.clamp(max=c.delta)
         held = ratio.clamp(1 - c.epsilon, 1 + c.epsilon_high)
         # the gradient of equal values is that of the free one
@@ -269,6 +323,87 @@ def _surrogate(
         return _vespo(logprobs, old, advantages, weights, x, c)
     tapered = torch.where(up, 1.0, ratio.detach().clamp(max=1.0))
     return -(tapered if c.loss_type == "topr" else 1.0) * advantages * logprobs, {}
+
+
+def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return the divergence of two coins that show this token, by their log-probabilities."""
+    p, q = p.clamp(min=-80.0), q.clamp(min=-80.0)
+    rest, other = ((-torch.expm1(lp)).clamp(min=1e-8) for lp in (p, q))
+    return p.exp() * (p - q) + rest * torch.log(rest / other)
+
+
+def _gated(
+    logprobs: Tensor,
+    old: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    x: Rollout,
+    c: SimpleNamespace,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    own, up, down = logprobs.detach(), advantages > 0, advantages < 0
+    rise, tau = own.exp() - old.exp(), 0.0
+    if c.loss_type == "dppo_tv":
+        drop = (up & (rise > c.dppo_tv_high)) | (down & (-rise > c.dppo_tv_low))
+    elif c.loss_type == "dppo_kl":
+        kl = _binary_kl(old, own)
+        drop = (up & (own > old) & (kl > c.dppo_kl_high)) | (
+            down & (own < old) & (kl > c.dppo_kl_low)
+        )
+    elif c.loss_type == "ipo":
+        drop, tau = rise.abs() > c.ipo_threshold, c.ipo_tau
+    elif c.loss_type == "icepop":
+        drop = ((own - old).exp() < c.icepop_low) | ((own - old).exp() > c.icepop_high)
+    elif c.loss_type == "kpop":
+        drop = torch.maximum(_binary_kl(old, own), _binary_kl(own, old)) > c.kpop_threshold
+    elif c.loss_type == "trm":
+        kl = _binary_kl(old, own)
+        largest = [kl[s].max() if s.stop > s.start else kl.new_zeros(()) for s in x.sequences()]
+        drop = x.expand(torch.stack(largest) if largest else kl)
+        drop = drop > c.trm_threshold
+    elif c.loss_type == "vaco":
+        away = (up & (own > old)) | (down & (own < old))
+        drop = away & (x.expand(x.means((ratio - 1).abs())) / 2 > c.vaco_threshold)
+    else:
+        drop = _cppo(rise.abs(), (up & (own > old)) | (down & (own < old)), x, c)
+    weight = ratio
+    if c.loss_type[:4] == "dppo":
+        weight, tau = ratio.clamp(max=c.dppo_ratio_max), c.dppo_tau
+    each = -torch.where(drop, 0.0, weight) * advantages * logprobs + tau * (logprobs - old) ** 2
+    return each, _clip_metrics(drop & down, drop & up, x, False)
+
+
+def _cppo(distance: Tensor, away: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor:
+    """Return which tokens are dropped: the recurrences of the paper, token by token, in fp64."""
+    dropped = []
+    for part in x.sequences():
+        moves, last = distance[part].double(), max(part.stop - part.start - 1, 1)
+        if len(moves):
+            budget = float(moves.quantile(0.9).clamp(c.cppo_delta_b, 2 * c.cppo_delta_b))
+        spent = weights = 0.0
+        for t, move in enumerate(moves.tolist()):
+            w = 1 - (1 - c.cppo_w_min) * t / last
+            dropped.append(w * move > min(c.cppo_delta, c.cppo_delta + budget * weights - spent))
+            spent, weights = spent + w * move, weights + w
+    return torch.tensor(dropped, dtype=torch.bool) & away
+
+
+def _influence(log_ratio: Tensor, advantages: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor:
+    """Return FIPO's weights: the discounted log-ratios from each token to the end."""
+    counted = log_ratio.double()
+    if c.dual_clip is not None:
+        counted = torch.where(log_ratio.exp() > c.dual_clip, 0.0, counted)
+    future = torch.zeros_like(counted)
+    for part in x.sequences():
+        rest = 0.0
+        for t in reversed(range(part.start, part.stop)):
+            rest = float(counted[t]) + 0.5 ** (1 / c.fipo_decay_rate) * rest
+            future[t] = rest
+    least = 1.0 if c.fipo_clip_high_only else 1 - c.fipo_clip
+    weight = future.to(log_ratio).exp().clamp(least, 1 + c.fipo_clip)
+    if c.fipo_safety_threshold is None:
+        return weight
+    risky = (advantages < 0) & (log_ratio.exp() > c.fipo_safety_threshold)
+    return torch.where(risky, weight.clamp(0.8, 1.0), weight)
 
 
 def _vespo(
@@ -313,46 +448,92 @@ def _kl(difference: Tensor, estimator: str) -> Tensor:
     return torch.expm1(held) - held + beyond * (held.exp().detach() - 1)
 
 
+_ESTIMATES = ("_k1", "_k2", "_k3")
+
+
+def _mode(c: SimpleNamespace) -> str | None:
+    """Return the correction, of which bypass mode leaves those that only keep or drop."""
+    mode = c.rollout_correction_mode
+    return None if mode is None or (c.bypass_mode and mode[-3:] not in _ESTIMATES) else mode
+
+
 def _by_sequence(x: Rollout, c: SimpleNamespace) -> bool:
-    return x.rollout_weights is None and (c.rollout_correction_mode or "").startswith("sequence")
+    by_sequence = (_mode(c) or "").startswith(("sequence", "geometric"))
+    return x.rollout_weights is None and by_sequence
 
 
 def _correction(old: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor | None:
     """Return the truncated or masked importance weight against the engine that sampled."""
     if x.rollout_weights is not None:
         return x.rollout_weights.to(old)
-    if x.rollout is None or c.rollout_correction_mode is None:
+    mode = _mode(c)
+    if x.rollout is None or mode is None:
         return None
     drift = (old - x.rollout.to(old)).nan_to_num(nan=0.0)
     weight = (x.sums(drift) if _by_sequence(x, c) else drift).exp()
     low, high = c.rollout_correction_min, c.rollout_correction_max
     largest = torch.tensor(LIMIT, dtype=torch.float64).exp().item()
-    if c.rollout_correction_mode.endswith("truncate"):
+    if mode.endswith("truncate"):
         return weight.clamp(min=low, max=largest if high is None else high)
+    held = _held_to_bounds(drift, x, mode)
     inside = torch.ones_like(weight, dtype=torch.bool)
     if low is not None:
-        inside &= weight >= low
+        inside &= held >= low
     if high is not None:
-        inside &= weight <= high
+        inside &= held <= high
+    if mode[-3:] in _ESTIMATES:
+        return inside.to(weight)
     return torch.where(inside, weight.clamp(max=largest), 0.0)
+
+
+def _held_to_bounds(drift: Tensor, x: Rollout, mode: str) -> Tensor:
+    """Return what a mask compares with its bounds: a ratio, or an estimate of the divergence."""
+    if mode.endswith(("_mask", "_k1")):
+        if mode.startswith("token"):
+            return drift.exp()
+        by_product = mode in ("sequence_mask", "sequence_sum_k1")
+        return (x.sums(drift) if by_product else x.means(drift)).exp()
+    each = drift.square() / 2 if mode.endswith("_k2") else torch.expm1(drift) - drift
+    if mode.startswith("token"):
+        return each
+    if mode.startswith("sequence_max"):
+        largest = [each[s].max() if s.stop > s.start else each.new_zeros(()) for s in x.sequences()]
+        return torch.stack(largest) if largest else each.new_zeros(0)
+    return x.sums(each) if mode.startswith("sequence_sum") else x.means(each)
 
 
 def _token_weights(x: Rollout, c: SimpleNamespace) -> Tensor:
     """Return the share of each token's loss in that of the batch, (T,) fp64."""
     lengths = torch.tensor(x.lengths, dtype=torch.float64)
-    sequences = max(len(x.lengths), 1)
-    if c.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
-        return x.expand(1 / lengths.clamp(min=1)) / sequences / x.steps
-    everywhere = torch.ones(x.num_valid, dtype=torch.float64)
-    if c.loss_type == "luspo":
-        return everywhere / sequences / x.steps
-    if c.loss_type == "dr_grpo":
-        return everywhere / (sequences * c.max_completion_length) / x.steps
-    if c.loss_type == "bnpo":
-        count = x.num_valid if x.num_tokens is None else x.num_tokens
-        return everywhere / (count or 1) / x.steps
-    count = x.num_valid * x.steps if x.num_items is None else x.num_items
-    return everywhere / (count or 1)
+    kept = torch.ones(len(x.lengths), dtype=torch.float64)
+    if c.exclude_zero_variance:
+        kept = (x.sums((x.advantages != 0).double()) > 0).double()
+    sequences, tokens = max(float(kept.sum()), 1.0), float((kept * lengths).sum())
+    each = x.expand(kept)
+    by = aggregation(c)
+    if by == "sequence_mean":
+        return each * x.expand(1 / lengths.clamp(min=1)) / sequences / x.steps
+    if by == "sequence_sum":
+        return each / sequences / x.steps
+    if by == "fixed_length":
+        return each / (sequences * c.max_completion_length) / x.steps
+    if by == "token_mean":
+        count = tokens if x.num_tokens is None else x.num_tokens
+        return each / (count or 1) / x.steps
+    if by == "prompt_mean":
+        assert x.prompt_tokens is not None
+        share = x.expand(1 / torch.tensor(x.prompt_tokens, dtype=torch.float64).clamp(min=1))
+        count = float((each * share).sum()) * x.steps if x.num_prompts is None else x.num_prompts
+        return each * share / (count or 1)
+    count = tokens * x.steps if x.num_items is None else x.num_items
+    return each / (count or 1)
+
+
+def aggregation(c: SimpleNamespace) -> str:
+    """Return how the losses of tokens become one."""
+    own = {"luspo": "sequence_sum", "dr_grpo": "fixed_length", "bnpo": "token_mean"}
+    means = dict.fromkeys(("grpo", "gspo", "sapo", "gmpo"), "sequence_mean")
+    return c.loss_aggregation or (own | means).get(c.loss_type, "window_token_mean")
 
 
 def _clip_metrics(low: Tensor, high: Tensor, x: Rollout, one_each: bool) -> dict[str, Tensor]:

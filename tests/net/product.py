@@ -161,9 +161,12 @@ def _fields(posed: Problem) -> dict[str, Any]:
             num_items_in_batch=x.num_items,
             num_tokens_in_micro_batch=x.num_tokens,
             entropy_scale=x.entropy_scale,
+            num_prompts=x.num_prompts,
             gradient_accumulation_steps=x.steps,
         )
-    return fields | dict(sampling_mask=_sampling_mask(posed.members))
+    assert x.prompt_tokens is not None
+    prompts = torch.tensor(x.prompt_tokens)
+    return fields | dict(sampling_mask=_sampling_mask(posed.members), prompt_tokens=prompts)
 
 
 def _batch(case: Case, posed: Problem, group: dict[str, Any]) -> TokenBatch:

@@ -109,10 +109,11 @@ class SequenceRanks:
         x = self.problem.rollout
         count = x.num_items and x.num_items / self.size
         tokens = x.num_tokens and x.num_tokens / self.size
+        prompts = x.num_prompts and x.num_prompts / self.size
         return replace(
             self.problem,
             mask=self.problem.mask & (self.owner == rank),
-            rollout=replace(x, num_items=count, num_tokens=tokens),
+            rollout=replace(x, num_items=count, num_tokens=tokens, num_prompts=prompts),
         )
 
     def options(self, posed: Problem) -> dict[str, Any]:

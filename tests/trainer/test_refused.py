@@ -135,6 +135,7 @@ UNTRAINABLE = [
     ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
      "overlap_generation: .*reports log-probabilities"),
+    ({"loss_type": "dppo_tv"}, "rollout_logprobs: .*ratio of dppo_tv is against"),
 ]  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, messag
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), UNTRAINABLE, ids=["empty", "long", "none", "unreported"]
+    ("changes", "message"), UNTRAINABLE, ids=["empty", "long", "none", "unreported", "no engine's"]
 )
 def test_it_cannot_be_trained_on(make_trainer, changes, message) -> None:
     trainer = make_trainer(lengths_reward, **changes)

@@ -93,6 +93,7 @@ def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
         mask,
         old_logprobs=inputs.inference_logprobs,
         ref_logprobs=inputs.ref_logprobs if config.beta != 0 else None,
+        rollout_logprobs=inputs.inference_logprobs if config.bypasses else None,
     )
     loss, metrics = summed_loss(inputs.trainer_logprobs, batch, config, inputs.loss_weights)
     outputs = import_module("prime_rl.trainer.rl.loss").LossOutputs

@@ -143,6 +143,11 @@ def register_policy_loss(
     SWITCH.host.check(any_version)
     check_aggregation(loss_type, _REDUCTIONS, "SkyRL")
     config = config_of(loss_type, settings, _REFUSED)
+    if not config.surrogate.vanishes_at_zero_advantage:
+        raise ValueError(
+            "loss_type: expected a loss that is proportional to advantages, which SkyRL scales, "
+            f"got {loss_type!r} with a penalty"
+        )
     name = f"grpo_kernels.{loss_type}" if name is None else name
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     registry.register(name, functools.partial(_policy_loss, config))

@@ -37,7 +37,7 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """Compute exp(x) - 1 for ``x`` of at most 0, also near 0."""
+    """Compute exp(x) - 1, also near 0, for ``x`` of at most 1."""
     half = tanh(0.5 * x)
     return 2.0 * half / (1.0 - half)
 

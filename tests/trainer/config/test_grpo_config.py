@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
+from grpo_kernels.testing import make_config
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
@@ -27,14 +28,22 @@ INHERITED = get_type_hints(TrainingArguments)
 OWN = [name for name in HINTS if name not in INHERITED and name not in OLD_NAMES and name[0] != "_"]
 DEFAULTS = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
 HUGE = 10**400  # larger than any float
+DEFAULT_IS_ONE = ("sapo_temperature_pos", "ce_gppo_high")  # which True is, too
+NEEDED = {
+    "cispo": ["epsilon_high"],  # it warns of a bound below 1
+    "trm": ["trm_threshold"],
+    "vaco": ["vaco_threshold"],
+}
 RUN = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x", "--use_cpu"]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_field_reaches_the_loss(make_args, loss_type):
-    args = make_args(loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None)
+    needed = make_config(loss_type).surrogate if loss_type in NEEDED else None
+    given = {name: getattr(needed, name) for name in NEEDED.get(loss_type, ())}
+    args = make_args(loss_type=loss_type, **given)
     assert loss_config(args).loss_type == loss_type
-    own = {"max_completion_length", "surrogate", "registry_key", "loss_type", "epsilon_high"}
+    own = {"max_completion_length", "surrogate", "registry_key", "loss_type", *given}
     for field in (
         *dataclasses.fields(LossConfig),
         *dataclasses.fields(LOSSES[loss_type].surrogate),
@@ -55,6 +64,16 @@ def test_the_backward_of_the_head(make_args):
     _, args = parse([*RUN, *words.split()])
     bounded = Bounded(tolerance=2e-3, exact_weight=False, seed=7)
     assert backward_options(args) == {"backward": bounded, "activation_bytes": 4096}
+
+
+def test_settings_of_trust_regions():
+    words = "--loss_type dppo_tv --dppo_tv_low 0.1 --dppo_tau 1e-3 --use_vllm"
+    loss = loss_config(parse([*RUN, *words.split()])[1])
+    assert (loss.surrogate.dppo_tv_low, loss.surrogate.dppo_tau) == (0.1, 1e-3)
+    assert loss.bypasses and loss.correction_mode is None
+    words = "--loss_type ipo --bypass_mode false --loss_aggregation sequence_mean"
+    loss = loss_config(parse([*RUN, *words.split()])[1])
+    assert not loss.bypasses and loss.aggregation.by_sequence
 
 
 FOLLOWING = [
@@ -122,7 +141,7 @@ def wrong_values(name: str) -> Iterator[Any]:
         yield 1.5
     if numeric and int not in kinds:
         yield from (HUGE, -math.inf)
-    if bool not in kinds and name not in ("scale_rewards", "sapo_temperature_pos"):
+    if bool not in kinds and name not in ("scale_rewards", *DEFAULT_IS_ONE):
         yield True
     if type(None) not in kinds and name not in ("top_k", "scale_rewards"):
         yield None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -107,6 +108,14 @@ def test_weights_are_sent_when_they_changed(train, tokenizer, optim):
         next(trainer.model.parameters()).mul_(0.5)  # as loading a checkpoint does
     trainer.evaluate(trainer.train_dataset.select(range(1)))
     assert engine.calls[-2:] == ["update", "generate"]
+
+
+def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
+    engine = BackgroundEngine(tokenizer, copy.deepcopy(policy).eval())
+    trainer = train(engine, loss_type="cppo", num_iterations=2, steps_per_generation=1)
+    assert trainer.state.global_step == 2
+    assert [batch.old_logprobs for batch in trainer._buffer] == [None]
+    assert logged(trainer, "clip_ratio/region_mean")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ _ARITHMETIC: dict[str, str] = {
     "add": "{self} + {other}",
     "div": "tl.div_rn({self}, {other})",
     "exp": "tm.precise_exp({self})",
+    "expm1": "tl.where(tl.abs({self}) < 1.0, tm.expm1({self}), tm.precise_exp({self}) - 1.0)",
     "log": "tl.log({self})",
     "log1p": "tm.log1p({self})",
     "maximum": f"tl.maximum({{self}}, {{other}}, {_NAN})",
