@@ -22,10 +22,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt as error:
+    except BaseException as error:
+        if not _is_ctrl_c(error):
+            raise
         if os.environ.get("RANK", "0") == "0":  # the first process speaks for all
-            print(f"grpo-train: {str(error) or 'stopped'}", file=sys.stderr)
+            where = str(error) if isinstance(error, KeyboardInterrupt) else ""
+            print(f"grpo-train: {where or 'stopped'}", file=sys.stderr)
         raise SystemExit(_ENDED_BY_SIGINT) from None
+
+
+def _is_ctrl_c(error: BaseException | None) -> bool:
+    """Return whether an error is a Ctrl-C, or of a library that cleaned up after one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _run(words: Sequence[str]) -> None:

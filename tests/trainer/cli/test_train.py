@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+from grpo_trainer import cli
 from grpo_trainer.cli import main, parser, serve
 from grpo_trainer.cli.train import build_trainer, parse
 from tests.trainer.cli.runs import a_judge, arguments, write_module
@@ -125,6 +126,21 @@ def test_a_run_that_is_ended_goes_on(capfd):
         Path("out", name).unlink()
     main([*run, "--resume_from_checkpoint", "true"])
     assert all(Path("out", name).exists() for name in names)
+
+
+def test_ctrl_c_that_a_library_stumbles_over(monkeypatch, capsys):
+    """As torch's stack of modes does while a model is loaded."""
+
+    def stumble(argv):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("trying to pop from empty mode stack")  # noqa: B904
+
+    monkeypatch.setattr(cli, "_run", stumble)
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 130 and capsys.readouterr().err == "grpo-train: stopped\n"
 
 
 def test_installed_modules_come_before_those_beside_the_data(tmp_path, monkeypatch):
