@@ -48,6 +48,7 @@ class Call:
     device: str = "cuda"  # | "cpu"
     options: RunOptions = field(default_factory=RunOptions)  # of ours
     sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
+    teacher: int = 0  # hidden size of one, from which the divergence is taken in one pass; 0: none
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,7 +89,8 @@ class Call:
 
     @property
     def inputs(self) -> int:
-        return self.rows + self.weight
+        of_teacher = self.teacher * (self.tokens + self.vocabulary) * self.dtype.itemsize
+        return self.rows + self.weight + of_teacher
 
     @property
     def returned(self) -> int:
@@ -119,7 +121,13 @@ class Call:
         """GEMMs over the vocabulary, forward and backward together."""
         if self.keeps is not None:
             return self.plan.saving.gemms
-        return (4 if self.name == "trl" else 3) - self.frozen
+        return (4 if self.name == "trl" or self.teacher else 3) - self.frozen
+
+    @property
+    def flop(self) -> float:
+        """Operations of these GEMMs."""
+        depth = (self.gemms - bool(self.teacher)) * self.hidden + self.teacher
+        return 2.0 * self.tokens * self.vocabulary * depth
 
     @property
     def default(self) -> str:
@@ -201,7 +209,7 @@ def _ours(call: Call) -> int:
     height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
     tile = tile_height(height, route.tile_rows, route.device) * pitch
-    logits = tile + call.cast
+    logits = tile * (1 + bool(call.teacher)) + call.cast
     if call.name == "one_pass":
         # the weight's gradient is one GEMM where the logits are one tile, or entries
         single = tokens <= route.tile_rows or sparse

@@ -63,6 +63,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     slots = Bounded().slots
     entries = f"also with a bounded error, by as many entries of a row [{slots}]"
     backward("--bounded", type=count, nargs="?", const=slots, metavar="SLOTS", help=entries)
+    of_teacher = "also the divergence from a teacher of that hidden size"
+    plan.add_argument("--teacher", type=count, metavar="HIDDEN", help=of_teacher)
     plan.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -107,7 +109,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         memory = machine.device_memory(device)
     free = None if memory is None else max(0, memory - arguments.reserved)
     folder = arguments.model and Path(arguments.model).expanduser().resolve()
-    calls = _calls(call, arguments.max_workspace, arguments.bounded)
+    calls = _calls(call, arguments.max_workspace, arguments.bounded, arguments.teacher)
     return {
         "model": folder and (folder.parent if folder.is_file() else folder).name,
         "head": {name: getattr(whole, name) for name in _OF_HEAD},
@@ -179,7 +181,9 @@ def _gemm_rate(
     return peak * _REACHED, f"a guess, {_REACHED:.0%} of {sheet}"
 
 
-def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[str, Call]]:
+def _calls(
+    call: Call, tile: int | None, slots: int | None, teacher: int | None
+) -> Iterator[tuple[str, Call]]:
     """Yield what is estimated, by title."""
     if slots is not None and call.sums_dhidden:
         raise ValueError("bounded: not allowed with a part of the vocabulary")
@@ -193,6 +197,8 @@ def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[st
     if tile is not None:
         options = replace(call.options, max_workspace_bytes=tile)
         yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)
+    if teacher is not None:
+        yield f"ours, divergence from a teacher of {teacher:,}", replace(call, teacher=teacher)
     if slots is not None:
         for how in ("", ", exact_weight=False")[: 2 - call.frozen]:
             options = replace(call.options, backward=Bounded(slots=slots, exact_weight=not how))
@@ -202,7 +208,6 @@ def _calls(call: Call, tile: int | None, slots: int | None) -> Iterator[tuple[st
 
 def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
     """Return the answer for one of them."""
-    flop = call.gemms * 2.0 * call.tokens * call.elements
     return {
         "title": title,
         "implementation": call.name,
@@ -212,7 +217,7 @@ def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dic
         "total_bytes": call.total,
         "gemms": call.gemms,
         "keeps": call.keeps,
-        "seconds": flop / (tflops * 1e12) if tflops else None,
+        "seconds": call.flop / (tflops * 1e12) if tflops else None,
         "largest_micro_batch_tokens": None if free is None else _largest(call, free),
     }
 

@@ -28,6 +28,7 @@ from grpo_kernels import (
     TokenBatch,
     available_backends,
     explain,
+    linear_divergence,
     linear_policy_loss,
 )
 from grpo_kernels.engine import RunOptions
@@ -154,6 +155,21 @@ def test_a_bounded_step_allocates_about_what_is_said(monkeypatch, name, frozen, 
         assert call.growth == pytest.approx(allocated(call, **options), rel=0.05)
 
 
+@pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
+@pytest.mark.parametrize("dtype", (FP32, BF16, FP16))
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_divergence_allocates_about_what_is_said(monkeypatch, frozen, dtype) -> None:
+    without_what_libraries_take(monkeypatch)
+    for tokens in (300, 2500):
+        call = call_of("one_pass", tokens, {}, dtype=dtype, frozen=frozen, teacher=48)
+        hidden = torch.randn(tokens, D, dtype=dtype).requires_grad_()
+        weight = torch.randn(V, D, dtype=dtype).mul_(0.1).requires_grad_(not frozen)
+        teacher = torch.randn(tokens, 48, dtype=dtype), torch.randn(V, 48, dtype=dtype)
+        with LiveBytes(hidden, weight, *teacher) as live:
+            linear_divergence(hidden, weight, *teacher).loss.backward()
+        assert call.growth == pytest.approx(live.growth, rel=0.02)
+
+
 def test_the_default_is_what_a_step_takes() -> None:
     seen, columns = set(), 8 * V
     for tokens, frozen, dtype in ((64, False, FP32), (4096, False, BF16), (4096, True, BF16)):
@@ -209,6 +225,7 @@ def test_a_plan_adds_up(capsys) -> None:
         ("--frozen-head --activation-bytes 0", [2, 3, 2, 3]),
         ("--activation-bytes 1MiB", [3, 4, 3, 3]),
         ("--bounded", [3, 4, 3, 4, 2, 3, 1, 1]),
+        ("--teacher 32", [3, 4, 3, 4, 4]),
     ],
 )
 def test_time_is_that_of_the_gemms(capsys, options, gemms) -> None:
