@@ -126,7 +126,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             ``reset``, whose other public methods the model can call; or a dictionary of such.
         rollout_engine: samples the completions. Default: what ``args`` asks for.
         advantages: compares the completions, in place of ``scale_rewards`` and
-            ``multi_objective_aggregation``: a function, or an object to call, of ``rewards``
+            ``multi_objective_aggregation``: a name (``rloo``, ``reinforce_plus_plus``, ``maxrl``,
+            ``pass_at_4`` and the like), or a function, or an object to call, of ``rewards``
             (N, F), ``weights`` (F,) and ``group_size``, and, if it takes them, of ``prompts``,
             ``completions`` and ``completion_ids``, lists of N; groups are consecutive. It returns
             N numbers, or for each completion a list of one number per token.
@@ -163,7 +164,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         rollout_func: RolloutFunction | None = None,
         environment_factory: EnvironmentFactory | None = None,
         rollout_engine: RolloutEngine | None = None,
-        advantages: AdvantageFunction | None = None,
+        advantages: AdvantageFunction | str | None = None,
         teacher: TeacherSource | None = None,
     ) -> None:
         check_overrides(type(self), GRPOTrainer)

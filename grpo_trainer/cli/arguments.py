@@ -275,7 +275,6 @@ class RunArguments(ScriptArguments, DatasetMixtureConfig, ModelConfig):
         for name, given in {
             "model_name_or_path": bool(self.model_name_or_path),
             "dataset_name": bool(self.dataset_name or self.datasets) or alone,
-            "reward_funcs": bool(self.rewards) or alone,
         }.items():
             if not given:
                 raise ValueError(f"--{name} is required")

@@ -108,7 +108,12 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         distrust_rows(args)
     paths = {name: getattr(run, name) for name in _HOOKS}
     hooks: dict[str, Any] = {
-        name: load_function(path, f"--{name}") for name, path in paths.items() if path is not None
+        # the name of a built-in comparison is no path
+        name: path
+        if (name, "." in path) == ("advantages", False)
+        else load_function(path, f"--{name}")
+        for name, path in paths.items()
+        if path is not None
     }
     trainer = GRPOTrainer(
         model,
@@ -135,6 +140,8 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
     parser = run_parser()
     run, args = parser.parse_args_and_config(argv)
     parser.check_started()
+    if not (run.rewards or run.environment_factory or args.teacher):
+        raise ValueError("--reward_funcs is required")
     named, own = loading_options(run), options("model_init_kwargs", args.model_init_kwargs)
     for name in sorted(set(named) & set(own)):
         if named[name] != own[name]:

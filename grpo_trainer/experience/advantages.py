@@ -56,12 +56,12 @@ def compute_advantages(
             reward in its group, then the weighted sum over all N (GDPO, arXiv:2601.05242), and
             does not use ``scale``.
     """
-    total = _weighted_sum(rewards, weights)
+    total = weighted_sum(rewards, weights)
     if aggregation == "normalize_then_sum":
         scale = "batch"
         grouped = rewards.reshape(-1, group_size, rewards.shape[1])
         each = (grouped - grouped.nanmean(1, keepdim=True)) / (nan_std(grouped, 1) + STD_OFFSET)
-        values = _weighted_sum(each, weights)  # (groups, G)
+        values = weighted_sum(each, weights)  # (groups, G)
         centred = values - values.nanmean()
     else:
         values = total.reshape(-1, group_size)
@@ -95,7 +95,7 @@ def advantages_by(
     answer = function(rewards=rewards, weights=weights, group_size=group_size, **completions)
     values = _values(answer, len(rewards), completions.get("completion_ids"))
     values = values.to(rewards.device, torch.float32)
-    total = _weighted_sum(rewards, weights)
+    total = weighted_sum(rewards, weights)
     grouped = total.reshape(-1, group_size)
     zero_std = (nan_std(grouped, 1) < NO_SPREAD).expand_as(grouped).reshape(-1)
     signal = _differ(values.reshape(len(grouped), group_size, -1)).any(-1)
@@ -174,7 +174,8 @@ def nan_std(values: Tensor, dim: int) -> Tensor:
     return (deviations / (count - 1).clamp(min=1)).sqrt()
 
 
-def _weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:  # (..., F) -> (...)
+def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:  # (..., F) -> (...)
+    """Return the sum of those that apply; NaN where none does."""
     total = (rewards * weights).nansum(-1)
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 

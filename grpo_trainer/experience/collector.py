@@ -47,6 +47,7 @@ from grpo_trainer.experience.advantages import (
     check_advantages,
     compute_advantages,
 )
+from grpo_trainer.experience.comparisons import advantages_of
 from grpo_trainer.experience.curriculum import Curriculum
 from grpo_trainer.monitor import phase, value_metric
 
@@ -85,7 +86,7 @@ class Collector:
         sampler: Sampler,
         rewards: list[str],
         source: Source | None = None,
-        advantages: AdvantageFunction | None = None,
+        advantages: AdvantageFunction | str | None = None,
     ) -> None:
         self._context = context
         self._args = context.args
@@ -93,8 +94,8 @@ class Collector:
         self._sampler = sampler
         self._media = Media.of(context.args)
         self._source = source
-        self._advantages = advantages
-        self._taken = [] if advantages is None else check_advantages(advantages, context.args)
+        self._advantages = function = advantages_of(advantages)
+        self._taken = [] if function is None else check_advantages(function, context.args)
         weights = context.args.reward_weights or [1.0] * len(rewards)
         if len(weights) != len(rewards):
             raise ValueError(

@@ -201,6 +201,11 @@ def images(bad: int = 0, **changes: Any) -> Changes:
     } | changes
 
 
+def taught(kind: str, **changes: Any) -> Changes:
+    """Return a teacher whose tokens, or whole distributions, the policy learns from."""
+    return {"teacher": make_policy(make_tokenizer(), seed=5), "distillation": kind} | changes
+
+
 OVERLAP = {"overlap_generation": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 FILTERS = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8}
@@ -215,6 +220,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "a long generation": {"steps_per_generation": 3, "num_iterations": 2, "logging_steps": 3},
     "part of an epoch": {"generation_batch_size": 12, "num_generations": 4},
     "length in epochs": {"num_train_epochs": 7 / 4, "max_steps": -1, "generation_batch_size": 8},
+    "a teacher's log-probabilities": lambda: taught("logprobs", steps_per_generation=3),
+    "a teacher's distributions": lambda: taught("jsd", steps_per_generation=3),
+    "another comparison": {"advantages": "reinforce_plus_plus"},
     "the dataset's order": {"shuffle_dataset": False},
     "streamed rows": stream,
     "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),

@@ -251,3 +251,15 @@ def test_a_wider_address_with_a_key(started, monkeypatch, capsys):
     assert "warning: --host 0.0.0.0: whoever has the API key" in capsys.readouterr().err
     for host in ("localhost", "127.1.2.3", "::1"):
         assert serve.serve_command(["--model", "m", "--host", host]).warning is None
+
+
+def test_a_teacher_and_a_comparison_by_name(capfd):
+    """With a teacher no reward function is needed; without either one line says so."""
+    main(arguments(reward_funcs=None, teacher="model", distillation="reverse_kl"))
+    main(arguments(output_dir="out2", advantages="rloo"))
+    with pytest.raises(SystemExit):
+        main(arguments(output_dir="out3", reward_funcs=None))
+    assert "--reward_funcs is required" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(arguments(output_dir="out4", advantages="ppo"))
+    assert "advantages: expected a function or one of rloo" in capfd.readouterr().err

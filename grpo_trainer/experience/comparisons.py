@@ -1,0 +1,115 @@
+"""Advantages by other papers' comparisons, functions and objects that ``advantages=`` takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.arguments import check_number
+from grpo_trainer.experience.advantages import (
+    NO_SPREAD,
+    STD_OFFSET,
+    AdvantageFunction,
+    nan_std,
+    weighted_sum,
+)
+
+
+def rloo(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    """Subtract the mean of the others of the group (RLOO, arXiv:2402.14740)."""
+    totals = _groups(rewards, weights, group_size)
+    count = (~totals.isnan()).sum(1, keepdim=True)
+    others = (totals.nansum(1, keepdim=True) - totals) / (count - 1).clamp(min=1)
+    return _finite(torch.where(count > 1, totals - others, 0.0))
+
+
+def reinforce_plus_plus(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    """Subtract the group's mean, then normalise over the batch (REINFORCE++ with baseline,
+    arXiv:2501.03262)."""
+    totals = _groups(rewards, weights, group_size)
+    centred = (totals - totals.nanmean(1, keepdim=True)).flatten()
+    return _finite((centred - centred.nanmean()) / (nan_std(centred, 0) + STD_OFFSET))
+
+
+def maxrl(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    """Divide the distance from the group's mean by that mean, for rewards of at least 0: hard
+    prompts count more (MaxRL, arXiv:2602.02710)."""
+    totals = _groups(rewards, weights, group_size)
+    mean = totals.nanmean(1, keepdim=True)
+    return _finite(torch.where(mean > NO_SPREAD, (totals - mean) / mean, 0.0))
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """Compare what ``k`` random completions of the group earn together, one of them being this
+    (pass@k training, arXiv:2508.10751). A reward above 0 counts as passed.
+
+    Raises:
+        ValueError: ``k`` is no integer of at least 1; in a call: a group has fewer completions.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        check_number("k", self.k, "an integer >= 1", lambda k: isinstance(k, int) and k >= 1)
+
+    def __call__(self, rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+        if self.k > group_size:
+            raise ValueError(
+                f"advantages: expected groups of at least k = {self.k} completions, got "
+                f"{group_size}"
+            )
+        passed = (_groups(rewards, weights, group_size) > 0).double()
+        failures = group_size - passed.sum(1, keepdim=True)
+        mean = 1 - self._none_of(failures, group_size, self.k)
+        spread = (mean * (1 - mean)).sqrt()
+        # of one that has failed k - 1 others have to pass
+        with_it = torch.where(
+            passed > 0, 1.0, 1 - self._none_of(failures - 1, group_size - 1, self.k - 1)
+        )
+        advantages = torch.where(spread > NO_SPREAD, (with_it - mean) / spread, 0.0)
+        return _finite(advantages)
+
+    @staticmethod
+    def _none_of(failures: Tensor, count: int, k: int) -> Tensor:
+        """Return the probability that k of ``count`` completions have all failed."""
+        chance = torch.ones_like(failures)
+        for drawn in range(k):
+            chance = chance * (failures - drawn).clamp(min=0) / (count - drawn)
+        return chance
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "maxrl": maxrl,
+}
+
+
+def advantages_of(source: AdvantageFunction | str | None) -> AdvantageFunction | None:
+    """Return the function that is named, ``pass_at_4`` for instance; others are their own.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if not isinstance(source, str):
+        return source
+    if (found := re.fullmatch(r"pass_at_(\d+)", source)) is not None:
+        return PassAtK(int(found[1]))
+    if source not in ADVANTAGES:
+        names = ", ".join([*ADVANTAGES, "pass_at_K"])
+        raise ValueError(f"advantages: expected a function or one of {names}; got {source!r}")
+    return ADVANTAGES[source]
+
+
+def _groups(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    return weighted_sum(rewards, weights).reshape(-1, group_size)
+
+
+def _finite(advantages: Tensor) -> Tensor:
+    """Return (N,); a completion without a reward has none."""
+    return advantages.flatten().nan_to_num(nan=0.0)
