@@ -67,7 +67,9 @@ def main() -> None:
             shown = [(row["teacher_kl"], row["rewards/even/mean"]) for row in rows]
             found = "".join(f"   KL {kl:6.3f}, reward {reward:.2f}" for kl, reward in shown)
             print(f"{rows[0]['step']:4} {found}")
+    watched = [row["rewards/even/mean"] for row in logs["reverse_kl"] if "teacher_kl" in row]
     print("out/distillation/*/report.html have the curves")
+    print(f"final reward {watched[-1]:.2f}, at first {watched[0]:.2f}")
 
 
 if __name__ == "__main__":

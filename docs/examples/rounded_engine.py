@@ -97,6 +97,7 @@ def main() -> None:
             curve = "  ".join(f"{row['reward']:.2f}" for row in rows)
             apart = rows[-1]["sampling/sampling_logp_difference/mean"]
             print(f"{loss_type:8} seed {seed}: reward {curve}; engine off by {apart:.4f} nats")
+    print(f"final reward {rows[-1]['reward']:.2f}, at first {rows[0]['reward']:.2f}")
 
 
 if __name__ == "__main__":
