@@ -212,9 +212,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         add_fused_head(base_policy(policy))
         self._teacher = None
         if teacher is not None:
-            if isinstance(teacher, str) and teacher.startswith(("http://", "https://")):
-                teacher = VLLMClient(teacher).prompt_logprobs
-            self._teacher = Teacher(teacher, policy, args, self._placement)
+            served = isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
+            source = VLLMClient(str(teacher)).prompt_logprobs if served else teacher
+            self._teacher = Teacher(source, policy, args, self._placement)
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
             self._check_head()
@@ -237,6 +237,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
             "advantages": advantages,
+            "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
         }
         engine = engine_name(args, rollout_engine)
         self.recipe = Recipe(rewards=self._collector.weight_of, engine=engine)
