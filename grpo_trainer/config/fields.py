@@ -235,7 +235,7 @@ class GRPOFields:
     ref_model_mixup_alpha: Fraction = 0.6
     ref_model_sync_steps: AtLeastOne = 512
 
-    teacher: str | None = None
+    teacher: Text | None = None
     distillation: Annotated[str, choice(("logprobs", *KINDS))] = "logprobs"
     distillation_coef: Positive = 1.0
     distillation_beta: Tolerance = 0.5
