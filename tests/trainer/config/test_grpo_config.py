@@ -117,7 +117,7 @@ OUT_OF_RANGE = {
     "pad_to_multiple_of": (0, -8, "0", "-8", ""),
 }
 ANY_NUMBER = ("entropy_coef", "off_policy_mask_threshold")  # below 0, too
-ANY_TEXT = ("teacher", 
+ANY_TEXT = ("teacher",
     "dynamic_prompts_fn", "rollout_engine", "vllm_server_host", "vllm_weights_folder",
     "vllm_structured_outputs_regex",
 )  # fmt: skip
