@@ -77,11 +77,6 @@ def loss_config(args: TrainingArguments) -> LossConfig:
             raise ValueError(f"loss_kwargs: expected no {name!r} beside the option, got both")
         settings[name] = value
     config = LossConfig(**settings)
-    if config.aggregation.by_prompt:
-        raise ValueError(
-            f"loss_aggregation: expected another than {config.aggregation_name!r}, as the trainer "
-            "tells no micro-batch the tokens of its prompts"
-        )
     if config.exclude_zero_variance and config.aggregation.counts_tokens:
         raise ValueError(
             f"exclude_zero_variance: expected False with {config.aggregation_name!r}, as the "

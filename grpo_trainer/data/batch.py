@@ -75,11 +75,15 @@ class MicroBatch:
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
     inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
+    # for a mean over prompts: (B,) int64 tokens in the loss of each one's prompt,
+    prompt_tokens: Tensor | None = None
+    num_prompts: Tensor | None = None  # and () how many prompts, per micro-batch of the window
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
     ) -> TokenBatch:
         """Return the tokens in the loss. ``num_items`` scales with the window's micro-batches."""
+        steps, prompts = gradient_accumulation_steps, self.num_prompts
         return TokenBatch.from_padded(
             self.target,
             self.advantages,
@@ -87,10 +91,12 @@ class MicroBatch:
             ref_logprobs=self.ref_logprobs,
             rollout_logprobs=self.rollout_logprobs,
             sampling_mask=self.sampling_mask,
-            num_items_in_batch=self.num_items * gradient_accumulation_steps,
+            num_items_in_batch=self.num_items * steps,
             num_tokens_in_micro_batch=self.num_tokens,
+            prompt_tokens=self.prompt_tokens,
+            num_prompts=None if prompts is None else prompts * steps,
             entropy_scale=entropy_scale,
-            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_steps=steps,
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.agents import TurnParser
+from grpo_trainer.config import loss_config
 from grpo_trainer.data import (
     DatasetRow,
     Encoded,
@@ -96,6 +97,7 @@ class Collector:
         self._source = source
         self._advantages = function = advantages_of(advantages)
         self._taken = [] if function is None else check_advantages(function, context.args)
+        self._by_prompt = loss_config(context.args).aggregation.by_prompt
         weights = context.args.reward_weights or [1.0] * len(rewards)
         if len(weights) != len(rewards):
             raise ValueError(
@@ -305,10 +307,19 @@ class Collector:
         multiple = self._args.pad_to_multiple_of
         assert not isinstance(multiple, str)  # on construction auto became a number or None
         padding = self._padding, multiple
-        return [
+        batches = [
             collate(part, advantages[index.to(device)], tokens.mean(), number, *padding)
             for part, index, number in zip(dealt, parts, tokens, strict=True)
         ]
+        if self._by_prompt:
+            own = torch.tensor([sum(sample.in_loss) for sample in samples], device=device)
+            groups = self._accelerator.gather(own).view(len(scored.compared.signal), -1).sum(1)
+            size = len(scored.rewards) // len(groups)
+            each = groups.repeat_interleave(size)[self.own(scored)]
+            number = (groups > 0).sum() / (count * self._accelerator.num_processes)
+            for batch, index in zip(batches, parts, strict=True):
+                batch.prompt_tokens, batch.num_prompts = each[index.to(device)], number
+        return batches
 
     def own(self, scored: Scored) -> slice:
         """Return which of the N completions are this process's."""

@@ -222,6 +222,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "length in epochs": {"num_train_epochs": 7 / 4, "max_steps": -1, "generation_batch_size": 8},
     "a teacher's log-probabilities": lambda: taught("logprobs", steps_per_generation=3),
     "a teacher's distributions": lambda: taught("jsd", steps_per_generation=3),
+    "a mean over prompts": {"loss_aggregation": "prompt_mean", "steps_per_generation": 3},
     "another comparison": {"advantages": "reinforce_plus_plus"},
     "the dataset's order": {"shuffle_dataset": False},
     "streamed rows": stream,

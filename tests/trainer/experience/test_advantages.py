@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_kernels.losses import static_weights
 from grpo_trainer.experience import compute_advantages
 from tests.support.trainer import CannedEngine
+from tests.trainer.checkpoint.features import trainer
 
 NAN = float("nan")
 ONE = torch.ones(1)
@@ -184,3 +186,21 @@ def test_functions_that_cannot(make_trainer: Any, function: Any, message: str) -
 def test_settings_that_a_function_replaces(make_trainer: Any, setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected .* with advantages"):
         make_trainer(by_length, advantages=leave_one_out, **setting)
+
+
+@pytest.mark.parametrize("steps", (1, 4))
+def test_mean_over_prompts(tmp_path, steps):
+    """Each prompt counts alike, however long its completions are and where they are dealt to."""
+    changes = {"loss_aggregation": "prompt_mean", "steps_per_generation": steps}
+    changes |= {"per_device_train_batch_size": 8 // steps, "rollout_engine": CannedEngine()}
+    made = trainer(changes, tmp_path)
+    made.current_gradient_accumulation_steps = steps
+    batches = made._generation_batch()
+    weights: dict[int, float] = {}
+    for batch in batches:
+        tokens = batch.token_batch(steps)
+        each = static_weights(tokens, made.loss_config).policy
+        for index, part in enumerate(each.split(tokens.segments.lengths.tolist())):
+            prompt = tuple(batch.input_ids[index, :2].tolist())
+            weights[prompt] = weights.get(prompt, 0.0) + part.sum().item()
+    assert list(weights.values()) == pytest.approx([1 / len(weights)] * len(weights))
