@@ -46,15 +46,14 @@ struct Stats {
   float* min_logit;     // (rows,) of the scores, or null
 };
 
-// What the gradient of a tile needs besides the tile. The result overwrites the logits, unless it
-// has a place of its own.
+// What the gradient of a tile needs besides the tile. The result may overwrite the logits.
 struct Gradient {
   const float* logp;      // (rows,)
   const float* entropy;   // (rows,)
   const double* lse;      // (rows,)
   const float* dlogp;     // (rows,)
   const float* dentropy;  // (rows,), or null: zero
-  void* out;              // (rows, columns), or null
+  void* out;              // (rows, columns)
   int64_t out_stride;     // elements
   int32_t out_dtype;      // the tile's dtype, or a 16-bit one for fp32 logits
 };
