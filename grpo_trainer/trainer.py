@@ -30,6 +30,7 @@ from grpo_trainer.data import (
     PromptStream,
     RolloutBuffer,
     Row,
+    Sample,
     check_datasets,
     check_images,
     unopened,
@@ -37,7 +38,6 @@ from grpo_trainer.data import (
 from grpo_trainer.engines import (
     EngineContext,
     RolloutEngine,
-    Sampled,
     Sampling,
     Source,
     make_sampler,
@@ -279,8 +279,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             if self._next_batch is None:
                 scored = self._draw_and_score(args.prompts_per_generation)
             else:
-                begun = self._next_batch.take(self.state, metrics)
-                scored = self._score(*begun, args.num_generations)
+                samples = self._next_batch.take(self.state, metrics)
+                scored = self._score(samples, args.num_generations)
             if args.dynamic_sampling:
                 scored, counts = self._collector.fill(scored, self._draw_and_score)
                 metrics.add(counts)
@@ -310,23 +310,22 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _generate_and_score(self, rows: list[Row], group_size: int) -> Scored:
         """Generate a completion per row, score it, and compare it with those of its group."""
-        own = self._collector.read(rows)
-        return self._score(rows, own, self._collector.generate(own), group_size)
+        samples = self._collector.read(rows)
+        self._metrics[self.model.training].add(self._collector.generate(samples))
+        return self._score(samples, group_size)
 
-    def _score(self, rows: list[Row], own: list[Row], sampled: Sampled, group_size: int) -> Scored:
-        """Score completions of ``rows``, of which ``own`` are copies for functions to edit."""
+    def _score(self, samples: list[Sample], group_size: int) -> Scored:
         collector, metrics = self._collector, self._metrics[self.model.training]
-        samples, more = sampled.samples, sampled.columns
-        self._reward_log = log = RewardLog(len(rows))
+        self._reward_log = log = RewardLog(len(samples))
         rewards = self._calculate_rewards(
-            [row | {name: more[name][index] for name in more} for index, row in enumerate(own)],
+            [sample.inputs for sample in samples],
             [sample.prompt for sample in samples],
             [sample.completion for sample in samples],
             [sample.completion_ids for sample in samples],
         )
-        rewards = collector.checked(rewards, len(rows))
+        rewards = collector.checked(rewards, len(samples))
         for index, sample in enumerate(samples):
-            sample.row = rows[index]
+            sample.inputs = {}
             sample.extra = {name: values[index] for name, values in log.columns.items()}
             sample.left_out = self.args.mask_truncated_completions and sample.truncated
         prompts, lengths, truncated = collector.measure(samples).unbind(1)
@@ -334,7 +333,6 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
         metrics.add(log.metrics(self.accelerator))
-        metrics.add(sampled.metrics)
         return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
 
     def _calculate_rewards(

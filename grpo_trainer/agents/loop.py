@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
-from grpo_trainer.data import Encoded, ImageInputs, Media, Row, Sample
-from grpo_trainer.engines import EngineContext, Sampled, Sampler
+from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
+from grpo_trainer.engines import EngineContext, Sampler
 from grpo_trainer.monitor import phase
 
 
@@ -123,22 +122,19 @@ class ToolLoop:
         if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
             self._places.append(context.processing_class.image_token)
 
-    def __call__(self, rows: list[Row]) -> Sampled:
-        """Return one completion per row: messages, and the tokens of all turns.
+    def __call__(self, samples: list[Sample]) -> Metrics:
+        """Complete samples by messages, and the tokens of all turns.
 
         Raises:
             ValueError: a prompt is no list of messages, or too long.
         """
-        talks = self._begin(rows)
+        talks = self._begin(samples)
         outcomes: list[Outcome] = []
         waiting = talks
         while (step := self._step(waiting)) is not None:
             self._turn(waiting, step)
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
-        columns = {}
-        if self.environments is not None:
-            columns["environments"] = [talk.environment for talk in talks]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
         per_completion, per_call = sums.to(self.context.accelerator.device).view(2, 2)
@@ -146,29 +142,27 @@ class ToolLoop:
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
         }
-        return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
+        return Metrics(metrics)
 
-    def _begin(self, rows: list[Row]) -> list[Conversation]:
-        if self.environments is None:
-            pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(rows)
-            prompts = [row["prompt"] for row in rows]
-        else:
-            pairs, media = self.environments.take(rows), Media.of(self.context.args)
-            reset = self.environments.reset
-            prompts = [reset(one, row, media) for (one, _), row in zip(pairs, rows, strict=True)]
-        for prompt in prompts:
-            if isinstance(prompt, str):
+    def _begin(self, samples: list[Sample]) -> list[Conversation]:
+        pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(samples)
+        if self.environments is not None:
+            pairs, media = self.environments.take(samples), Media.of(self.context.args)
+            for sample, (environment, _) in zip(samples, pairs, strict=True):
+                sample.prompt = self.environments.reset(environment, sample.inputs, media)
+                sample.inputs["environments"] = environment
+        for sample in samples:
+            if isinstance(sample.prompt, str):
                 raise ValueError(
-                    f"prompt: expected messages with tools, got the text {shortened(prompt)}"
+                    f"prompt: expected messages with tools, got the text {shortened(sample.prompt)}"
                 )
-        encoded = self.context.encode(prompts, [schemas(toolbox) for _, toolbox in pairs])
+            sample.completion, sample.env_mask = [], []
+            sample.logprobs, sample.sampling_mask = [], []
+        self.context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
         budget = self.context.args.max_completion_length
-        talks = []
-        for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
-            sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
-            sample.images = images
-            talks.append(Conversation(sample, *pair, budget))
-        return talks
+        return [
+            Conversation(sample, *pair, budget) for sample, pair in zip(samples, pairs, strict=True)
+        ]
 
     def _step(self, waiting: list[Conversation]) -> int | None:
         """Return tokens to ask for, the same on all processes; None: nothing waits on any of them.
@@ -191,12 +185,7 @@ class ToolLoop:
         with phase("generate"):
             images = [talk.sample.images for talk in waiting]
             turns = self.sampler.generate([talk.ids for talk in waiting], step, images)
-        columns = (
-            turns.token_ids,
-            turns.logprobs or repeat(None),
-            turns.sampling_mask or repeat(None),
-        )
-        for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
+        for talk, (ids, logprobs, mask) in zip(waiting, turns.rows(), strict=True):
             talk.add(ids, 1, logprobs, mask)
             so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
             ended = so_far[-1] in self.sampler.eos_token_ids

@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from grpo_trainer.common import encodable, in_thread, shortened, start
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Media, Prompt, Row, content_blocks, open_images
+from grpo_trainer.data import Media, Prompt, Row, Sample, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
 
 T = TypeVar("T")
@@ -224,12 +224,12 @@ class Environments:
         classes = dict.fromkeys(type(environment) for environment, _ in firsts)
         self.rewards = [_reward(one) for one in classes if hasattr(one, "get_reward")]
 
-    def take(self, rows: Sequence[Row]) -> list[tuple[Any, Toolbox]]:
-        """Return an environment for each row until the next call, and what it can call."""
+    def take(self, samples: Sequence[Sample]) -> list[tuple[Any, Toolbox]]:
+        """Return an environment for each sample until the next call, and what it can call."""
         counts: Counter[str | None] = Counter()
         pairs = []
-        for row in rows:
-            name = row.get("environment") if self._by_column else None
+        for sample in samples:
+            name = sample.inputs.get("environment") if self._by_column else None
             if name not in self._factories:
                 expected = ", ".join(map(str, self._factories))
                 raise ValueError(

@@ -15,7 +15,6 @@ from grpo_trainer.engines.base import (
     vllm_params,
 )
 from grpo_trainer.engines.sampler import (
-    Sampled,
     Sampler,
     Source,
     Started,

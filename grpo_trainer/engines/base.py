@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
@@ -14,10 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
-    Encoded,
     ImageInputs,
     ProcessingClass,
-    Prompt,
+    Sample,
     encode_prompts,
     tokenizer_of,
 )
@@ -156,6 +156,11 @@ class Completions(NamedTuple):
     # of each token, the ids that the sampling filters left to choose from; None: not asked for
     sampling_mask: list[list[TokenIds]] | None = None
 
+    def rows(self) -> Iterator[tuple[TokenIds, list[float] | None, list[TokenIds] | None]]:
+        """Return the three of each completion."""
+        others = self.logprobs or repeat(None), self.sampling_mask or repeat(None)
+        return zip(self.token_ids, *others, strict=False)
+
 
 class RolloutEngine(Protocol):
     """Samples one completion per prompt. In a distributed run every process calls every method.
@@ -233,28 +238,29 @@ class EngineContext:
         return tokenizer_of(self.processing_class)
 
     def encode(
-        self, prompts: Sequence[Prompt], tools: Sequence[list[dict[str, Any]]] | None = None
-    ) -> list[Encoded]:
-        """Return prompts as the policy takes them; ``tools`` as in :func:`encode_prompts`.
+        self, samples: Sequence[Sample], tools: Sequence[list[dict[str, Any]]] | None = None
+    ) -> None:
+        """Add to ``samples`` what the policy takes of their prompts; ``tools`` as in
+        :func:`encode_prompts`.
 
         Raises:
             ValueError: one cannot be encoded, or leaves no room for its completion.
         """
         args, length = self.args, self.args.max_completion_length
         template = options("chat_template_kwargs", args.chat_template_kwargs)
+        prompts = [sample.prompt for sample in samples]
         encoded = encode_prompts(
             prompts, self.processing_class, args.max_prompt_length, template, tools
         )
-        if self.positions is not None:
-            pairs = zip(prompts, encoded, strict=True)
-            prompt, (ids, _) = max(pairs, key=lambda pair: len(pair[1].ids))
-            if len(ids) > self.positions - length:
+        for sample, (ids, images) in zip(samples, encoded, strict=True):
+            if self.positions is not None and len(ids) > self.positions - length:
                 raise ValueError(
                     f"prompt: expected at most {self.positions - length} tokens (the model's "
                     f"{self.positions} positions less max_completion_length = {length}), got "
-                    f"{len(ids)} tokens from {shortened(prompt)}; max_prompt_length cuts prompts"
+                    f"{len(ids)} tokens from {shortened(sample.prompt)}; max_prompt_length cuts "
+                    "prompts"
                 )
-        return encoded
+            sample.prompt_ids, sample.images = ids, images
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.data import Row, Sample, has_images
+from grpo_trainer.data import Sample, has_images
 from grpo_trainer.engines.base import (
     BackgroundEngine,
     Completions,
@@ -232,18 +232,8 @@ def make_sampler(
     return Sampler(engine, context.policy, sampling, step, context.placement)
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """n completions, and what came with them."""
-
-    samples: list[Sample]
-    # more arguments of reward functions, one value per completion each
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=lambda: Metrics({}))
-
-
-# makes one completion per row; in a distributed run every process calls it
-Source: TypeAlias = Callable[[list[Row]], Sampled]
+# completes samples, and says what is logged of that; in a distributed run every process calls it
+Source: TypeAlias = Callable[[list[Sample]], Metrics]
 
 
 def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:

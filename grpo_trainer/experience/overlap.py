@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainerState
 
-from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, EngineContext, Sampled, Sampler, Started
-from grpo_trainer.experience.collector import Collector
+from grpo_trainer.data import PromptStream, Sample
+from grpo_trainer.engines import Completions, EngineContext, Sampler, Started
+from grpo_trainer.experience.collector import Collector, prompts_of
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
@@ -35,21 +35,19 @@ class NextBatch:
         self._prompts = prompts
         self._collector = collector
         self._sampler = sampler
-        # of the dataset; copies of them; the prompts of these
-        self._drawn: tuple[list[Row], list[Row], list[Encoded]] = [], [], []
+        self._samples: list[Sample] = []
         self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], list[Row], Sampled]:
-        """Return this process's part of the batch that was begun last, or else of the next one: its
-        rows, as the dataset has them and as they are read, and their completions.
+    def take(self, state: TrainerState, metrics: MetricLog) -> list[Sample]:
+        """Return this process's part of the batch that was begun last, or else of the next one.
 
         With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
         after that.
         """
         started = self._started or self._begin()
         self._started = None
-        rows, own, encoded = self._drawn
+        samples = self._samples
         with phase("generate"):
             completions = started.result()
         if completions.logprobs is None:
@@ -61,7 +59,8 @@ class NextBatch:
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
             self.begin(state)
-        return rows, own, self._collector.completed(own, encoded, completions)
+        self._collector.complete(samples, completions)
+        return samples
 
     def begin(self, state: TrainerState) -> None:
         """Send the weights and start on the next rows, if training goes on for so long."""
@@ -91,15 +90,12 @@ class NextBatch:
             self._started = Started(state["step"], completions=Completions(**state["completions"]))
 
     def _begin(self) -> Started:
-        encoded = self._draw()
-        prompt_ids, images = map(list, zip(*encoded, strict=True))
-        self._started = self._sampler.start(prompt_ids, images)
+        self._draw()
+        self._started = self._sampler.start(*prompts_of(self._samples))
         return self._started
 
-    def _draw(self) -> list[Encoded]:
+    def _draw(self) -> None:
         self._before = self._prompts.state()
         rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
-        own = self._collector.read(rows)
-        encoded = self._context.encode([row["prompt"] for row in own])
-        self._drawn = rows, own, encoded
-        return encoded
+        self._samples = self._collector.read(rows)
+        self._context.encode(self._samples)

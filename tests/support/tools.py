@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +23,6 @@ from grpo_trainer.engines import (
     Completions,
     EngineContext,
     RolloutEngine,
-    Sampled,
     Sampler,
     Sampling,
     cut_after_eos,
@@ -195,9 +195,10 @@ class Play:
         )
         self.loop = ToolLoop(made_from, sampler, box, self.environments)
 
-    def __call__(self, *rows: dict) -> Sampled:
+    def __call__(self, *rows: dict) -> SimpleNamespace:
         rows = rows or ({"prompt": question()},)
-        return self.loop(list(rows))
+        samples = [Sample(row.get("prompt"), inputs=dict(row)) for row in rows]
+        return SimpleNamespace(metrics=self.loop(samples), samples=samples)
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

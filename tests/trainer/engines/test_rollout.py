@@ -114,7 +114,7 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
     engine = BackgroundEngine(tokenizer, copy.deepcopy(policy).eval())
     trainer = train(engine, loss_type="cppo", num_iterations=2, steps_per_generation=1)
     assert trainer.state.global_step == 2
-    assert [batch.old_logprobs for batch in trainer._buffer] == [None]
+    assert [batch.old_logprobs for batch in trainer._buffer.batches] == [None]
     assert logged(trainer, "clip_ratio/region_mean")[0] == 0
 
 
