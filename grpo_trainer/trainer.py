@@ -219,7 +219,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._check_head()
         if self._reference is not None and args.sync_ref_model:
             self.add_callback(self._reference)
-        self._context = context = EngineContext(
+        context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
             args=args,
@@ -228,9 +228,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             positions=getattr(policy.config.get_text_config(), "max_position_embeddings", None),
         )
         self.rollouts = make_sampler(context, lambda: self.state.global_step, rollout_engine)
-        source = self._source(context)
         names = self.reward_func_names
-        self._collector = Collector(context, self.rollouts, names, source, advantages)
+        self._collector = Collector(self.rollouts, names, self._source(), advantages)
         self.interaction_settings = {  # by which a resumed run knows them
             "tools": tools,
             "environment_factory": environment_factory,
@@ -252,15 +251,15 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _go_by(self, args: GRPOConfig) -> None:
         """Train and sample by other arguments than the run began with."""
         self.loss_config = self._loss(args)
-        tokenizer = self._context.tokenizer
+        tokenizer = self.rollouts.context.tokenizer
         self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
 
-    def _source(self, context: EngineContext) -> Source | None:
+    def _source(self) -> Source | None:
         """Return what makes the completions; None: one call of the engine."""
         if (function := self._rollout_func) is not None:
-            return partial(samples_by, lambda rows: function(rows, self), context, self.rollouts)
+            return partial(samples_by, lambda prompts: function(prompts, self), self.rollouts)
         if self._tools or self._environments is not None:
-            return ToolLoop(context, self.rollouts, self._tools, self._environments)
+            return ToolLoop(self.rollouts, self._tools, self._environments)
         return None
 
     # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
@@ -481,8 +480,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._parts["prompts"] = self._prompts
             if args.overlap_generation:
                 assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                made_of = (self._context, self._prompts, self._collector, self.rollouts)
-                self._parts["ahead"] = self._next_batch = NextBatch(*made_of)
+                self._next_batch = NextBatch(self._prompts, self._collector)
+                self._parts["ahead"] = self._next_batch
 
     def stop(self) -> None:
         close_progress(self)

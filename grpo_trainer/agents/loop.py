@@ -16,7 +16,7 @@ from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answ
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
-from grpo_trainer.engines import EngineContext, Sampler
+from grpo_trainer.engines import Sampler
 from grpo_trainer.monitor import phase
 
 
@@ -94,7 +94,6 @@ class ToolLoop:
     on any of them, since some engines work for all processes at once.
 
     Args:
-        context: of the policy.
         sampler: samples turns.
         tools: what every completion can call.
         environments: what completions act upon, with tools of their own.
@@ -103,13 +102,13 @@ class ToolLoop:
         ValueError: the chat template cannot write conversations with these tools.
     """
 
-    context: EngineContext
     sampler: Sampler
     tools: Toolbox
     environments: Environments | None
 
     def __post_init__(self) -> None:
-        context, eos = self.context, self.sampler.eos_token_ids
+        self._context = context = self.sampler.context
+        eos = self.sampler.eos_token_ids
         tokenizer = context.tokenizer
         self._parser = TurnParser(tokenizer, eos, families=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
@@ -137,7 +136,7 @@ class ToolLoop:
             waiting = [talk for talk in talks if not talk.over]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self.context.accelerator.device).view(2, 2)
+        per_completion, per_call = sums.to(self._context.accelerator.device).view(2, 2)
         metrics = {
             "tools/call_frequency": Stat("mean", *per_completion),
             "tools/failure_frequency": Stat("mean", *per_call),
@@ -147,7 +146,7 @@ class ToolLoop:
     def _begin(self, samples: list[Sample]) -> list[Conversation]:
         pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(samples)
         if self.environments is not None:
-            pairs, media = self.environments.take(samples), Media.of(self.context.args)
+            pairs, media = self.environments.take(samples), Media.of(self._context.args)
             for sample, (environment, _) in zip(samples, pairs, strict=True):
                 sample.prompt = self.environments.reset(environment, sample.inputs, media)
                 sample.inputs["environments"] = environment
@@ -158,8 +157,8 @@ class ToolLoop:
                 )
             sample.completion, sample.env_mask = [], []
             sample.logprobs, sample.sampling_mask = [], []
-        self.context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
-        budget = self.context.args.max_completion_length
+        self._context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
+        budget = self._context.args.max_completion_length
         return [
             Conversation(sample, *pair, budget) for sample, pair in zip(samples, pairs, strict=True)
         ]
@@ -172,7 +171,7 @@ class ToolLoop:
         """
         most = max((talk.room for talk in waiting), default=0)
         longest = max((len(talk.ids) for talk in waiting), default=0)
-        accelerator, positions = self.context.accelerator, self.context.positions
+        accelerator, positions = self._context.accelerator, self._context.positions
         if accelerator.num_processes > 1:
             here = torch.tensor([[most, longest]], device=accelerator.device)
             most, longest = accelerator.gather(here).amax(0).tolist()
@@ -197,12 +196,12 @@ class ToolLoop:
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:
         """Give every conversation what its calls return."""
-        most = self.context.args.max_tool_calling_iterations
+        most = self._context.args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]
         calls = [call for talk in talks for call in talk.calls]
-        outcomes = answer(calls, self._places, self.context.args.tool_timeout)
+        outcomes = answer(calls, self._places, self._context.args.tool_timeout)
         answers = iter(outcomes)
         for talk in talks:
             # cut where they are more than there is room for, however they are split: nobody has to

@@ -67,10 +67,9 @@ class Sampler:
     """
 
     engine: RolloutEngine
-    policy: Callable[[], PreTrainedModel]  # unwrapped
+    context: EngineContext  # of the policy
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
-    placement: Placement = WHOLE  # of the policy's parameters
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _running: Started | None = field(default=None, init=False)
 
@@ -125,12 +124,12 @@ class Sampler:
         if self._running is not None:
             self._running.result()
             self._running = None
-        policy = self.policy()
+        policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
-        version = (self.step(), parameter_versions(policy, self.placement))
+        version = (self.step(), parameter_versions(policy, placement))
         if self._version != version or not getattr(self.engine, "keeps_weights", True):
             with phase("sync"):
-                self.engine.update_weights(lambda: policy_weights(policy, self.placement))
+                self.engine.update_weights(lambda: policy_weights(policy, placement))
             self._version = version
         if not has_images(images):
             return {}
@@ -229,7 +228,7 @@ def make_sampler(
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    return Sampler(engine, context.policy, sampling, step, context.placement)
+    return Sampler(engine, context, sampling, step)
 
 
 # completes samples, and says what is logged of that; in a distributed run every process calls it

@@ -32,7 +32,6 @@ from grpo_trainer.data import (
 )
 from grpo_trainer.engines import (
     Completions,
-    EngineContext,
     Images,
     Sampler,
     Source,
@@ -68,7 +67,6 @@ class Collector:
     """Makes experience from rows of the dataset, ``{"prompt": ..., other columns}``.
 
     Args:
-        context: of the policy.
         sampler: samples the completions.
         rewards: names of the reward functions.
         source: makes the completions; None: one call of ``sampler`` does.
@@ -81,16 +79,15 @@ class Collector:
 
     def __init__(
         self,
-        context: EngineContext,
         sampler: Sampler,
         rewards: list[str],
         source: Source | None = None,
         advantages: AdvantageFunction | None = None,
     ) -> None:
-        self._context = context
+        self.sampler = sampler
+        self._context = context = sampler.context
         self._args = context.args
         self._accelerator = context.accelerator
-        self._sampler = sampler
         self._media = Media.of(context.args)
         self._source = source
         self._advantages = advantages
@@ -179,7 +176,7 @@ class Collector:
         self._context.encode(samples)
         prompt_ids, images = prompts_of(samples)
         with phase("generate"):
-            completions = self._sampler.generate(prompt_ids, images=images)
+            completions = self.sampler.generate(prompt_ids, images=images)
         self.complete(samples, completions)
         return Metrics({})
 
@@ -190,7 +187,7 @@ class Collector:
         texts = self._parser.completions(prompts, prompt_ids, completions.token_ids)
         for sample, text, row in zip(samples, texts, completions.rows(), strict=True):
             ids, sample.logprobs, sample.sampling_mask = row
-            sample.completed(text, ids, self._sampler.eos_token_ids)
+            sample.completed(text, ids, self.sampler.eos_token_ids)
 
     def checked(self, rewards: Any, count: int) -> Tensor:
         """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerState
 
 from grpo_trainer.data import PromptStream, Sample
-from grpo_trainer.engines import Completions, EngineContext, Sampler, Started
+from grpo_trainer.engines import Completions, Started
 from grpo_trainer.experience.collector import Collector, prompts_of
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
@@ -19,22 +19,17 @@ class NextBatch:
     batch before, which is how old the completions are: one generation batch, never more.
 
     Args:
-        context: of the policy, which encodes prompts.
         prompts: the training prompts.
         collector: draws this process's rows from them.
-        sampler: samples.
 
     Raises (in every method but ``stop``): what went wrong while the engine generated.
     """
 
-    def __init__(
-        self, context: EngineContext, prompts: PromptStream, collector: Collector, sampler: Sampler
-    ) -> None:
-        self._context = context
-        self._args = context.args
+    def __init__(self, prompts: PromptStream, collector: Collector) -> None:
         self._prompts = prompts
         self._collector = collector
-        self._sampler = sampler
+        self._sampler = collector.sampler
+        self._args = self._sampler.context.args
         self._samples: list[Sample] = []
         self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
@@ -98,4 +93,4 @@ class NextBatch:
         self._before = self._prompts.state()
         rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
         self._samples = self._collector.read(rows)
-        self._context.encode(self._samples)
+        self._sampler.context.encode(self._samples)

@@ -48,7 +48,6 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
 
 def samples_by(
     function: Callable[[list[Prompt]], Mapping[str, Any]],
-    context: EngineContext,
     sampler: Sampler,
     samples: list[Sample],
 ) -> Metrics:
@@ -58,7 +57,7 @@ def samples_by(
     Raises:
         ValueError: a field is missing, ragged or of the wrong kind.
     """
-    prompts = [sample.prompt for sample in samples]
+    context, prompts = sampler.context, [sample.prompt for sample in samples]
     if any(map(images_of, prompts)):
         raise ValueError("rollout_func: expected prompts of text, got images")
     fields = _fields(function(copy.deepcopy(prompts)), len(samples))

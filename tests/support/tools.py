@@ -183,7 +183,6 @@ class Play:
         args = GRPOConfig(use_cpu=True, **({"max_completion_length": 500} | changes))
         sampling = Sampling.from_config(args, self.tokenizer)
         policy = torch.nn.Linear(1, 1)
-        sampler = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
         box = make_toolbox(tools)
         self.environments = None if environments is None else Environments(environments, box)
         made_from = EngineContext(
@@ -193,7 +192,8 @@ class Play:
             accelerator=Accelerator(cpu=True),
             positions=context,
         )
-        self.loop = ToolLoop(made_from, sampler, box, self.environments)
+        sampler = Sampler(self.engine, made_from, sampling, lambda: 0)
+        self.loop = ToolLoop(sampler, box, self.environments)
 
     def __call__(self, *rows: dict) -> SimpleNamespace:
         rows = rows or ({"prompt": question()},)

@@ -140,6 +140,6 @@ def changed(**values):
 def test_wrong_answers(make_args, tokenizer, function, message):
     trainer = SimpleNamespace(processing_class=tokenizer)
     context = SimpleNamespace(args=make_args(), tokenizer=tokenizer, positions=64)
-    sampler = SimpleNamespace(eos_token_ids=frozenset([1]))
+    sampler = SimpleNamespace(context=context, eos_token_ids=frozenset([1]))
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
-        samples_by(lambda p: function(p, trainer), context, sampler, [Sample("12=")] * 4)
+        samples_by(lambda p: function(p, trainer), sampler, [Sample("12=")] * 4)
