@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +37,7 @@ MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 _NEVER = -100.0  # added to a logit: the least that vLLM takes
+_WALK = "walk"  # the first process tells the others: gather the weights with me
 _TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
 
 
@@ -261,6 +264,46 @@ class EngineContext:
                     "prompts"
                 )
             sample.prompt_ids, sample.images = ids, images
+
+
+def on_first_process(
+    accelerator: Accelerator,
+    gathers: bool,
+    work: Callable[[WeightSource], Any],
+    weights: WeightSource = lambda: iter(()),
+) -> Any:
+    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
+    all of them, too.
+
+    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
+    """
+    if accelerator.num_processes == 1:
+        return work(weights)
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        walk: Iterator[tuple[str, Tensor]] = iter(())
+
+        def lead() -> Iterator[tuple[str, Tensor]]:
+            nonlocal walk
+            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            broadcast_object_list([_WALK, None])
+            walk = weights()
+            return walk
+
+        try:
+            outcome[0] = work(lead if gathers else weights)
+        except (RuntimeError, ValueError) as error:
+            outcome[1] = error
+        deque(walk, maxlen=0)
+        broadcast_object_list(outcome)
+    else:
+        broadcast_object_list(outcome)
+        while outcome[0] == _WALK:
+            deque(weights(), maxlen=0)
+            broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:
