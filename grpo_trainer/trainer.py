@@ -436,7 +436,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._buffer.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
+        metrics.add(value_metric("loss", loss, loss.device, count=int(stepping)))
         if stepping:
             metrics.end_step()
             if self._entropy is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
-from grpo_kernels.losses import Metrics, Stat
+from grpo_kernels.losses import Metrics
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
@@ -17,7 +17,7 @@ from grpo_trainer.common import shortened
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
 from grpo_trainer.engines import Sampler
-from grpo_trainer.monitor import phase
+from grpo_trainer.monitor import phase, value_metric
 
 
 @dataclass
@@ -135,13 +135,10 @@ class ToolLoop:
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
-        sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self._context.accelerator.device).view(2, 2)
-        metrics = {
-            "tools/call_frequency": Stat("mean", *per_completion),
-            "tools/failure_frequency": Stat("mean", *per_call),
-        }
-        return Metrics(metrics)
+        device = self._context.accelerator.device
+        per_completion = value_metric("tools/call_frequency", calls, device, len(talks))
+        per_call = value_metric("tools/failure_frequency", failures, device, calls)
+        return Metrics.merge([per_completion, per_call])
 
     def _begin(self, samples: list[Sample]) -> list[Conversation]:
         pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(samples)
@@ -210,9 +207,12 @@ class ToolLoop:
             messages = []
             for call in talk.calls:
                 outcome = next(answers)
-                parts = [part[:left] if isinstance(part, str) else part for part in outcome.parts]
-                left -= min(left, sum(len(part) for part in parts if isinstance(part, str)))
-                messages.append(result_message(call.name, parts))
+                blocks = [
+                    block | {"text": block["text"][:left]} if "text" in block else block
+                    for block in outcome.blocks
+                ]
+                left -= min(left, sum(len(block.get("text", "")) for block in blocks))
+                messages.append(result_message(call.name, blocks))
                 if outcome.timed_out and self.environments is not None:
                     self.environments.drop(talk.environment)
             end, tools = talk.ids[-1], schemas(talk.toolbox)
