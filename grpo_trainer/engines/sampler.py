@@ -41,7 +41,7 @@ EngineFactory = Callable[[EngineContext], RolloutEngine]
 
 # by name; those of the room above are imported when they are made
 ENGINES: dict[str, EngineFactory | str] = {
-    "transformers": TransformersEngine.from_context,
+    "transformers": TransformersEngine,
     "transformers_continuous": ContinuousBatchingEngine,
     "vllm_colocate": "grpo_trainer.vllm.engines.ColocatedVLLM",
     "vllm_server": "grpo_trainer.vllm.engines.VLLMServer",
