@@ -485,8 +485,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def stop(self) -> None:
         close_progress(self)
-        if self._next_batch is not None:
-            self._next_batch.stop()
+        self.rollouts.cancel()  # what was begun is not trained on
         self.end_logs()
 
     def placed(self) -> None:

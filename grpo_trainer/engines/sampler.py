@@ -71,7 +71,7 @@ class Sampler:
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
     _version: object = field(default=None, init=False)  # of the weights that the engine has
-    _running: Started | None = field(default=None, init=False)
+    running: Started | None = field(default=None, init=False)  # until somebody takes it
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -95,18 +95,17 @@ class Sampler:
             sampling = replace(sampling, max_tokens=max_tokens)
         return self._checked(self.engine.generate(prompt_ids, sampling, **more), len(prompt_ids))
 
-    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
+    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> None:
         """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
         more = self._ready(images)
         pending = self.engine.start(prompt_ids, self.sampling, **more)
         checked = partial(self._checked, count=len(prompt_ids))
-        self._running = Started(self.step(), pending, checked)
-        return self._running
+        self.running = Started(self.step(), pending, checked)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
-        running, self._running = self._running, None
+        running, self.running = self.running, None
         if running is not None:
             running.cancel()
 
@@ -121,9 +120,8 @@ class Sampler:
     def _ready(self, images: Images) -> dict[str, Images]:
         """Send the weights if they have changed, but never while the engine generates: wait for
         that. Return its argument for ``images``, if there are any."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
+        if self.running is not None:
+            self.running.result()
         policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, placement))

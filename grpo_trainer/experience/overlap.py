@@ -22,7 +22,7 @@ class NextBatch:
         prompts: the training prompts.
         collector: draws this process's rows from them.
 
-    Raises (in every method but ``stop``): what went wrong while the engine generated.
+    Raises (in every method): what went wrong while the engine generated.
     """
 
     def __init__(self, prompts: PromptStream, collector: Collector) -> None:
@@ -31,7 +31,6 @@ class NextBatch:
         self._sampler = collector.sampler
         self._args = self._sampler.context.args
         self._samples: list[Sample] = []
-        self._started: Started | None = None
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
     def take(self, state: TrainerState, metrics: MetricLog) -> list[Sample]:
@@ -40,8 +39,10 @@ class NextBatch:
         With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
         after that.
         """
-        started = self._started or self._begin()
-        self._started = None
+        if self._sampler.running is None:
+            self._begin()
+        started, self._sampler.running = self._sampler.running, None
+        assert started is not None
         samples = self._samples
         with phase("generate"):
             completions = started.result()
@@ -64,30 +65,25 @@ class NextBatch:
         if state.global_step + steps < state.max_steps:
             self._begin()
 
-    def stop(self) -> None:
-        """End what was begun; its rows are not trained on."""
-        self._started = None
-        self._sampler.cancel()
-
     def state(self) -> dict[str, Any] | None:
         """Wait for what was begun: a resumed run trains on the same completions."""
-        if self._started is None:
+        started = self._sampler.running
+        if started is None:
             return None
-        completions = self._started.result()._asdict()
-        return {"before": self._before, "step": self._started.step, "completions": completions}
+        completions = started.result()._asdict()
+        return {"before": self._before, "step": started.step, "completions": completions}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from there. The rows are drawn again from the prompts."""
-        self._started = None
         if state is not None:
             self._prompts.restore(state["before"])
             self._draw()
-            self._started = Started(state["step"], completions=Completions(**state["completions"]))
+            completions = Completions(**state["completions"])
+            self._sampler.running = Started(state["step"], completions=completions)
 
-    def _begin(self) -> Started:
+    def _begin(self) -> None:
         self._draw()
-        self._started = self._sampler.start(*prompts_of(self._samples))
-        return self._started
+        self._sampler.start(*prompts_of(self._samples))
 
     def _draw(self) -> None:
         self._before = self._prompts.state()
