@@ -60,7 +60,6 @@ from grpo_trainer.monitor import (
     LogsRun,
     Recipe,
     close_progress,
-    engine_name,
     phase,
     show_progress,
     value_metric,
@@ -236,8 +235,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             "rollout_func": rollout_func,
             "advantages": advantages,
         }
-        engine = engine_name(args, rollout_engine)
-        self.recipe = Recipe(rewards=self._collector.weight_of, engine=engine)
+        self.recipe = Recipe(rewards=self._collector.weight_of, engine=self.rollouts.name)
         if args.write_report:
             self.add_callback(ReportWriter(self))
         show_progress(self)

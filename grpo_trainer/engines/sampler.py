@@ -70,6 +70,7 @@ class Sampler:
     context: EngineContext  # of the policy
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
+    name: str  # of the engine
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     running: Started | None = field(default=None, init=False)  # until somebody takes it
 
@@ -220,13 +221,15 @@ def make_sampler(
     if engine is None:
         factory = ENGINES[name]
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
+    else:
+        name = type(engine).__name__
     if args.overlap_generation and not isinstance(engine, BackgroundEngine):
         raise ValueError(
             "overlap_generation: expected an engine with weights of its own, which can generate "
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    return Sampler(engine, context, sampling, step)
+    return Sampler(engine, context, sampling, step, name)
 
 
 # completes samples, and says what is logged of that; in a distributed run every process calls it

@@ -192,7 +192,7 @@ class Play:
             accelerator=Accelerator(cpu=True),
             positions=context,
         )
-        sampler = Sampler(self.engine, made_from, sampling, lambda: 0)
+        sampler = Sampler(self.engine, made_from, sampling, lambda: 0, "scripted")
         self.loop = ToolLoop(sampler, box, self.environments)
 
     def __call__(self, *rows: dict) -> SimpleNamespace:
