@@ -30,6 +30,7 @@ from grpo_trainer.data import (
     PromptStream,
     RolloutBuffer,
     Row,
+    Sample,
     check_datasets,
     check_images,
     unopened,
@@ -37,7 +38,6 @@ from grpo_trainer.data import (
 from grpo_trainer.engines import (
     EngineContext,
     RolloutEngine,
-    Sampled,
     Sampling,
     Source,
     make_sampler,
@@ -60,7 +60,6 @@ from grpo_trainer.monitor import (
     LogsRun,
     Recipe,
     close_progress,
-    engine_name,
     phase,
     show_progress,
     value_metric,
@@ -220,7 +219,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._check_head()
         if self._reference is not None and args.sync_ref_model:
             self.add_callback(self._reference)
-        self._context = context = EngineContext(
+        context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
             args=args,
@@ -229,9 +228,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             positions=getattr(policy.config.get_text_config(), "max_position_embeddings", None),
         )
         self.rollouts = make_sampler(context, lambda: self.state.global_step, rollout_engine)
-        source = self._source(context)
         names = self.reward_func_names
-        self._collector = Collector(context, self.rollouts, names, source, advantages)
+        self._collector = Collector(self.rollouts, names, self._source(), advantages)
         self.interaction_settings = {  # by which a resumed run knows them
             "tools": tools,
             "environment_factory": environment_factory,
@@ -239,8 +237,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             "advantages": advantages,
             "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
         }
-        engine = engine_name(args, rollout_engine)
-        self.recipe = Recipe(rewards=self._collector.weight_of, engine=engine)
+        self.recipe = Recipe(rewards=self._collector.weight_of, engine=self.rollouts.name)
         if args.write_report:
             self.add_callback(ReportWriter(self))
         show_progress(self)
@@ -254,15 +251,15 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _go_by(self, args: GRPOConfig) -> None:
         """Train and sample by other arguments than the run began with."""
         self.loss_config = self._loss(args)
-        tokenizer = self._context.tokenizer
+        tokenizer = self.rollouts.context.tokenizer
         self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
 
-    def _source(self, context: EngineContext) -> Source | None:
+    def _source(self) -> Source | None:
         """Return what makes the completions; None: one call of the engine."""
         if (function := self._rollout_func) is not None:
-            return partial(samples_by, lambda rows: function(rows, self), context, self.rollouts)
+            return partial(samples_by, lambda prompts: function(prompts, self), self.rollouts)
         if self._tools or self._environments is not None:
-            return ToolLoop(context, self.rollouts, self._tools, self._environments)
+            return ToolLoop(self.rollouts, self._tools, self._environments)
         return None
 
     # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
@@ -281,8 +278,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             if self._next_batch is None:
                 scored = self._draw_and_score(args.prompts_per_generation)
             else:
-                begun = self._next_batch.take(self.state, metrics)
-                scored = self._score(*begun, args.num_generations)
+                samples = self._next_batch.take(self.state, metrics)
+                scored = self._score(samples, args.num_generations)
             if args.dynamic_sampling:
                 scored, counts = self._collector.fill(scored, self._draw_and_score)
                 metrics.add(counts)
@@ -312,23 +309,22 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _generate_and_score(self, rows: list[Row], group_size: int) -> Scored:
         """Generate a completion per row, score it, and compare it with those of its group."""
-        own = self._collector.read(rows)
-        return self._score(rows, own, self._collector.generate(own), group_size)
+        samples = self._collector.read(rows)
+        self._metrics[self.model.training].add(self._collector.generate(samples))
+        return self._score(samples, group_size)
 
-    def _score(self, rows: list[Row], own: list[Row], sampled: Sampled, group_size: int) -> Scored:
-        """Score completions of ``rows``, of which ``own`` are copies for functions to edit."""
+    def _score(self, samples: list[Sample], group_size: int) -> Scored:
         collector, metrics = self._collector, self._metrics[self.model.training]
-        samples, more = sampled.samples, sampled.columns
-        self._reward_log = log = RewardLog(len(rows))
+        self._reward_log = log = RewardLog(len(samples))
         rewards = self._calculate_rewards(
-            [row | {name: more[name][index] for name in more} for index, row in enumerate(own)],
+            [sample.inputs for sample in samples],
             [sample.prompt for sample in samples],
             [sample.completion for sample in samples],
             [sample.completion_ids for sample in samples],
         )
-        rewards = collector.checked(rewards, len(rows))
+        rewards = collector.checked(rewards, len(samples))
         for index, sample in enumerate(samples):
-            sample.row = rows[index]
+            sample.inputs = {}
             sample.extra = {name: values[index] for name, values in log.columns.items()}
             sample.left_out = self.args.mask_truncated_completions and sample.truncated
         prompts, lengths, truncated = collector.measure(samples).unbind(1)
@@ -336,7 +332,6 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
         metrics.add(log.metrics(self.accelerator))
-        metrics.add(sampled.metrics)
         return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
 
     def _calculate_rewards(
@@ -441,7 +436,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._buffer.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
-        metrics.add(value_metric("loss", loss, loss.device, whole=stepping))
+        metrics.add(value_metric("loss", loss, loss.device, count=int(stepping)))
         if stepping:
             metrics.end_step()
             if self._entropy is not None:
@@ -485,13 +480,12 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._parts["prompts"] = self._prompts
             if args.overlap_generation:
                 assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                made_of = (self._context, self._prompts, self._collector, self.rollouts)
-                self._parts["ahead"] = self._next_batch = NextBatch(*made_of)
+                self._next_batch = NextBatch(self._prompts, self._collector)
+                self._parts["ahead"] = self._next_batch
 
     def stop(self) -> None:
         close_progress(self)
-        if self._next_batch is not None:
-            self._next_batch.stop()
+        self.rollouts.cancel()  # what was begun is not trained on
         self.end_logs()
 
     def placed(self) -> None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 import torch
 from transformers import ProcessorMixin
 
-from grpo_kernels.losses import Metrics, Stat
+from grpo_kernels.losses import Metrics
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
-from grpo_trainer.data import Encoded, ImageInputs, Media, Row, Sample
-from grpo_trainer.engines import EngineContext, Sampled, Sampler
-from grpo_trainer.monitor import phase
+from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
+from grpo_trainer.engines import Sampler
+from grpo_trainer.monitor import phase, value_metric
 
 
 @dataclass
@@ -95,7 +94,6 @@ class ToolLoop:
     on any of them, since some engines work for all processes at once.
 
     Args:
-        context: of the policy.
         sampler: samples turns.
         tools: what every completion can call.
         environments: what completions act upon, with tools of their own.
@@ -104,13 +102,13 @@ class ToolLoop:
         ValueError: the chat template cannot write conversations with these tools.
     """
 
-    context: EngineContext
     sampler: Sampler
     tools: Toolbox
     environments: Environments | None
 
     def __post_init__(self) -> None:
-        context, eos = self.context, self.sampler.eos_token_ids
+        self._context = context = self.sampler.context
+        eos = self.sampler.eos_token_ids
         tokenizer = context.tokenizer
         self._parser = TurnParser(tokenizer, eos, families=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
@@ -123,52 +121,44 @@ class ToolLoop:
         if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
             self._places.append(context.processing_class.image_token)
 
-    def __call__(self, rows: list[Row]) -> Sampled:
-        """Return one completion per row: messages, and the tokens of all turns.
+    def __call__(self, samples: list[Sample]) -> Metrics:
+        """Complete samples by messages, and the tokens of all turns.
 
         Raises:
             ValueError: a prompt is no list of messages, or too long.
         """
-        talks = self._begin(rows)
+        talks = self._begin(samples)
         outcomes: list[Outcome] = []
         waiting = talks
         while (step := self._step(waiting)) is not None:
             self._turn(waiting, step)
             outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
             waiting = [talk for talk in talks if not talk.over]
-        columns = {}
-        if self.environments is not None:
-            columns["environments"] = [talk.environment for talk in talks]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
-        sums = torch.tensor([calls, len(talks), failures, calls], dtype=torch.float64)
-        per_completion, per_call = sums.to(self.context.accelerator.device).view(2, 2)
-        metrics = {
-            "tools/call_frequency": Stat("mean", *per_completion),
-            "tools/failure_frequency": Stat("mean", *per_call),
-        }
-        return Sampled([talk.sample for talk in talks], columns, Metrics(metrics))
+        device = self._context.accelerator.device
+        per_completion = value_metric("tools/call_frequency", calls, device, len(talks))
+        per_call = value_metric("tools/failure_frequency", failures, device, calls)
+        return Metrics.merge([per_completion, per_call])
 
-    def _begin(self, rows: list[Row]) -> list[Conversation]:
-        if self.environments is None:
-            pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(rows)
-            prompts = [row["prompt"] for row in rows]
-        else:
-            pairs, media = self.environments.take(rows), Media.of(self.context.args)
-            reset = self.environments.reset
-            prompts = [reset(one, row, media) for (one, _), row in zip(pairs, rows, strict=True)]
-        for prompt in prompts:
-            if isinstance(prompt, str):
+    def _begin(self, samples: list[Sample]) -> list[Conversation]:
+        pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(samples)
+        if self.environments is not None:
+            pairs, media = self.environments.take(samples), Media.of(self._context.args)
+            for sample, (environment, _) in zip(samples, pairs, strict=True):
+                sample.prompt = self.environments.reset(environment, sample.inputs, media)
+                sample.inputs["environments"] = environment
+        for sample in samples:
+            if isinstance(sample.prompt, str):
                 raise ValueError(
-                    f"prompt: expected messages with tools, got the text {shortened(prompt)}"
+                    f"prompt: expected messages with tools, got the text {shortened(sample.prompt)}"
                 )
-        encoded = self.context.encode(prompts, [schemas(toolbox) for _, toolbox in pairs])
-        budget = self.context.args.max_completion_length
-        talks = []
-        for prompt, (ids, images), pair in zip(prompts, encoded, pairs, strict=True):
-            sample = Sample(prompt, ids, [], [], logprobs=[], sampling_mask=[], env_mask=[])
-            sample.images = images
-            talks.append(Conversation(sample, *pair, budget))
-        return talks
+            sample.completion, sample.env_mask = [], []
+            sample.logprobs, sample.sampling_mask = [], []
+        self._context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
+        budget = self._context.args.max_completion_length
+        return [
+            Conversation(sample, *pair, budget) for sample, pair in zip(samples, pairs, strict=True)
+        ]
 
     def _step(self, waiting: list[Conversation]) -> int | None:
         """Return tokens to ask for, the same on all processes; None: nothing waits on any of them.
@@ -178,7 +168,7 @@ class ToolLoop:
         """
         most = max((talk.room for talk in waiting), default=0)
         longest = max((len(talk.ids) for talk in waiting), default=0)
-        accelerator, positions = self.context.accelerator, self.context.positions
+        accelerator, positions = self._context.accelerator, self._context.positions
         if accelerator.num_processes > 1:
             here = torch.tensor([[most, longest]], device=accelerator.device)
             most, longest = accelerator.gather(here).amax(0).tolist()
@@ -191,12 +181,7 @@ class ToolLoop:
         with phase("generate"):
             images = [talk.sample.images for talk in waiting]
             turns = self.sampler.generate([talk.ids for talk in waiting], step, images)
-        columns = (
-            turns.token_ids,
-            turns.logprobs or repeat(None),
-            turns.sampling_mask or repeat(None),
-        )
-        for talk, ids, logprobs, mask in zip(waiting, *columns, strict=False):
+        for talk, (ids, logprobs, mask) in zip(waiting, turns.rows(), strict=True):
             talk.add(ids, 1, logprobs, mask)
             so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
             ended = so_far[-1] in self.sampler.eos_token_ids
@@ -208,12 +193,12 @@ class ToolLoop:
 
     def _answer(self, talks: list[Conversation]) -> list[Outcome]:
         """Give every conversation what its calls return."""
-        most = self.context.args.max_tool_calling_iterations
+        most = self._context.args.max_tool_calling_iterations
         for talk in talks:
             talk.over = most is not None and talk.rounds >= most
         talks = [talk for talk in talks if not talk.over]
         calls = [call for talk in talks for call in talk.calls]
-        outcomes = answer(calls, self._places, self.context.args.tool_timeout)
+        outcomes = answer(calls, self._places, self._context.args.tool_timeout)
         answers = iter(outcomes)
         for talk in talks:
             # cut where they are more than there is room for, however they are split: nobody has to
@@ -222,9 +207,12 @@ class ToolLoop:
             messages = []
             for call in talk.calls:
                 outcome = next(answers)
-                parts = [part[:left] if isinstance(part, str) else part for part in outcome.parts]
-                left -= min(left, sum(len(part) for part in parts if isinstance(part, str)))
-                messages.append(result_message(call.name, parts))
+                blocks = [
+                    block | {"text": block["text"][:left]} if "text" in block else block
+                    for block in outcome.blocks
+                ]
+                left -= min(left, sum(len(block.get("text", "")) for block in blocks))
+                messages.append(result_message(call.name, blocks))
                 if outcome.timed_out and self.environments is not None:
                     self.environments.drop(talk.environment)
             end, tools = talk.ids[-1], schemas(talk.toolbox)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
-from PIL import Image
 from transformers import ProcessorMixin
 
 from grpo_trainer.agents.parse import Message, TurnParser, tool_call
@@ -113,7 +112,7 @@ class ToolTemplate:
                 "writes them in a form of its own; set the tokenizer's response_template, which "
                 "says how (without one they are <tool_call>{JSON}</tool_call>)"
             )
-        answer = result_message(name, [_RESULT])
+        answer = {"role": "tool", "name": name, "content": _RESULT}
         self.results([answer], tools)
         conversation = [*self._conversation([name], self._thought), answer]
         prefix = self._text(conversation, tools, add_generation_prompt=True)
@@ -163,17 +162,10 @@ class ToolTemplate:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def result_message(name: str, parts: Sequence[str | Image.Image]) -> Message:
-    """Return what a tool answered, as chat templates take it."""
-    texts = [part for part in parts if isinstance(part, str)]
-    content: Any = "".join(texts)
-    if len(texts) < len(parts):
-        content = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image", "image": part}
-            for part in parts
-        ]
+def result_message(name: str, blocks: list[dict[str, Any]]) -> Message:
+    """Return what a tool answered, as chat templates take it: text alone is no list."""
+    texts = [block["text"] for block in blocks if "text" in block]
+    content = "".join(texts) if len(texts) == len(blocks) else blocks
     return {"role": "tool", "name": name, "content": content}
 
 

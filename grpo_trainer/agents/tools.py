@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from grpo_trainer.common import encodable, in_thread, shortened, start
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Media, Prompt, Row, content_blocks, open_images
+from grpo_trainer.data import Media, Prompt, Row, Sample, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 class Outcome(NamedTuple):
     """What the model gets."""
 
-    parts: list[str | Image.Image]
+    blocks: list[dict[str, Any]]  # of text, and of images that are open
     failed: bool = False
     timed_out: bool = False
 
@@ -126,7 +126,7 @@ def answer(
     late = _failed(f"No answer within {timeout or 0:g} seconds.")._replace(timed_out=True)
     answers = [outcomes[index] or late for index in range(len(calls))]
     for index, outcome in enumerate(answers):
-        texts = [part for part in outcome.parts if isinstance(part, str)]
+        texts = [block.get("text", "") for block in outcome.blocks]
         if any(place in text for place in places for text in texts):
             answers[index] = _failed("The answer has a token that stands for an image.")
     return answers
@@ -134,7 +134,7 @@ def answer(
 
 def _now(function: Callable[[], Any]) -> Outcome:
     try:
-        return Outcome(_parts(function()))
+        return Outcome(_blocks(function()))
     except BaseException as error:  # a tool may run code that the model wrote
         in_main_thread = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and in_main_thread:  # Ctrl-C
@@ -144,7 +144,7 @@ def _now(function: Callable[[], Any]) -> Outcome:
 
 async def _later(function: Callable[[], Any]) -> Outcome:
     try:
-        return Outcome(_parts(await function()))
+        return Outcome(_blocks(await function()))
     except BaseException as error:  # what leaves a task would end the loop of all of them
         return _failed(error)
 
@@ -158,21 +158,25 @@ def _within(future: Future[T], seconds: float) -> T | None:
         return None
 
 
-def _parts(value: Any) -> list[str | Image.Image]:
-    """Return an image, the parts of a message's content if it is one, or else the text."""
-    parts = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
-    parts = parts if isinstance(parts, list) else []
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": encodable(text)}
+
+
+def _blocks(value: Any) -> list[dict[str, Any]]:
+    """Return an image, the blocks of a message's content if it is one, or else the text."""
+    blocks = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
+    blocks = blocks if isinstance(blocks, list) else []
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
     if not kinds or any(kind not in _BLOCKS for kind in kinds):
-        return [encodable(str(value))]
-    for image in [part.get("image") for part in parts if part["type"] == "image"]:
+        return [_text(str(value))]
+    for image in [block.get("image") for block in blocks if block["type"] == "image"]:
         if not isinstance(image, Image.Image):  # the policy may have written the name of a file
             raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
     return [
-        Media().open(part["image"])
-        if part["type"] == "image"
-        else encodable(str(part.get("text") or ""))
-        for part in parts
+        {"type": "image", "image": Media().open(block["image"])}
+        if block["type"] == "image"
+        else _text(str(block.get("text") or ""))
+        for block in blocks
     ]
 
 
@@ -181,7 +185,7 @@ def _failed(error: Any) -> Outcome:
         text = str(error)
     except BaseException:  # its own method may do anything
         text = type(error).__name__
-    return Outcome([str({"error": text})], failed=True)
+    return Outcome([_text(str({"error": text}))], failed=True)
 
 
 def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableDataset | None:
@@ -224,12 +228,12 @@ class Environments:
         classes = dict.fromkeys(type(environment) for environment, _ in firsts)
         self.rewards = [_reward(one) for one in classes if hasattr(one, "get_reward")]
 
-    def take(self, rows: Sequence[Row]) -> list[tuple[Any, Toolbox]]:
-        """Return an environment for each row until the next call, and what it can call."""
+    def take(self, samples: Sequence[Sample]) -> list[tuple[Any, Toolbox]]:
+        """Return an environment for each sample until the next call, and what it can call."""
         counts: Counter[str | None] = Counter()
         pairs = []
-        for row in rows:
-            name = row.get("environment") if self._by_column else None
+        for sample in samples:
+            name = sample.inputs.get("environment") if self._by_column else None
             if name not in self._factories:
                 expected = ", ".join(map(str, self._factories))
                 raise ValueError(

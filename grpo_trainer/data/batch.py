@@ -19,31 +19,28 @@ from grpo_trainer.data.rows import Row
 
 @dataclass
 class Sample:
-    """One completion. An engine, tools or a function of the user's make it; scoring adds to it."""
+    """One completion. It begins as a prompt, which an engine, tools or a function of the user's
+    complete; scoring adds to it."""
 
     prompt: Prompt
-    prompt_ids: list[int]
-    completion: Any  # text, or messages for a conversational prompt
-    completion_ids: list[int]
+    prompt_ids: list[int] = field(default_factory=list)
+    completion: Any = None  # text, or messages for a conversational prompt
+    completion_ids: list[int] = field(default_factory=list)
     truncated: bool = False  # ended without an end-of-sequence token
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
     images: ImageInputs | None = None  # of the prompt and of what tools answered
-    # of scoring
     row: Row | None = None  # of the dataset
+    # a copy of it for functions to edit, with what made the completion; empty once it is scored
+    inputs: Row = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
 
-    @classmethod
-    def of(cls, eos_token_ids: Collection[int], **columns: Sequence[Any] | None) -> list[Sample]:
-        """Return samples from columns of their fields; None: all have the default."""
-        given = {name: column for name, column in columns.items() if column is not None}
-        rows = zip(*given.values(), strict=True)
-        samples = [cls(**dict(zip(given, row, strict=True))) for row in rows]
-        for sample in samples:
-            sample.truncated = sample.completion_ids[-1] not in eos_token_ids
-        return samples
+    def completed(self, completion: Any, ids: list[int], eos_token_ids: Collection[int]) -> None:
+        """Add the completion, and what it was read as."""
+        self.completion, self.completion_ids = completion, ids
+        self.truncated = ids[-1] not in eos_token_ids
 
     @property
     def by_policy(self) -> list[int]:

@@ -12,10 +12,10 @@ from grpo_trainer.engines.base import (
     TokenIds,
     WeightSource,
     cut_after_eos,
+    on_first_process,
     vllm_params,
 )
 from grpo_trainer.engines.sampler import (
-    Sampled,
     Sampler,
     Source,
     Started,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import (
-    Encoded,
     ImageInputs,
     ProcessingClass,
-    Prompt,
+    Sample,
     encode_prompts,
     tokenizer_of,
 )
@@ -35,6 +37,7 @@ MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 _NEVER = -100.0  # added to a logit: the least that vLLM takes
+_WALK = "walk"  # the first process tells the others: gather the weights with me
 _TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
 
 
@@ -156,6 +159,11 @@ class Completions(NamedTuple):
     # of each token, the ids that the sampling filters left to choose from; None: not asked for
     sampling_mask: list[list[TokenIds]] | None = None
 
+    def rows(self) -> Iterator[tuple[TokenIds, list[float] | None, list[TokenIds] | None]]:
+        """Return the three of each completion."""
+        others = self.logprobs or repeat(None), self.sampling_mask or repeat(None)
+        return zip(self.token_ids, *others, strict=False)
+
 
 class RolloutEngine(Protocol):
     """Samples one completion per prompt. In a distributed run every process calls every method.
@@ -233,28 +241,69 @@ class EngineContext:
         return tokenizer_of(self.processing_class)
 
     def encode(
-        self, prompts: Sequence[Prompt], tools: Sequence[list[dict[str, Any]]] | None = None
-    ) -> list[Encoded]:
-        """Return prompts as the policy takes them; ``tools`` as in :func:`encode_prompts`.
+        self, samples: Sequence[Sample], tools: Sequence[list[dict[str, Any]]] | None = None
+    ) -> None:
+        """Add to ``samples`` what the policy takes of their prompts; ``tools`` as in
+        :func:`encode_prompts`.
 
         Raises:
             ValueError: one cannot be encoded, or leaves no room for its completion.
         """
         args, length = self.args, self.args.max_completion_length
         template = options("chat_template_kwargs", args.chat_template_kwargs)
+        prompts = [sample.prompt for sample in samples]
         encoded = encode_prompts(
             prompts, self.processing_class, args.max_prompt_length, template, tools
         )
-        if self.positions is not None:
-            pairs = zip(prompts, encoded, strict=True)
-            prompt, (ids, _) = max(pairs, key=lambda pair: len(pair[1].ids))
-            if len(ids) > self.positions - length:
+        for sample, (ids, images) in zip(samples, encoded, strict=True):
+            if self.positions is not None and len(ids) > self.positions - length:
                 raise ValueError(
                     f"prompt: expected at most {self.positions - length} tokens (the model's "
                     f"{self.positions} positions less max_completion_length = {length}), got "
-                    f"{len(ids)} tokens from {shortened(prompt)}; max_prompt_length cuts prompts"
+                    f"{len(ids)} tokens from {shortened(sample.prompt)}; max_prompt_length cuts "
+                    "prompts"
                 )
-        return encoded
+            sample.prompt_ids, sample.images = ids, images
+
+
+def on_first_process(
+    accelerator: Accelerator,
+    gathers: bool,
+    work: Callable[[WeightSource], Any],
+    weights: WeightSource = lambda: iter(()),
+) -> Any:
+    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
+    all of them, too.
+
+    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
+    """
+    if accelerator.num_processes == 1:
+        return work(weights)
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        walk: Iterator[tuple[str, Tensor]] = iter(())
+
+        def lead() -> Iterator[tuple[str, Tensor]]:
+            nonlocal walk
+            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            broadcast_object_list([_WALK, None])
+            walk = weights()
+            return walk
+
+        try:
+            outcome[0] = work(lead if gathers else weights)
+        except (RuntimeError, ValueError) as error:
+            outcome[1] = error
+        deque(walk, maxlen=0)
+        broadcast_object_list(outcome)
+    else:
+        broadcast_object_list(outcome)
+        while outcome[0] == _WALK:
+            deque(weights(), maxlen=0)
+            broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

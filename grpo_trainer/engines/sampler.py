@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.data import Row, Sample, has_images
+from grpo_trainer.data import Sample, has_images
 from grpo_trainer.engines.base import (
     BackgroundEngine,
     Completions,
@@ -41,7 +41,7 @@ EngineFactory = Callable[[EngineContext], RolloutEngine]
 
 # by name; those of the room above are imported when they are made
 ENGINES: dict[str, EngineFactory | str] = {
-    "transformers": TransformersEngine.from_context,
+    "transformers": TransformersEngine,
     "transformers_continuous": ContinuousBatchingEngine,
     "vllm_colocate": "grpo_trainer.vllm.engines.ColocatedVLLM",
     "vllm_server": "grpo_trainer.vllm.engines.VLLMServer",
@@ -67,12 +67,12 @@ class Sampler:
     """
 
     engine: RolloutEngine
-    policy: Callable[[], PreTrainedModel]  # unwrapped
+    context: EngineContext  # of the policy
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
-    placement: Placement = WHOLE  # of the policy's parameters
+    name: str  # of the engine
     _version: object = field(default=None, init=False)  # of the weights that the engine has
-    _running: Started | None = field(default=None, init=False)
+    running: Started | None = field(default=None, init=False)  # until somebody takes it
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -96,18 +96,17 @@ class Sampler:
             sampling = replace(sampling, max_tokens=max_tokens)
         return self._checked(self.engine.generate(prompt_ids, sampling, **more), len(prompt_ids))
 
-    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
+    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> None:
         """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
         more = self._ready(images)
         pending = self.engine.start(prompt_ids, self.sampling, **more)
         checked = partial(self._checked, count=len(prompt_ids))
-        self._running = Started(self.step(), pending, checked)
-        return self._running
+        self.running = Started(self.step(), pending, checked)
 
     def cancel(self) -> None:
         """End what was started, if it still runs."""
-        running, self._running = self._running, None
+        running, self.running = self.running, None
         if running is not None:
             running.cancel()
 
@@ -122,15 +121,14 @@ class Sampler:
     def _ready(self, images: Images) -> dict[str, Images]:
         """Send the weights if they have changed, but never while the engine generates: wait for
         that. Return its argument for ``images``, if there are any."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
-        policy = self.policy()
+        if self.running is not None:
+            self.running.result()
+        policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
-        version = (self.step(), parameter_versions(policy, self.placement))
+        version = (self.step(), parameter_versions(policy, placement))
         if self._version != version or not getattr(self.engine, "keeps_weights", True):
             with phase("sync"):
-                self.engine.update_weights(lambda: policy_weights(policy, self.placement))
+                self.engine.update_weights(lambda: policy_weights(policy, placement))
             self._version = version
         if not has_images(images):
             return {}
@@ -223,27 +221,19 @@ def make_sampler(
     if engine is None:
         factory = ENGINES[name]
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
+    else:
+        name = type(engine).__name__
     if args.overlap_generation and not isinstance(engine, BackgroundEngine):
         raise ValueError(
             "overlap_generation: expected an engine with weights of its own, which can generate "
             "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
             f"`start`), got {type(engine).__name__}"
         )
-    return Sampler(engine, context.policy, sampling, step, context.placement)
+    return Sampler(engine, context, sampling, step, name)
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """n completions, and what came with them."""
-
-    samples: list[Sample]
-    # more arguments of reward functions, one value per completion each
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=lambda: Metrics({}))
-
-
-# makes one completion per row; in a distributed run every process calls it
-Source: TypeAlias = Callable[[list[Row]], Sampled]
+# completes samples, and says what is logged of that; in a distributed run every process calls it
+Source: TypeAlias = Callable[[list[Sample]], Metrics]
 
 
 def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:

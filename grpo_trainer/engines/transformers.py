@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -35,7 +33,7 @@ from grpo_trainer.engines.base import (
     TokenIds,
     cut_after_eos,
 )
-from grpo_trainer.policy import WHOLE, Placement, evaluating
+from grpo_trainer.policy import evaluating
 
 # transformers' own filters, which run after ours, off
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
@@ -80,29 +78,19 @@ class RecordingFilters(LogitsProcessor):
 class TransformersEngine(RolloutEngine):
     """Samples by ``model.generate``. Reports no log-probabilities."""
 
-    policy: Callable[[], PreTrainedModel]  # unwrapped; asked at every call: wrapping happens late
-    tokenizer: PreTrainedTokenizerBase
-    cache_implementation: str | None = None  # kind of key-value cache; None: the default one
-    placement: Placement = WHOLE  # of the policy's parameters
-    gathers: bool = True  # the whole policy, before it generates
-
-    @classmethod
-    def from_context(cls, context: EngineContext) -> TransformersEngine:
-        args = context.args
-        settings = (args.cache_implementation, context.placement, args.ds3_gather_for_generation)
-        return cls(context.policy, context.tokenizer, *settings)
+    context: EngineContext
 
     @property
     def in_step(self) -> bool:
         """Whether every process runs every forward with the others."""
-        return self.placement.sharded and not self.gathers
+        return self.context.placement.sharded and not self.context.args.ds3_gather_for_generation
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
         """Return one completion per prompt."""
-        model = self.policy()
-        whole = nullcontext() if self.in_step else self.placement.whole(model)
+        model = self.context.policy()
+        whole = nullcontext() if self.in_step else self.context.placement.whole(model)
         with whole, evaluating(model):  # gradient checkpointing would disable the cache, too
             if prompt_ids:
                 return self._complete(model, prompt_ids, sampling, images)
@@ -136,14 +124,15 @@ class TransformersEngine(RolloutEngine):
 
     def _config(self, sampling: Sampling) -> GenerationConfig:
         """Return the sampling in transformers' words."""
+        tokenizer = self.context.tokenizer
         settings = sampling.parameters | {
             "do_sample": True,
             "use_cache": True,
             "max_new_tokens": sampling.max_tokens,
-            "cache_implementation": self.cache_implementation,
-            "bos_token_id": self.tokenizer.bos_token_id,
+            "cache_implementation": self.context.args.cache_implementation,
+            "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": sorted(sampling.eos_token_ids) or None,
-            "pad_token_id": pad_token_id(self.tokenizer),
+            "pad_token_id": pad_token_id(tokenizer),
         }
         if sampling.sampling_mask_size:
             settings |= NO_FILTERS  # RecordingFilters has them
@@ -164,7 +153,7 @@ class ContinuousBatchingEngine(TransformersEngine):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        super().__init__(context.policy, context.tokenizer, placement=context.placement)
+        super().__init__(context)
         name = "transformers_continuous_batching_config"
         settings = options(name, getattr(context.args, name))
         try:
@@ -175,7 +164,7 @@ class ContinuousBatchingEngine(TransformersEngine):
             self._batching = ContinuousBatchingConfig(**{"return_logprobs": True, **settings})
         except TypeError as error:
             raise ValueError(f"{name}: {error}") from error
-        if context.placement.sharded and not context.args.ds3_gather_for_generation:
+        if self.in_step:
             raise ValueError(
                 "ds3_gather_for_generation: expected True with "
                 "use_transformers_continuous_batching and a sharded policy, got False"

@@ -1,7 +1,7 @@
 """From prompts to scored micro-batches: generate, reward, compare within groups, slice."""
 
-from grpo_trainer.experience.adaptive_entropy import AdaptiveEntropy
 from grpo_trainer.experience.advantages import (
+    AdaptiveEntropy,
     AdvantageFunction,
     compute_advantages,
     rollout_metrics,

@@ -1,4 +1,4 @@
-"""Compare completions with those of their group."""
+"""What weighs in the loss: completions compared with those of their group, and the entropy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.monitor import value_metric
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
@@ -213,3 +215,53 @@ def _stat(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     kept = torch.where(valid, values, neutral)
     total = {"mean": kept.sum(), "min": kept.amin(), "max": kept.amax()}[kind]
     return Stat(kind, total, valid.double().sum())
+
+
+class AdaptiveEntropy:
+    """The entropy coefficient that follows the policy's entropy (Skywork-OR1, arXiv:2505.22312).
+
+    It is raised after a step at or below the target entropy, and lowered after others.
+
+    The bonus applies while the last step's entropy is at or below the target; so not in the first
+    step. The entropy is the mean over the tokens of the step that the policy loss is made of. All
+    of it stays on the device: a step waits for nothing.
+    """
+
+    def __init__(self, args: GRPOConfig, accelerator: Accelerator) -> None:
+        self._args = args
+        self._accelerator = accelerator
+        self._coef = self._number(args.entropy_coef)
+        self._last = self._number(torch.inf)
+        self._window = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+
+    @property
+    def scale(self) -> Tensor:
+        """The coefficient that applies now, ()."""
+        return torch.where(self._last <= self._args.entropy_target, self._coef, 0.0)
+
+    def add(self, metrics: Metrics) -> None:
+        """Note a micro-batch's entropy."""
+        stat = metrics.stats.get("entropy_top") or metrics.stats["entropy"]
+        self._window += torch.stack([stat.total.double(), stat.count.double()])
+
+    def step(self) -> Metrics:
+        """Move the coefficient, at the end of an optimizer step, and return it for the log."""
+        total, count = self._accelerator.reduce(self._window, "sum")
+        entropy = total / count.clamp(min=1)
+        args = self._args
+        low = entropy <= args.entropy_target
+        delta = torch.where(low, args.entropy_coef_delta, -args.entropy_coef_delta)
+        self._coef = (self._coef + delta).clamp(args.entropy_coef_min, args.entropy_coef_max)
+        self._last = entropy
+        self._window = torch.zeros_like(self._window)
+        return value_metric("entropy_coef", self._coef, self._accelerator.device)
+
+    def state(self) -> dict[str, float]:
+        """Return what the next step depends on, between two steps."""
+        return {"coef": self._coef.item(), "last": self._last.item()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self._coef, self._last = self._number(state["coef"]), self._number(state["last"])
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64, device=self._accelerator.device)

@@ -18,7 +18,6 @@ from grpo_trainer.agents import TurnParser
 from grpo_trainer.config import loss_config
 from grpo_trainer.data import (
     DatasetRow,
-    Encoded,
     ImageError,
     Media,
     MicroBatch,
@@ -34,10 +33,10 @@ from grpo_trainer.data import (
 )
 from grpo_trainer.engines import (
     Completions,
-    EngineContext,
-    Sampled,
+    Images,
     Sampler,
     Source,
+    TokenIds,
     pad_token_id,
 )
 from grpo_trainer.experience.advantages import (
@@ -70,7 +69,6 @@ class Collector:
     """Makes experience from rows of the dataset, ``{"prompt": ..., other columns}``.
 
     Args:
-        context: of the policy.
         sampler: samples the completions.
         rewards: names of the reward functions.
         source: makes the completions; None: one call of ``sampler`` does.
@@ -83,16 +81,15 @@ class Collector:
 
     def __init__(
         self,
-        context: EngineContext,
         sampler: Sampler,
         rewards: list[str],
         source: Source | None = None,
         advantages: AdvantageFunction | str | None = None,
     ) -> None:
-        self._context = context
+        self.sampler = sampler
+        self._context = context = sampler.context
         self._args = context.args
         self._accelerator = context.accelerator
-        self._sampler = sampler
         self._media = Media.of(context.args)
         self._source = source
         self._advantages = function = advantages_of(advantages)
@@ -152,8 +149,8 @@ class Collector:
                 logger.warning("a row is skipped: %s", error)
         return self._accelerator.reduce(bad).nonzero()[:, 0].tolist()
 
-    def read(self, rows: list[Row]) -> list[Row]:
-        """Return copies of ``rows``, which functions may edit, the images of each in its prompt.
+    def read(self, rows: list[Row]) -> list[Sample]:
+        """Return a sample for each of ``rows``, the images of each in its prompt.
 
         Raises:
             ValueError: a prompt is neither text nor messages of text and images, or an image cannot
@@ -161,7 +158,9 @@ class Collector:
         """
         once = {id(row): row for row in rows}  # a group has one row
         opened = {key: self._open(row) for key, row in once.items()}
-        return [own_copy(opened[id(row)]) for row in rows]
+        copies = [own_copy(opened[id(row)]) for row in rows]
+        pairs = zip(rows, copies, strict=True)
+        return [Sample(own.get("prompt"), row=row, inputs=own) for row, own in pairs]
 
     def _open(self, row: Row) -> Row:
         if isinstance(row, DatasetRow) and row.opened is not None:
@@ -172,34 +171,26 @@ class Collector:
             row.opened = opened
         return opened
 
-    def generate(self, rows: list[Row]) -> Sampled:
-        """Return one completion per row, as :meth:`read` returns them."""
+    def generate(self, samples: list[Sample]) -> Metrics:
+        """Complete what :meth:`read` returned, and say what is logged of that."""
         if self._source is not None:
             with phase("generate"):
-                return self._source(rows)
-        encoded = self._context.encode([row["prompt"] for row in rows])
-        prompt_ids, images = map(list, zip(*encoded, strict=True))
+                return self._source(samples)
+        self._context.encode(samples)
+        prompt_ids, images = prompts_of(samples)
         with phase("generate"):
-            completions = self._sampler.generate(prompt_ids, images=images)
-        return self.completed(rows, encoded, completions)
+            completions = self.sampler.generate(prompt_ids, images=images)
+        self.complete(samples, completions)
+        return Metrics({})
 
-    def completed(
-        self, rows: list[Row], encoded: list[Encoded], completions: Completions
-    ) -> Sampled:
-        """Return what an engine made of the prompts of ``rows``."""
-        prompts = [row["prompt"] for row in rows]
-        prompt_ids, images = map(list, zip(*encoded, strict=True))
-        samples = Sample.of(
-            self._sampler.eos_token_ids,
-            prompt=prompts,
-            prompt_ids=prompt_ids,
-            completion=self._parser.completions(prompts, prompt_ids, completions.token_ids),
-            completion_ids=completions.token_ids,
-            logprobs=completions.logprobs,
-            sampling_mask=completions.sampling_mask,
-            images=images,
-        )
-        return Sampled(samples)
+    def complete(self, samples: list[Sample], completions: Completions) -> None:
+        """Add what an engine made of the prompts of ``samples``."""
+        prompts = [sample.prompt for sample in samples]
+        prompt_ids, _ = prompts_of(samples)
+        texts = self._parser.completions(prompts, prompt_ids, completions.token_ids)
+        for sample, text, row in zip(samples, texts, completions.rows(), strict=True):
+            ids, sample.logprobs, sample.sampling_mask = row
+            sample.completed(text, ids, self.sampler.eos_token_ids)
 
     def checked(self, rewards: Any, count: int) -> Tensor:
         """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless
@@ -324,6 +315,11 @@ class Collector:
     def own(self, scored: Scored) -> slice:
         """Return which of the N completions are this process's."""
         return share(len(scored.rewards), self._accelerator)
+
+
+def prompts_of(samples: list[Sample]) -> tuple[list[TokenIds], Images]:
+    """Return what an engine is asked to complete."""
+    return [sample.prompt_ids for sample in samples], [sample.images for sample in samples]
 
 
 def share(count: int, accelerator: Accelerator) -> slice:

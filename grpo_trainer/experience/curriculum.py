@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_trainer.common import load_function, shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import DatasetRow, Prompt, PromptStream, Row, Sample, prompt_columns
+from grpo_trainer.engines import on_first_process
 
 # (prompts, completions, rewards, metas) -> prompts of the next generation batch
 PromptsFunction: TypeAlias = Callable[
@@ -74,17 +75,10 @@ class Curriculum:
         """
         mine = [(sample.row, sample.completion) for sample in samples]
         rows, completions = map(list, zip(*gather_object(mine), strict=True))
-        outcome: list[Any] = [None, None]
-        if self._accelerator.is_main_process:
-            try:
-                outcome[0] = self._asked(rows, completions, totals, group_size)
-            except (ValueError, RuntimeError) as error:
-                outcome[1] = error
-        if self._accelerator.num_processes > 1:
-            broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        self._next = outcome[0]
+        asked = self._asked
+        self._next = on_first_process(
+            self._accelerator, False, lambda _: asked(rows, completions, totals, group_size)
+        )
 
     def state(self) -> dict[str, Any]:
         """Return where the dataset stands, and the rows that come before it."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainerState
 
-from grpo_trainer.data import Encoded, PromptStream, Row
-from grpo_trainer.engines import Completions, EngineContext, Sampled, Sampler, Started
-from grpo_trainer.experience.collector import Collector
+from grpo_trainer.data import PromptStream, Sample
+from grpo_trainer.engines import Completions, Started
+from grpo_trainer.experience.collector import Collector, prompts_of
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
@@ -19,37 +19,31 @@ class NextBatch:
     batch before, which is how old the completions are: one generation batch, never more.
 
     Args:
-        context: of the policy, which encodes prompts.
         prompts: the training prompts.
         collector: draws this process's rows from them.
-        sampler: samples.
 
-    Raises (in every method but ``stop``): what went wrong while the engine generated.
+    Raises (in every method): what went wrong while the engine generated.
     """
 
-    def __init__(
-        self, context: EngineContext, prompts: PromptStream, collector: Collector, sampler: Sampler
-    ) -> None:
-        self._context = context
-        self._args = context.args
+    def __init__(self, prompts: PromptStream, collector: Collector) -> None:
         self._prompts = prompts
         self._collector = collector
-        self._sampler = sampler
-        # of the dataset; copies of them; the prompts of these
-        self._drawn: tuple[list[Row], list[Row], list[Encoded]] = [], [], []
-        self._started: Started | None = None
+        self._sampler = collector.sampler
+        self._args = self._sampler.context.args
+        self._samples: list[Sample] = []
         self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> tuple[list[Row], list[Row], Sampled]:
-        """Return this process's part of the batch that was begun last, or else of the next one: its
-        rows, as the dataset has them and as they are read, and their completions.
+    def take(self, state: TrainerState, metrics: MetricLog) -> list[Sample]:
+        """Return this process's part of the batch that was begun last, or else of the next one.
 
         With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
         after that.
         """
-        started = self._started or self._begin()
-        self._started = None
-        rows, own, encoded = self._drawn
+        if self._sampler.running is None:
+            self._begin()
+        started, self._sampler.running = self._sampler.running, None
+        assert started is not None
+        samples = self._samples
         with phase("generate"):
             completions = started.result()
         if completions.logprobs is None:
@@ -61,7 +55,8 @@ class NextBatch:
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
             self.begin(state)
-        return rows, own, self._collector.completed(own, encoded, completions)
+        self._collector.complete(samples, completions)
+        return samples
 
     def begin(self, state: TrainerState) -> None:
         """Send the weights and start on the next rows, if training goes on for so long."""
@@ -70,36 +65,28 @@ class NextBatch:
         if state.global_step + steps < state.max_steps:
             self._begin()
 
-    def stop(self) -> None:
-        """End what was begun; its rows are not trained on."""
-        self._started = None
-        self._sampler.cancel()
-
     def state(self) -> dict[str, Any] | None:
         """Wait for what was begun: a resumed run trains on the same completions."""
-        if self._started is None:
+        started = self._sampler.running
+        if started is None:
             return None
-        completions = self._started.result()._asdict()
-        return {"before": self._before, "step": self._started.step, "completions": completions}
+        completions = started.result()._asdict()
+        return {"before": self._before, "step": started.step, "completions": completions}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from there. The rows are drawn again from the prompts."""
-        self._started = None
         if state is not None:
             self._prompts.restore(state["before"])
             self._draw()
-            self._started = Started(state["step"], completions=Completions(**state["completions"]))
+            completions = Completions(**state["completions"])
+            self._sampler.running = Started(state["step"], completions=completions)
 
-    def _begin(self) -> Started:
-        encoded = self._draw()
-        prompt_ids, images = map(list, zip(*encoded, strict=True))
-        self._started = self._sampler.start(prompt_ids, images)
-        return self._started
+    def _begin(self) -> None:
+        self._draw()
+        self._sampler.start(*prompts_of(self._samples))
 
-    def _draw(self) -> list[Encoded]:
+    def _draw(self) -> None:
         self._before = self._prompts.state()
         rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
-        own = self._collector.read(rows)
-        encoded = self._context.encode([row["prompt"] for row in own])
-        self._drawn = rows, own, encoded
-        return encoded
+        self._samples = self._collector.read(rows)
+        self._sampler.context.encode(self._samples)

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompt, Row, Sample, decode_completions, images_of
-from grpo_trainer.engines import EngineContext, Sampled, Sampler
+from grpo_trainer.data import Prompt, Sample, decode_completions, images_of
+from grpo_trainer.engines import EngineContext, Sampler
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
@@ -47,20 +48,19 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
 
 def samples_by(
     function: Callable[[list[Prompt]], Mapping[str, Any]],
-    context: EngineContext,
     sampler: Sampler,
-    rows: list[Row],
-) -> Sampled:
-    """Return what ``function`` makes of the prompts of ``rows``: it gets those of this process,
-    each as often as it is to be completed, and returns one entry per prompt in each field.
+    samples: list[Sample],
+) -> Metrics:
+    """Complete ``samples`` by ``function``: it gets the prompts of this process, each as often as
+    it is to be completed, and returns one entry per prompt in each field.
 
     Raises:
         ValueError: a field is missing, ragged or of the wrong kind.
     """
-    prompts = [row["prompt"] for row in rows]
+    context, prompts = sampler.context, [sample.prompt for sample in samples]
     if any(map(images_of, prompts)):
         raise ValueError("rollout_func: expected prompts of text, got images")
-    fields = _fields(function(copy.deepcopy(prompts)), len(rows))
+    fields = _fields(function(copy.deepcopy(prompts)), len(samples))
     prompt_ids, completion_ids = (_ids(name, fields.pop(name)) for name in _NEEDED[:2])
     _check_lengths(prompt_ids, completion_ids, context)
     logprobs, mask = fields.pop("logprobs"), fields.pop("env_mask", None)
@@ -72,16 +72,14 @@ def samples_by(
         among = candidates or [[None] * len(ids) for ids in completion_ids]
         parts = zip(logprobs, among, completion_ids, strict=True)
         logprobs = [[*map(_logprob, *row)] for row in parts]
-    samples = Sample.of(
-        sampler.eos_token_ids,
-        prompt=prompts,
-        prompt_ids=prompt_ids,
-        completion=decode_completions(completion_ids, prompts, context.tokenizer),
-        completion_ids=completion_ids,
-        logprobs=logprobs,
-        env_mask=mask and [[int(bool(one)) for one in row] for row in mask],
-    )
-    return Sampled(samples, fields)
+    texts = decode_completions(completion_ids, prompts, context.tokenizer)
+    for index, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        sample.prompt_ids = prompt_ids[index]
+        sample.completed(text, completion_ids[index], sampler.eos_token_ids)
+        sample.logprobs = logprobs and logprobs[index]
+        sample.env_mask = mask and [int(bool(one)) for one in mask[index]]
+        sample.inputs |= {name: column[index] for name, column in fields.items()}
+    return Metrics({})
 
 
 def _check_lengths(

@@ -145,12 +145,11 @@ def _seconds(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def value_metric(
-    name: str, value: float | Tensor, device: torch.device, whole: bool = True
-) -> Metrics:
-    """Return one sample of a number, averaged over the window; or a part of the next one."""
+def value_metric(name: str, value: float | Tensor, device: torch.device, count: int = 1) -> Metrics:
+    """Return the sum of ``count`` samples of a number, averaged over the window; with 0 it is a
+    part of the next one."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-    return Metrics({name: Stat("mean", total, torch.full_like(total, whole))})
+    return Metrics({name: Stat("mean", total, torch.full_like(total, count))})
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -15,7 +15,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
-from grpo_trainer.config import GRPOConfig
 
 RUN_FILE = "run.json"  # in the run's folder
 
@@ -116,12 +115,6 @@ def _newest_state(folder: Path) -> Path | None:
     by_step = sorted(checkpoints, key=lambda path: (len(path.name), path.name), reverse=True)
     states = [each / TRAINER_STATE_NAME for each in (folder, *by_step)]
     return next((path for path in states if path.is_file()), None)
-
-
-def engine_name(args: GRPOConfig, engine: object | None) -> str:
-    """Return what the engine of a run is called; ``engine`` is one that ``args`` do not name."""
-    named = args.rollout_engine if engine is None else type(engine).__name__
-    return named or (f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers")
 
 
 def environment(device: torch.device) -> dict[str, str]:

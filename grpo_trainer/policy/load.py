@@ -100,7 +100,7 @@ def load_policy(
         ValueError: there is no such model, or the adapter cannot be trained.
     """
     if isinstance(model, str):
-        model = _load(model, args, quantization_config)
+        model = load_model(model, args, quantization_config)
     else:
         settings = {
             "model_init_kwargs": args.model_init_kwargs,
@@ -133,7 +133,11 @@ def _forget_trainer(model: PreTrainedModel) -> None:
         del model.forward  # accelerate's, around that of peft
 
 
-def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTrainedModel:
+def load_model(
+    name: str, args: GRPOConfig, quantization_config: Any | None = None, what: str = "model"
+) -> PreTrainedModel:
+    """Return the model, or the adapter on its base, in the policy's dtype; an error begins with
+    ``what``."""
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
     settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
@@ -145,13 +149,13 @@ def _load(name: str, args: GRPOConfig, quantization_config: Any | None) -> PreTr
         if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
-    with loading(name, f"model {name!r}", settings):
+    with loading(name, f"{what} {name!r}", settings):
         adapter = find_adapter_config_file(name, **where)
         if adapter is None:
             return _pretrained(name, settings)
         if not is_peft_available():
             raise ValueError(
-                f"model: expected the package peft to be installed for the adapter {name!r}; "
+                f"{what}: expected the package peft to be installed for the adapter {name!r}; "
                 f"{install_command('peft')}"
             )
         from peft import PeftModel
@@ -173,18 +177,6 @@ def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
     takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     return kind.from_pretrained(name, **settings)
-
-
-def load_pretrained_model(
-    model: str | PreTrainedModel, what: str, args: GRPOConfig
-) -> PreTrainedModel:
-    """Return a second model, or the one that is given, in the policy's dtype."""
-    if not isinstance(model, str):
-        return model
-    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
-    settings |= options("model_init_kwargs", args.model_init_kwargs)
-    with loading(model, f"{what}: model {model!r}", settings):
-        return _pretrained(model, settings).to(args.device)
 
 
 def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:

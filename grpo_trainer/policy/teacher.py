@@ -23,7 +23,7 @@ from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch
 from grpo_trainer.policy.forward import Reference, run, target_logprobs
-from grpo_trainer.policy.load import base_policy, load_pretrained_model
+from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
 
 # token ids of whole sequences to the log-probability of each token after the first
@@ -67,7 +67,9 @@ class Teacher:
                 )
             self._function = source
         else:
-            model = load_pretrained_model(source, "teacher", args)
+            model = source
+            if isinstance(model, str):
+                model = load_model(model, args, what="teacher: model").to(args.device)
             sizes = [each.config.get_text_config().vocab_size for each in (model, policy)]
             if not by_logprobs and min(sizes) * 2 < max(sizes):
                 raise ValueError(

@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_kernels.losses import Metrics, Stat
+from grpo_kernels.losses import Metrics
 from grpo_trainer.common import plain, shortened, start
-from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric
+from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric, value_metric
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,11 @@ class RewardLog:
 
     def metrics(self, accelerator: Accelerator) -> Metrics:
         """Return this process's samples. All processes call it and get the same names."""
-        names = sorted(set(gather_object(sorted(self._metrics))))
-
-        def stat(samples: list[float]) -> Stat:
-            sums = torch.tensor([sum(samples), len(samples)], dtype=torch.float64)
-            return Stat("mean", *sums.to(accelerator.device))
-
-        return Metrics({name: stat(self._metrics.get(name, [])) for name in names})
+        samples = {name: self._metrics.get(name, []) for name in gather_object([*self._metrics])}
+        return Metrics.merge(
+            value_metric(name, sum(each), accelerator.device, len(each))
+            for name, each in sorted(samples.items())
+        )
 
 
 @dataclass(frozen=True)

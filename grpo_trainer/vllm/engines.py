@@ -9,8 +9,7 @@ import math
 import os
 import random
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -21,9 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
+from accelerate.utils import gather_object
 
 from grpo_trainer.common import start
 from grpo_trainer.config import options
@@ -37,16 +34,15 @@ from grpo_trainer.engines import (
     Sampling,
     TokenIds,
     WeightSource,
+    on_first_process,
     vllm_params,
 )
 from grpo_trainer.policy import base_policy, loading_whole
 from grpo_trainer.vllm.client import VLLMClient
-from grpo_trainer.vllm.http import ServerError
 from grpo_trainer.vllm.requests import Request, joined, requests_of
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-_WALK = "walk"  # the first process tells the others: gather the weights with me
 
 
 class ColocatedVLLM:
@@ -220,46 +216,6 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
     if size == 1:
         return None
     return dist.new_subgroups(size)[0]
-
-
-def on_first_process(
-    accelerator: Accelerator,
-    gathers: bool,
-    work: Callable[[WeightSource], Any],
-    weights: WeightSource = lambda: iter(()),
-) -> Any:
-    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
-    all of them, too.
-
-    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
-    """
-    if accelerator.num_processes == 1:
-        return work(weights)
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        walk: Iterator[tuple[str, Tensor]] = iter(())
-
-        def lead() -> Iterator[tuple[str, Tensor]]:
-            nonlocal walk
-            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
-            broadcast_object_list([_WALK, None])
-            walk = weights()
-            return walk
-
-        try:
-            outcome[0] = work(lead if gathers else weights)
-        except (ServerError, ValueError) as error:
-            outcome[1] = error
-        deque(walk, maxlen=0)
-        broadcast_object_list(outcome)
-    else:
-        broadcast_object_list(outcome)
-        while outcome[0] == _WALK:
-            deque(weights(), maxlen=0)
-            broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 class VLLMServer(BackgroundEngine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +23,6 @@ from grpo_trainer.engines import (
     Completions,
     EngineContext,
     RolloutEngine,
-    Sampled,
     Sampler,
     Sampling,
     cut_after_eos,
@@ -183,7 +183,6 @@ class Play:
         args = GRPOConfig(use_cpu=True, **({"max_completion_length": 500} | changes))
         sampling = Sampling.from_config(args, self.tokenizer)
         policy = torch.nn.Linear(1, 1)
-        sampler = Sampler(self.engine, lambda: policy, sampling, lambda: 0)
         box = make_toolbox(tools)
         self.environments = None if environments is None else Environments(environments, box)
         made_from = EngineContext(
@@ -193,11 +192,13 @@ class Play:
             accelerator=Accelerator(cpu=True),
             positions=context,
         )
-        self.loop = ToolLoop(made_from, sampler, box, self.environments)
+        sampler = Sampler(self.engine, made_from, sampling, lambda: 0, "scripted")
+        self.loop = ToolLoop(sampler, box, self.environments)
 
-    def __call__(self, *rows: dict) -> Sampled:
+    def __call__(self, *rows: dict) -> SimpleNamespace:
         rows = rows or ({"prompt": question()},)
-        return self.loop(list(rows))
+        samples = [Sample(row.get("prompt"), inputs=dict(row)) for row in rows]
+        return SimpleNamespace(metrics=self.loop(samples), samples=samples)
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

@@ -10,9 +10,15 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer import GRPOTrainer
+from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.common import in_thread
-from grpo_trainer.engines import Completions, RolloutEngine, Sampling
+from grpo_trainer.engines import (
+    Completions,
+    EngineContext,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+)
 
 CLOCK = ("_time", "_runtime", "_per_second")
 
@@ -93,6 +99,15 @@ def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
 
 def differs_between_runs(name: str) -> bool:
     return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
+
+
+def generating(policy, processing_class) -> TransformersEngine:
+    """Return the engine that completes by ``policy`` itself, without a trainer."""
+    args = GRPOConfig(use_cpu=True, report_to="none")
+    context = EngineContext(
+        policy=lambda: policy, processing_class=processing_class, args=args, accelerator=None
+    )
+    return TransformersEngine(context)
 
 
 class BackgroundEngine(RolloutEngine):

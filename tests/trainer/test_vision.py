@@ -15,11 +15,11 @@ from transformers.utils import get_json_schema
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import MicroBatch, Sample, encode_prompts, images_of, model_inputs
-from grpo_trainer.engines import Completions, RolloutEngine, TransformersEngine
+from grpo_trainer.engines import Completions, RolloutEngine
 from grpo_trainer.experience import Collector
 from grpo_trainer.vllm.requests import requests_of
 from tests.support.batches import BatchTrainer
-from tests.support.trainer import parameters
+from tests.support.trainer import generating, parameters
 from tests.support.vision import (
     BEGIN,
     END,
@@ -290,7 +290,7 @@ def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path)
     place = PLACES.get(family, f"{BEGIN}{IMAGE}{STOP}")
     processor = with_template(family, TOOLS.replace(f"{BEGIN}{IMAGE}{STOP}", place))
     model = tiny_model(family)
-    engine = LooksOnce(TransformersEngine(lambda: model, processor.tokenizer), processor.tokenizer)
+    engine = LooksOnce(generating(model, processor.tokenizer), processor.tokenizer)
     rows = dataset() if shown else dataset().remove_columns("image")
     trainer = make(
         family, tmp_path, listening(seen), BatchTrainer, processing_class=processor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,6 +11,7 @@ from accelerate import Accelerator
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import EngineContext, Sampler, Sampling, policy_weights
+from grpo_trainer.policy import WHOLE
 from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
 
 
@@ -98,7 +101,8 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     engine, asked = make_engine(), []
     monkeypatch.setattr(engine._llm, "sleep", lambda level: asked.append(f"sleep {level}"))
     monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
-    rollouts = Sampler(engine, lambda: policy, sampling(tokenizer), step=lambda: 0)
+    context = SimpleNamespace(policy=lambda: policy, placement=WHOLE)
+    rollouts = Sampler(engine, context, sampling(tokenizer), step=lambda: 0, name="vllm")
     engine.keeps_weights = False
     for changes in (True, False):
         if changes:

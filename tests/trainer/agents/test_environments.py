@@ -86,7 +86,7 @@ def test_each_completion_has_its_own():
     play = Play(script, environments={"count": Counter, "lamp": JudgedLamp})
     rows = [{"prompt": question(), "environment": "count", "start": start} for start in (3, 3, 0)]
     sampled = play(*rows, {"prompt": question(), "environment": "lamp"})
-    environments = sampled.columns["environments"]
+    environments = [rollout.inputs["environments"] for rollout in sampled.samples]
     assert [type(one) for one in environments] == [Counter] * 3 + [JudgedLamp]
     assert len(set(map(id, environments))) == 4
     found = [answers(rollout) for rollout in sampled.samples]
@@ -102,7 +102,8 @@ def test_each_completion_has_its_own():
     ]  # fmt: skip
     assert count.function(environments=environments[:3]) == [9.0, 9.0, 2.0]
     # the next batch uses them again
-    assert play(*rows[:2]).columns["environments"] == environments[:2]
+    again = play(*rows[:2]).samples
+    assert [rollout.inputs["environments"] for rollout in again] == environments[:2]
     assert Counter.made == 3
     with pytest.raises(ValueError, match="environment: expected one of count, lamp .* got 'x'"):
         play({"prompt": question(), "environment": "x"})
@@ -120,7 +121,8 @@ def test_what_hangs_in_an_environment_stays_in_it():
 
     play = Play(then(call("wait"), "end"), environments=Hangs, tool_timeout=0.05)
     try:
-        [first], [second] = (play().columns["environments"] for _ in range(2))
+        played = [play().samples for _ in range(2)]
+        first, second = (one.inputs["environments"] for [one] in played)
     finally:
         release.set()
     assert first is not second

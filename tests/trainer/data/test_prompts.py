@@ -4,7 +4,8 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer.data import decode_completions, encode_prompts
-from grpo_trainer.engines import Sampling, TransformersEngine
+from grpo_trainer.engines import Sampling
+from tests.support.trainer import generating
 
 
 def test_plain_and_conversational(chat_tokenizer):
@@ -57,7 +58,7 @@ def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):
     args = make_args(generation_kwargs={"do_sample": False}, max_completion_length=8)
     policy.train()
     engine, sampling = (
-        TransformersEngine(lambda: policy, tokenizer),
+        generating(policy, tokenizer),
         Sampling.from_config(args, tokenizer),
     )
     prompts = [made.ids for made in encode_prompts(["123=", "4=", "98765="], tokenizer)]

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from grpo_trainer.engines import Completions, Sampling, TransformersEngine
+from grpo_trainer.engines import Completions, Sampling
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.vllm import ServerError
-from tests.support.trainer import BackgroundEngine, mask_ids
+from tests.support.trainer import BackgroundEngine, generating, mask_ids
 from tests.support.vllm_stub import choices
 from tests.trainer.engines.test_rollout_client import COMPLETE
 
@@ -33,7 +33,7 @@ def sharp(policy):
 
 @pytest.mark.parametrize("filters", FILTERS)
 def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
-    engine = TransformersEngine(lambda: sharp, tokenizer)
+    engine = generating(sharp, tokenizer)
     prompts = [[3, 4, 5, 13], [7, 13], [7, 13]]
     found = []
     for use in (False, True):
@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_report_them(make_trainer, tokenizer):
 def test_wrong_settings(make_args, tokenizer, policy, changes, message):
     def generate() -> None:
         sampling = Sampling.from_config(make_args(use_sampling_mask=True, **changes), tokenizer)
-        TransformersEngine(lambda: policy, tokenizer).generate([[3]], sampling)
+        generating(policy, tokenizer).generate([[3]], sampling)
 
     with pytest.raises(ValueError, match=message):
         generate()

@@ -54,7 +54,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 def collector(accelerator: Any) -> Collector:
     context = SimpleNamespace(args=config(), accelerator=accelerator, tokenizer=make_tokenizer())
-    return Collector(context, SimpleNamespace(eos_token_ids={1}), ["reward"])
+    return Collector(SimpleNamespace(context=context, eos_token_ids={1}), ["reward"])
 
 
 def test_processes_take_the_same_rows(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_trainer.data import Sample
 from grpo_trainer.experience import samples_by
 from tests.support.trainer import parameters
 
@@ -139,6 +140,6 @@ def changed(**values):
 def test_wrong_answers(make_args, tokenizer, function, message):
     trainer = SimpleNamespace(processing_class=tokenizer)
     context = SimpleNamespace(args=make_args(), tokenizer=tokenizer, positions=64)
-    sampler = SimpleNamespace(eos_token_ids=frozenset([1]))
+    sampler = SimpleNamespace(context=context, eos_token_ids=frozenset([1]))
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
-        samples_by(lambda p: function(p, trainer), context, sampler, [{"prompt": "12="}] * 4)
+        samples_by(lambda p: function(p, trainer), sampler, [Sample("12=")] * 4)

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, T
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
-from grpo_trainer.engines import WeightSource, policy_weights
+from grpo_trainer.engines import WeightSource, on_first_process, policy_weights
 from grpo_trainer.policy import loading_whole, placement_of
-from grpo_trainer.vllm.engines import on_first_process
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
 from tests.trainer.processes.features import held, make_trainer, plain, weights
