@@ -23,18 +23,17 @@ from grpo_kernels.backends import (
     TopK,
     output_view,
     reference_divergence,
-    why_backend,
 )
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, formed, new_tile
 from grpo_kernels.engine.differentiable import INPUTS
 from grpo_kernels.engine.gradients import GradientSums, scaled_
+from grpo_kernels.engine.logprobs_plan import LogprobsPlan, SavedForBackward
 from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, ranges
 from grpo_kernels.head import (
-    Head,
     VocabShard,
     check_plain,
     first_derivative_only,
@@ -43,39 +42,12 @@ from grpo_kernels.head import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DivergencePlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DivergencePlan(LogprobsPlan):
     """The plan of a ``linear_divergence`` call. Print it to see what runs, and why."""
 
-    head: Head
-    route: Route
     teacher: Route | None  # None: its ids and their log-probabilities are given
-    needs: Needs
-    tokens: int  # rows that are not masked
     divergence: Divergence
-
-    @staticmethod
-    def of(
-        rows: Rows, teacher: Rows | TopK, options: RunOptions, needs: Needs, divergence: Divergence
-    ) -> DivergencePlan:
-        """Choose for so many rows; the workspace is that of both tiles.
-
-        Raises:
-            ValueError: the backend cannot run, or not as asked for; the workspace is too small.
-        """
-        of_teacher = None
-        if isinstance(teacher, Rows):
-            if options.max_workspace_bytes is not None:
-                options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
-            of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
-        return DivergencePlan(
-            head=rows.head,
-            route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
-            teacher=of_teacher,
-            needs=needs,
-            tokens=rows.count,
-            divergence=divergence,
-        )
 
     @property
     def routes(self) -> list[Route]:
@@ -89,10 +61,10 @@ class DivergencePlan:
 
     def smaller(self) -> DivergencePlan | None:
         """Return a plan with smaller tiles; None as for :meth:`Route.smaller`."""
-        route, teacher = self.route.smaller(), self.teacher and self.teacher.smaller()
-        if route is None or (self.teacher is not None and teacher is None):
+        route, *teacher = (route.smaller() for route in self.routes)
+        if route is None or None in teacher:
             return None
-        return replace(self, route=route, teacher=teacher)
+        return replace(self, route=route, teacher=teacher[0] if teacher else None)
 
     @property
     def advice(self) -> str:
@@ -102,25 +74,51 @@ class DivergencePlan:
         )
 
     @cached_property
+    def saving(self) -> SavedForBackward:
+        """Nothing: gradients are made while the logits are there."""
+        return SavedForBackward(gemms=1 + self.needs.hidden + self.needs.weight)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
         return self.route.fingerprint(self.head, f"{self.divergence}")
 
-    def __str__(self) -> str:
-        route, needs = self.route, self.needs
-        why = why_backend(route.backend, route.options.backend, route.device, route.dtype)
-        gemms = 1 + needs.hidden + needs.weight
-        of_teacher = "none" if self.teacher is None else f"1, {self.teacher.forward}"
-        lines = [
-            f"backend   {route.backend.name}",
-            f"student   {gemms} GEMMs in one pass, {route.forward}, precision={route.precision!r}",
-            f"teacher   {of_teacher}",
-            f"numerics  {self.fingerprint}",
-            *(f"  - {reason}" for reason in why),
-        ]
-        return "\n".join(lines)
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is so, a sentence each."""
+        return tuple(self.route.why_backend)
 
-    __repr__ = __str__
+    def _lines(self) -> list[str]:
+        passes = f"{self.saving.gemms} GEMMs in one pass, {self.forward}"
+        return [
+            f"backend   {self.backend}",
+            f"student   {passes}, precision={self.precision!r}",
+            f"teacher   {'none' if self.teacher is None else f'1, {self.teacher.forward}'}",
+            f"numerics  {self.fingerprint}",
+        ]
+
+
+def plan_divergence(
+    rows: Rows, teacher: Rows | TopK, options: RunOptions, divergence: Divergence
+) -> DivergencePlan:
+    """Choose for so many rows; the workspace is that of both tiles.
+
+    Raises:
+        ValueError: the backend cannot run, or not as asked for; the workspace is too small.
+    """
+    of_teacher = None
+    if isinstance(teacher, Rows):
+        if options.max_workspace_bytes is not None:
+            options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
+        of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
+    return DivergencePlan(
+        head=rows.head,
+        route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
+        teacher=of_teacher,
+        needs=Needs.of(rows.inputs),
+        tokens=rows.count,
+        divergence=divergence,
+    )
 
 
 def differentiable_divergence(
@@ -130,10 +128,10 @@ def differentiable_divergence(
     divergence and entropy (T,) of rows that are all counted."""
     if not plan.route.backend.has_tiles:
         given = teacher if isinstance(teacher, TopK) else (teacher.hidden, teacher.head)
-        found = reference_divergence(
-            rows.hidden, rows.head, given, plan.route.precision, plan.divergence
+        of_student = rows.hidden, rows.head
+        divergence, entropy = reference_divergence(
+            *of_student, given, plan.precision, plan.divergence
         )
-        divergence, entropy = found
         loss = (divergence * weights).sum(dtype=torch.float64).to(divergence.dtype)
         return loss, divergence.detach(), entropy.detach()
     check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
@@ -149,7 +147,8 @@ class _Divergence(torch.autograd.Function):
         ctx.plan, ctx.teacher, ctx.gradients = plan, teacher, gradients
         ctx.rows, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), "linear_divergence"
         # the rest, too: autograd then refuses a second backward after a change in place
-        ctx.save_for_backward(*inputs, weights, *_tensors_of(teacher))
+        of_teacher = teacher if isinstance(teacher, TopK) else teacher.inputs
+        ctx.save_for_backward(*inputs, weights, *of_teacher)
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
         return found
@@ -169,10 +168,6 @@ class _Divergence(torch.autograd.Function):
         gradients = scaled_(gradients, dloss, inputs)
         pairs = zip(gradients, inputs, strict=True)
         return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
-
-
-def _tensors_of(teacher: Rows | TopK) -> tuple[Tensor | None, ...]:
-    return tuple(teacher) if isinstance(teacher, TopK) else teacher.inputs
 
 
 def _run(
@@ -243,7 +238,7 @@ class _OfTopK:
     def __call__(self, chunk: Chunk) -> Any:
         """Return (C,) divergences, and what writes their gradient, times coefficients."""
         backend, stats, shard = self._plan.route.backend, chunk.stats, self._shard
-        teacher = self._teacher.rows(chunk.rows.part)
+        teacher = self._teacher.at(chunk.rows.part)
         ids = teacher.indices if shard is None else teacher.indices - shard.start
         own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
         place = own.nonzero()[:, 0], ids[own]
