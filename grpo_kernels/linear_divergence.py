@@ -119,7 +119,8 @@ def linear_divergence(
         if valid.index is not None:
             teacher = teacher.at(valid.index)
         plan = plan_divergence(valid, teacher, options, divergence)
-    check_ranks_agree(valid, plan.route, divergence, plan.needs.of_inputs, len(plan.chunks))
+    of_ranks = divergence, plan.teacher is None, plan.needs.of_inputs, len(plan.chunks)
+    check_ranks_agree(valid, plan.route, *of_ranks)
     wide = stats_dtype(hidden.dtype)
     if factors is None:
         factors = torch.ones_like(rows.target, dtype=wide)

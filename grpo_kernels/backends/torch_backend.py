@@ -219,10 +219,10 @@ def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     gradient = p.mul_(coefficient)
     of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
-    active = outer.nonzero
+    gradient, active = slope(gradient, transform, tanh), outer.nonzero
     if active is not None:  # a product with 0 would not hide what is no number
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
-    return slope(gradient, transform, tanh)
+    return gradient
 
 
 def _block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
@@ -241,8 +241,8 @@ def _block_divergence_gradient(
     gradient = divergence.terms(logp, teacher_logp)[1]
     gradient = gradient - logp.exp() * pull.to(logp.dtype).unsqueeze(-1)
     gradient *= coefficient.unsqueeze(-1)
-    gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide what is no number
-    return slope(gradient, pair.student.transform, tanh)
+    gradient = slope(gradient, pair.student.transform, tanh)
+    return gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide a NaN
 
 
 def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -242,29 +242,30 @@ class _OfTopK:
         ids = teacher.indices if shard is None else teacher.indices - shard.start
         own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
         place = own.nonzero()[:, 0], ids[own]
-        scores, slopes = scores_at(chunk.tile, *place)
-        logp = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
-        logp[own] = scores
+        listed, slopes = scores_at(chunk.tile, *place)
+        scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
+        scores[own] = listed
         tail = self._lse_of_tail(chunk, place, own.sum(1))
-        logp = torch.cat([logp, tail[:, None]], 1) - stats.lse[:, None]
         if shard is not None:  # the owner's of each id, and the sum of the tails
-            everyone = shard.gather(logp)
-            logp = torch.cat([everyone[..., :-1].amax(0), everyone[..., -1:].logsumexp(0)], 1)
-        logp = logp.clamp(min=LEAST_LOGP)
+            everyone = shard.gather(torch.cat([scores, tail[:, None]], 1))
+            scores, tail = everyone[..., :-1].amax(0), everyone[..., -1].logsumexp(0)
+        # by their own sum: near 1 they have more digits than beside the row's
+        logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
         each, pulls = self._plan.divergence.terms(logp, teacher.with_tail)
         pull, probabilities = pulls.sum(-1), logp.exp()
 
         def gradient_(coefficient: Tensor, out: Tensor) -> Tensor:
-            # of the ids in the tail: their probability, times one factor a row
-            tail = pulls[:, -1] / probabilities[:, -1].clamp(min=1e-30)
-            wide = coefficient.to(torch.float64)
-            dlogp = (wide * (pull - tail)).to(stats.logp.dtype)
+            # of the ids in the tail: their share of it, however small it is, times a factor a row
+            wide, weightless = coefficient.to(torch.float64), coefficient == 0
+            dlogp = wide * (probabilities[:, -1] * pull - pulls[:, -1])
+            dlogp = dlogp.masked_fill(weightless, 0).to(stats.logp.dtype)
             nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
-            certain = stats._replace(logp=torch.full_like(stats.logp, LEAST_LOGP))
-            backend.dlogits_(nowhere, certain, StatsGrad(dlogp), out)
+            lse, certain = tail.clamp(min=-1e30), torch.full_like(stats.logp, LEAST_LOGP)
+            of_tail = stats._replace(logp=certain, lse=lse)
+            backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
             of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
-            of_ids = of_ids.masked_fill(coefficient[:, None] == 0, 0)
-            out[place] = (of_ids[own] * slopes).to(out.dtype)
+            of_ids = (of_ids[own] * slopes).masked_fill(weightless[place[0]], 0)
+            out[place] = of_ids.to(out.dtype)
             return out
 
         return each.sum(-1), gradient_
