@@ -156,7 +156,7 @@ def explain_divergence(
     of_both = 1.0, vocab_size, chosen.precision
     rows = _rows("", hidden, head, *of_both)
     teacher: Rows | TopK = TopK(hidden[:0], hidden[:0])
-    if teacher_hidden is not None:
+    if teacher_hidden is not None or teacher_head is not None:
         teacher = _teacher(rows, hidden.shape[:-1], teacher_hidden, teacher_head, None, *of_both)
     return plan_divergence(rows, teacher, chosen, _checked(kind, beta))
 

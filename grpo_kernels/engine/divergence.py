@@ -174,8 +174,7 @@ def _run(
     plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
     """Compute loss, divergence, entropy and gradients, with as much memory as there is."""
-    with torch.no_grad():
-        return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
+    return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
 
 
 def _one_pass(
@@ -241,10 +240,13 @@ class _OfTopK:
         teacher = self._teacher.at(chunk.rows.part)
         ids = teacher.indices if shard is None else teacher.indices - shard.start
         own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
-        place = own.nonzero()[:, 0], ids[own]
+        # of all ids without a wait for the device
+        mine = torch.arange(ids.numel(), device=ids.device)
+        mine = mine if shard is None else mine[own.flatten()]
+        place = mine // ids.shape[1], ids.flatten()[mine]
         listed, slopes = scores_at(chunk.tile, *place)
         scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
-        scores[own] = listed
+        scores[place[0], mine % ids.shape[1]] = listed
         tail = self._lse_of_tail(chunk, place, own.sum(1))
         if shard is not None:  # the owner's of each id, and the sum of the tails
             everyone = shard.gather(torch.cat([scores, tail[:, None]], 1))
@@ -264,7 +266,7 @@ class _OfTopK:
             of_tail = stats._replace(logp=certain, lse=lse)
             backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
             of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
-            of_ids = (of_ids[own] * slopes).masked_fill(weightless[place[0]], 0)
+            of_ids = (of_ids.flatten()[mine] * slopes).masked_fill(weightless[place[0]], 0)
             out[place] = of_ids.to(out.dtype)
             return out
 
