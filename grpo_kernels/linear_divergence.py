@@ -240,12 +240,11 @@ def _teacher(
             "teacher_hidden, teacher_head: expected tensors that need no gradient; run the teacher "
             "under torch.no_grad() and detach its weight"
         )
-    if (torch.float64 in (student.hidden.dtype, teacher.hidden.dtype)) and (
-        student.hidden.dtype != teacher.hidden.dtype
-    ):
+    dtypes = teacher.hidden.dtype, student.hidden.dtype
+    if torch.float64 in dtypes and dtypes[0] != dtypes[1]:
         raise ValueError(
-            f"teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
-            f"{teacher.hidden.dtype} and {student.hidden.dtype}"
+            "teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
+            f"{dtypes[0]} and {dtypes[1]}"
         )
     ids, own = teacher.head.vocab_size, student.head.vocab_size
     if ids != own:
