@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from grpo_kernels.engine import (
     RunOptions,
     check_ranks_agree,
     differentiable_divergence,
+    plan_divergence,
     raise_on_all_ranks,
 )
 from grpo_kernels.head import (
@@ -109,22 +111,22 @@ def linear_divergence(
         of_both = temperature, vocab_size, precision
         rows = _rows("", hidden, head, *of_both)
         tokens = hidden.shape[:-1]
-        rows = _with_target(rows, _token_values("mask", mask, tokens, hidden))
+        if (counted := _token_values("mask", mask, hidden)) is not None:
+            rows = replace(rows, target=torch.where(counted != 0, 0, IGNORE_INDEX))
         teacher = _teacher(rows, tokens, teacher_hidden, teacher_head, teacher_topk, *of_both)
-        factors = _token_values("weights", weights, tokens, hidden)
+        factors = _token_values("weights", weights, hidden)
         valid = rows.valid()
         if valid.index is not None:
-            index = valid.index
-            teacher = teacher.rows(index) if isinstance(teacher, TopK) else teacher.at(index)
-        if isinstance(teacher, Rows):
-            teacher = teacher.as_all()
-        plan = DivergencePlan.of(valid, teacher, options, Needs.of(valid.inputs), divergence)
-    check_ranks_agree(valid, plan.route, divergence, plan.needs.of_inputs, len(plan.chunks))
+            teacher = teacher.at(valid.index)
+        plan = plan_divergence(valid, teacher, options, divergence)
+    of_ranks = divergence, plan.teacher is None, plan.needs.of_inputs, len(plan.chunks)
+    check_ranks_agree(valid, plan.route, *of_ranks)
     wide = stats_dtype(hidden.dtype)
     if factors is None:
         factors = torch.ones_like(rows.target, dtype=wide)
     factors = factors.to(wide) / max(valid.count, 1)
-    factors = factors if valid.index is None else factors[valid.index]
+    if valid.index is not None:
+        factors = factors[valid.index]
     loss, *each = differentiable_divergence(valid.as_all(), teacher, factors, plan)
     return LinearDivergence(loss, *(valid.scatter(x).reshape(tokens) for x in each))
 
@@ -154,9 +156,9 @@ def explain_divergence(
     of_both = 1.0, vocab_size, chosen.precision
     rows = _rows("", hidden, head, *of_both)
     teacher: Rows | TopK = TopK(hidden[:0], hidden[:0])
-    if teacher_hidden is not None:
+    if teacher_hidden is not None or teacher_head is not None:
         teacher = _teacher(rows, hidden.shape[:-1], teacher_hidden, teacher_head, None, *of_both)
-    return DivergencePlan.of(rows, teacher, chosen, Needs.of(rows.inputs), _checked(kind, beta))
+    return plan_divergence(rows, teacher, chosen, _checked(kind, beta))
 
 
 def _checked(kind: str, beta: float) -> Divergence:
@@ -197,17 +199,7 @@ def _rows(
     return Rows(hidden=hidden, head=head, target=hidden.new_zeros(len(hidden), dtype=torch.int64))
 
 
-def _with_target(rows: Rows, mask: Tensor | None) -> Rows:
-    """Return rows that are skipped where the mask is 0."""
-    if mask is None:
-        return rows
-    target = torch.where(mask != 0, 0, IGNORE_INDEX)
-    return Rows(hidden=rows.hidden, head=rows.head, target=target)
-
-
-def _token_values(
-    name: str, values: Tensor | None, tokens: torch.Size, hidden: Tensor
-) -> Tensor | None:
+def _token_values(name: str, values: Tensor | None, hidden: Tensor) -> Tensor | None:
     """Return a value per token, (T,)."""
     if values is None:
         return None
@@ -248,12 +240,11 @@ def _teacher(
             "teacher_hidden, teacher_head: expected tensors that need no gradient; run the teacher "
             "under torch.no_grad() and detach its weight"
         )
-    if (torch.float64 in (student.hidden.dtype, teacher.hidden.dtype)) and (
-        student.hidden.dtype != teacher.hidden.dtype
-    ):
+    dtypes = teacher.hidden.dtype, student.hidden.dtype
+    if torch.float64 in dtypes and dtypes[0] != dtypes[1]:
         raise ValueError(
-            f"teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
-            f"{teacher.hidden.dtype} and {student.hidden.dtype}"
+            "teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
+            f"{dtypes[0]} and {dtypes[1]}"
         )
     ids, own = teacher.head.vocab_size, student.head.vocab_size
     if ids != own:
@@ -261,8 +252,8 @@ def _teacher(
             f"teacher_head: expected the student's vocabulary of {own} ids, got {ids}; where the "
             "further rows are padding, vocab_size says how many are in use"
         )
-    shards = student.head.shard, teacher.head.shard
-    if [shard and shard.rows for shard in shards] != [shards[0] and shards[0].rows] * 2:
+    own_rows, rows = (x.head.shard and x.head.shard.rows for x in (student, teacher))
+    if rows != own_rows:
         raise ValueError("teacher_head: expected the same shard of the vocabulary as head's")
     return teacher
 
@@ -293,15 +284,13 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
     wide = torch.promote_types(logprobs.dtype, torch.float32)
     logprobs, indices = logprobs.reshape(-1, k).to(wide), indices.reshape(-1, k)
     counted = (student.target != IGNORE_INDEX)[:, None]
-    inside = (indices >= 0) & (indices < vocab_size) | ~counted
-    host.assert_async(inside.all(), f"teacher_topk ids: expected ids in [0, {vocab_size})")
-    ordered = (logprobs.diff() <= 0) | ~counted
-    host.assert_async(ordered.all(), "teacher_topk log-probabilities: expected descending ones")
-    distinct = (indices.sort(-1).values.diff() != 0) | ~counted
-    host.assert_async(distinct.all(), "teacher_topk ids: expected each once in a row")
-    mass = (logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS) | ~counted
-    host.assert_async(
-        mass.all(),
-        "teacher_topk log-probabilities: expected probabilities that add up to 1 at most",
-    )
+    for expected, holds in {
+        f"ids: expected ids in [0, {vocab_size})": (indices >= 0) & (indices < vocab_size),
+        "log-probabilities: expected descending ones": logprobs.diff() <= 0,
+        "ids: expected each once in a row": indices.sort(-1).values.diff() != 0,
+        "log-probabilities: expected probabilities that add up to 1 at most": (
+            logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS
+        ),
+    }.items():
+        host.assert_async((holds | ~counted).all(), f"teacher_topk {expected}")
     return TopK(logprobs, torch.where(counted, indices, 0))

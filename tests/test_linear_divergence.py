@@ -232,6 +232,33 @@ def test_triton(kind: str, top_k: int) -> None:
     check(Problem(case), Problem(case).ours())
 
 
+@pytest.mark.parametrize("backend", ON_CPUS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tail_far_below(kind: str, backend: str) -> None:
+    """An id that is 90 logits above the others, and in the teacher's list."""
+    problem = Problem(Case(kind=kind, backend=backend, top_k=3, bias=True))
+    assert problem.topk is not None
+    problem.leaves["bias"][3] += 90
+    problem.topk[1][:] = torch.tensor([3, 10, 20])
+    check(problem, problem.ours())
+
+
+@pytest.mark.parametrize("top_k", (0, 5))
+@pytest.mark.parametrize("softcap", (None, 5.0))
+@pytest.mark.parametrize("backend", ("chunked", "cpu"))
+def test_a_row_without_weight_may_be_no_number(
+    backend: str, softcap: float | None, top_k: int
+) -> None:
+    problem = Problem(
+        Case(backend=backend, weighted=True, softcap=softcap, top_k=top_k, trained=("hidden",))
+    )
+    assert problem.weights is not None
+    problem.weights[4] = 0
+    expected = problem.ours()["dhidden"]
+    problem.leaves["hidden"][4] = torch.nan
+    assert torch.equal(problem.ours()["dhidden"], expected) and not expected[4].any()
+
+
 @pytest.mark.parametrize("top_k", (0, 5))
 @pytest.mark.parametrize("backend", ("chunked", "cpu"))
 @pytest.mark.parametrize("kind", KINDS)

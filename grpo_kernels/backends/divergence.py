@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.base import LEAST_LOGP, Tile, slope, transformed
+from grpo_kernels.backends.base import LEAST_LOGP, Tile
 
 
 def _forward_kl(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -94,43 +94,6 @@ class TopK(NamedTuple):
         tail = torch.log1p(-logp.exp().sum(-1, keepdim=True).clamp(max=1))
         return torch.cat([logp, tail], -1).clamp(min=LEAST_LOGP)
 
-    def rows(self, index: slice | Tensor) -> TopK:
+    def at(self, index: slice | Tensor) -> TopK:
         """Return the same for a subset of rows."""
         return TopK(self.logprobs[index], self.indices[index])
-
-
-def block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
-    """Return the sums (2, C) of the terms of some rows and of their pulls, in fp64."""
-    logp, teacher_logp, _ = _logp_of(pair)
-    return torch.stack(
-        [x.sum(-1, dtype=torch.float64) for x in divergence.terms(logp, teacher_logp)]
-    )
-
-
-def block_divergence_gradient(
-    pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor
-) -> Tensor:
-    """Return the gradient of some rows by the student's raw logits, (C, V)."""
-    logp, teacher_logp, tanh = _logp_of(pair)
-    gradient = divergence.terms(logp, teacher_logp)[1]
-    gradient = gradient - logp.exp() * pull.to(logp.dtype).unsqueeze(-1)
-    gradient *= coefficient.unsqueeze(-1)
-    gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide what is no number
-    return slope(gradient, pair.student.transform, tanh)
-
-
-def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities (C, V) of both, and the softcap's tanh of the student's if any."""
-    scores, tanh = transformed(pair.student.logits, pair.student.transform)
-    teacher_scores, _ = transformed(pair.teacher.logits, pair.teacher.transform)
-    wide = torch.promote_types(scores.dtype, teacher_scores.dtype)
-    logp = relative_to(scores.to(wide), pair.lse)
-    return logp, relative_to(teacher_scores.to(wide), pair.teacher_lse), tanh
-
-
-def relative_to(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return ``scores - lse`` in place, at least :data:`LEAST_LOGP`; ``lse`` (C,) is fp64."""
-    anchor = lse.to(scores.dtype)
-    rest = (lse - anchor).to(scores.dtype)
-    logp = scores.sub_(anchor.unsqueeze(-1)).sub_(rest.unsqueeze(-1))
-    return logp.clamp_(min=LEAST_LOGP)

@@ -18,12 +18,7 @@ from grpo_kernels.backends.base import (
     slope,
     transformed,
 )
-from grpo_kernels.backends.divergence import (
-    Divergence,
-    Pair,
-    block_divergence,
-    block_divergence_gradient,
-)
+from grpo_kernels.backends.divergence import Divergence, Pair
 from grpo_kernels.backends.entries import block_entries, grouped_sums, listed
 from grpo_kernels.head import Head
 
@@ -114,7 +109,7 @@ class Backend:
     def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
         """Return (2, C) in fp64: the rows' divergences, of these columns, and their pulls' sums."""
         blocks = row_blocks(pair.student.logits, BLOCK_ELEMENTS)
-        return torch.cat([block_divergence(pair.rows(block), divergence) for block in blocks], 1)
+        return torch.cat([_block_divergence(pair.rows(block), divergence) for block in blocks], 1)
 
     def divergence_gradient_(
         self, pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor, out: Tensor
@@ -126,7 +121,7 @@ class Backend:
         """
         for block in row_blocks(pair.student.logits, BLOCK_ELEMENTS):
             of_block = pull[block], coefficient[block]
-            out[block] = block_divergence_gradient(pair.rows(block), divergence, *of_block)
+            out[block] = _block_divergence_gradient(pair.rows(block), divergence, *of_block)
         return out
 
     def extract_entries(
@@ -209,8 +204,7 @@ def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     """Return the gradient of some rows by their raw logits."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
-    lse, anchor = stats.lse, stats.lse.to(scores.dtype)
-    logp = scores.sub_(anchor.unsqueeze(-1)).sub_((lse - anchor).to(scores.dtype).unsqueeze(-1))
+    logp = _relative_to_(scores, stats.lse)
     inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
     place = (target * inside).unsqueeze(-1)
     p = logp.exp()
@@ -225,7 +219,44 @@ def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     gradient = p.mul_(coefficient)
     of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
-    active = outer.nonzero
+    gradient, active = slope(gradient, transform, tanh), outer.nonzero
     if active is not None:  # a product with 0 would not hide what is no number
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
-    return slope(gradient, transform, tanh)
+    return gradient
+
+
+def _block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
+    """Return the sums (2, C) of the terms of some rows and of their pulls, in fp64."""
+    logp, teacher_logp, _ = _logp_of(pair)
+    return torch.stack(
+        [x.sum(-1, dtype=torch.float64) for x in divergence.terms(logp, teacher_logp)]
+    )
+
+
+def _block_divergence_gradient(
+    pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor
+) -> Tensor:
+    """Return the gradient of some rows by the student's raw logits, (C, V)."""
+    logp, teacher_logp, tanh = _logp_of(pair)
+    gradient = divergence.terms(logp, teacher_logp)[1]
+    gradient = gradient - logp.exp() * pull.to(logp.dtype).unsqueeze(-1)
+    gradient *= coefficient.unsqueeze(-1)
+    gradient = slope(gradient, pair.student.transform, tanh)
+    return gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide a NaN
+
+
+def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities (C, V) of both, and the softcap's tanh of the student's if any."""
+    scores, tanh = transformed(pair.student.logits, pair.student.transform)
+    teacher_scores, _ = transformed(pair.teacher.logits, pair.teacher.transform)
+    wide = torch.promote_types(scores.dtype, teacher_scores.dtype)
+    given = (scores, pair.lse), (teacher_scores, pair.teacher_lse)
+    logp, teacher_logp = (_relative_to_(x.to(wide), lse).clamp_(min=LEAST_LOGP) for x, lse in given)
+    return logp, teacher_logp, tanh
+
+
+def _relative_to_(scores: Tensor, lse: Tensor) -> Tensor:
+    """Take (C,) fp64 ``lse`` from (C, V) scores, in place, with all of its digits."""
+    anchor = lse.to(scores.dtype)
+    rest = (lse - anchor).to(scores.dtype)
+    return scores.sub_(anchor.unsqueeze(-1)).sub_(rest.unsqueeze(-1))

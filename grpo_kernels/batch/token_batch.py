@@ -42,10 +42,8 @@ class TokenBatch:
     rollout_weights: Tensor | None = None  # (T,) correction that the caller has made of them
     sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
     prompt_tokens: Tensor | None = None  # (B,) fp64, of all sequences of each one's prompt
-    num_items_in_batch: Tensor | None = (
-        None  # (), as the next three; on the CPU if given as numbers
-    )
-    num_tokens_in_micro_batch: Tensor | None = None
+    num_items_in_batch: Tensor | None = None  # (); on the CPU if given as a number
+    num_tokens_in_micro_batch: Tensor | None = None  # likewise, as the next two
     num_prompts: Tensor | None = None
     entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
@@ -222,10 +220,9 @@ class TokenBatch:
         order = torch.argsort(self.segments.lengths == 0, stable=True)[: counts.shape[1]]
         cu_seqlens = pad(self.cu_seqlens.diff()[order].cumsum(0), (1, 0))
         group = None if group is None else group.take(order, kept)
-        changes: dict[str, Any] = dict(cu_seqlens=cu_seqlens, counts=counts, sequence_group=group)
-        if self.prompt_tokens is not None:
-            changes["prompt_tokens"] = self.prompt_tokens[order]
-        return replace(self, **changes)
+        prompts = None if self.prompt_tokens is None else self.prompt_tokens[order]
+        own: dict[str, Any] = {"sequence_group": group, "prompt_tokens": prompts}
+        return replace(self, cu_seqlens=cu_seqlens, counts=counts, **own)
 
 
 def _fields(optional: OptionalFields, *given: Any) -> dict[str, Any]:

@@ -25,7 +25,11 @@ from grpo_kernels.engine.differentiable import (
     rows_forward,
     stats_backward,
 )
-from grpo_kernels.engine.divergence import DivergencePlan, differentiable_divergence
+from grpo_kernels.engine.divergence import (
+    DivergencePlan,
+    differentiable_divergence,
+    plan_divergence,
+)
 from grpo_kernels.engine.gradients import GradientSums, scaled_, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,

@@ -23,18 +23,17 @@ from grpo_kernels.backends import (
     TopK,
     output_view,
     reference_divergence,
-    why_backend,
 )
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, formed, new_tile
 from grpo_kernels.engine.differentiable import INPUTS
 from grpo_kernels.engine.gradients import GradientSums, scaled_
+from grpo_kernels.engine.logprobs_plan import LogprobsPlan, SavedForBackward
 from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, ranges
 from grpo_kernels.head import (
-    Head,
     VocabShard,
     check_plain,
     first_derivative_only,
@@ -43,39 +42,12 @@ from grpo_kernels.head import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DivergencePlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DivergencePlan(LogprobsPlan):
     """The plan of a ``linear_divergence`` call. Print it to see what runs, and why."""
 
-    head: Head
-    route: Route
     teacher: Route | None  # None: its ids and their log-probabilities are given
-    needs: Needs
-    tokens: int  # rows that are not masked
     divergence: Divergence
-
-    @staticmethod
-    def of(
-        rows: Rows, teacher: Rows | TopK, options: RunOptions, needs: Needs, divergence: Divergence
-    ) -> DivergencePlan:
-        """Choose for so many rows; the workspace is that of both tiles.
-
-        Raises:
-            ValueError: the backend cannot run, or not as asked for; the workspace is too small.
-        """
-        of_teacher = None
-        if isinstance(teacher, Rows):
-            if options.max_workspace_bytes is not None:
-                options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
-            of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
-        return DivergencePlan(
-            head=rows.head,
-            route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
-            teacher=of_teacher,
-            needs=needs,
-            tokens=rows.count,
-            divergence=divergence,
-        )
 
     @property
     def routes(self) -> list[Route]:
@@ -89,10 +61,10 @@ class DivergencePlan:
 
     def smaller(self) -> DivergencePlan | None:
         """Return a plan with smaller tiles; None as for :meth:`Route.smaller`."""
-        route, teacher = self.route.smaller(), self.teacher and self.teacher.smaller()
-        if route is None or (self.teacher is not None and teacher is None):
+        route, *teacher = (route.smaller() for route in self.routes)
+        if route is None or None in teacher:
             return None
-        return replace(self, route=route, teacher=teacher)
+        return replace(self, route=route, teacher=teacher[0] if teacher else None)
 
     @property
     def advice(self) -> str:
@@ -102,25 +74,51 @@ class DivergencePlan:
         )
 
     @cached_property
+    def saving(self) -> SavedForBackward:
+        """Nothing: gradients are made while the logits are there."""
+        return SavedForBackward(gemms=1 + self.needs.hidden + self.needs.weight)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
         return self.route.fingerprint(self.head, f"{self.divergence}")
 
-    def __str__(self) -> str:
-        route, needs = self.route, self.needs
-        why = why_backend(route.backend, route.options.backend, route.device, route.dtype)
-        gemms = 1 + needs.hidden + needs.weight
-        of_teacher = "none" if self.teacher is None else f"1, {self.teacher.forward}"
-        lines = [
-            f"backend   {route.backend.name}",
-            f"student   {gemms} GEMMs in one pass, {route.forward}, precision={route.precision!r}",
-            f"teacher   {of_teacher}",
-            f"numerics  {self.fingerprint}",
-            *(f"  - {reason}" for reason in why),
-        ]
-        return "\n".join(lines)
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is so, a sentence each."""
+        return tuple(self.route.why_backend)
 
-    __repr__ = __str__
+    def _lines(self) -> list[str]:
+        passes = f"{self.saving.gemms} GEMMs in one pass, {self.forward}"
+        return [
+            f"backend   {self.backend}",
+            f"student   {passes}, precision={self.precision!r}",
+            f"teacher   {'none' if self.teacher is None else f'1, {self.teacher.forward}'}",
+            f"numerics  {self.fingerprint}",
+        ]
+
+
+def plan_divergence(
+    rows: Rows, teacher: Rows | TopK, options: RunOptions, divergence: Divergence
+) -> DivergencePlan:
+    """Choose for so many rows; the workspace is that of both tiles.
+
+    Raises:
+        ValueError: the backend cannot run, or not as asked for; the workspace is too small.
+    """
+    of_teacher = None
+    if isinstance(teacher, Rows):
+        if options.max_workspace_bytes is not None:
+            options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
+        of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
+    return DivergencePlan(
+        head=rows.head,
+        route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
+        teacher=of_teacher,
+        needs=Needs.of(rows.inputs),
+        tokens=rows.count,
+        divergence=divergence,
+    )
 
 
 def differentiable_divergence(
@@ -130,10 +128,10 @@ def differentiable_divergence(
     divergence and entropy (T,) of rows that are all counted."""
     if not plan.route.backend.has_tiles:
         given = teacher if isinstance(teacher, TopK) else (teacher.hidden, teacher.head)
-        found = reference_divergence(
-            rows.hidden, rows.head, given, plan.route.precision, plan.divergence
+        of_student = rows.hidden, rows.head
+        divergence, entropy = reference_divergence(
+            *of_student, given, plan.precision, plan.divergence
         )
-        divergence, entropy = found
         loss = (divergence * weights).sum(dtype=torch.float64).to(divergence.dtype)
         return loss, divergence.detach(), entropy.detach()
     check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
@@ -149,7 +147,8 @@ class _Divergence(torch.autograd.Function):
         ctx.plan, ctx.teacher, ctx.gradients = plan, teacher, gradients
         ctx.rows, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), "linear_divergence"
         # the rest, too: autograd then refuses a second backward after a change in place
-        ctx.save_for_backward(*inputs, weights, *_tensors_of(teacher))
+        of_teacher = teacher if isinstance(teacher, TopK) else teacher.inputs
+        ctx.save_for_backward(*inputs, weights, *of_teacher)
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
         return found
@@ -171,16 +170,11 @@ class _Divergence(torch.autograd.Function):
         return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
 
 
-def _tensors_of(teacher: Rows | TopK) -> tuple[Tensor | None, ...]:
-    return tuple(teacher) if isinstance(teacher, TopK) else teacher.inputs
-
-
 def _run(
     plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
     """Compute loss, divergence, entropy and gradients, with as much memory as there is."""
-    with torch.no_grad():
-        return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
+    return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
 
 
 def _one_pass(
@@ -243,33 +237,37 @@ class _OfTopK:
     def __call__(self, chunk: Chunk) -> Any:
         """Return (C,) divergences, and what writes their gradient, times coefficients."""
         backend, stats, shard = self._plan.route.backend, chunk.stats, self._shard
-        teacher = self._teacher.rows(chunk.rows.part)
+        teacher = self._teacher.at(chunk.rows.part)
         ids = teacher.indices if shard is None else teacher.indices - shard.start
         own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
-        place = own.nonzero()[:, 0], ids[own]
-        scores, slopes = scores_at(chunk.tile, *place)
-        logp = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
-        logp[own] = scores
+        # of all ids without a wait for the device
+        mine = torch.arange(ids.numel(), device=ids.device)
+        mine = mine if shard is None else mine[own.flatten()]
+        place = mine // ids.shape[1], ids.flatten()[mine]
+        listed, slopes = scores_at(chunk.tile, *place)
+        scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
+        scores[place[0], mine % ids.shape[1]] = listed
         tail = self._lse_of_tail(chunk, place, own.sum(1))
-        logp = torch.cat([logp, tail[:, None]], 1) - stats.lse[:, None]
         if shard is not None:  # the owner's of each id, and the sum of the tails
-            everyone = shard.gather(logp)
-            logp = torch.cat([everyone[..., :-1].amax(0), everyone[..., -1:].logsumexp(0)], 1)
-        logp = logp.clamp(min=LEAST_LOGP)
+            everyone = shard.gather(torch.cat([scores, tail[:, None]], 1))
+            scores, tail = everyone[..., :-1].amax(0), everyone[..., -1].logsumexp(0)
+        # by their own sum: near 1 they have more digits than beside the row's
+        logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
         each, pulls = self._plan.divergence.terms(logp, teacher.with_tail)
         pull, probabilities = pulls.sum(-1), logp.exp()
 
         def gradient_(coefficient: Tensor, out: Tensor) -> Tensor:
-            # of the ids in the tail: their probability, times one factor a row
-            tail = pulls[:, -1] / probabilities[:, -1].clamp(min=1e-30)
-            wide = coefficient.to(torch.float64)
-            dlogp = (wide * (pull - tail)).to(stats.logp.dtype)
+            # of the ids in the tail: their share of it, however small it is, times a factor a row
+            wide, weightless = coefficient.to(torch.float64), coefficient == 0
+            dlogp = wide * (probabilities[:, -1] * pull - pulls[:, -1])
+            dlogp = dlogp.masked_fill(weightless, 0).to(stats.logp.dtype)
             nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
-            certain = stats._replace(logp=torch.full_like(stats.logp, LEAST_LOGP))
-            backend.dlogits_(nowhere, certain, StatsGrad(dlogp), out)
+            lse, certain = tail.clamp(min=-1e30), torch.full_like(stats.logp, LEAST_LOGP)
+            of_tail = stats._replace(logp=certain, lse=lse)
+            backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
             of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
-            of_ids = of_ids.masked_fill(coefficient[:, None] == 0, 0)
-            out[place] = (of_ids[own] * slopes).to(out.dtype)
+            of_ids = (of_ids.flatten()[mine] * slopes).masked_fill(weightless[place[0]], 0)
+            out[place] = of_ids.to(out.dtype)
             return out
 
         return each.sum(-1), gradient_

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from grpo_kernels.backends import OutputSpec, why_backend
+from grpo_kernels.backends import OutputSpec
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Needs
@@ -157,8 +157,7 @@ class LogprobsPlan:
     @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why it is so, a sentence each."""
-        route, device = self.route, self.head.weight.device
-        reasons = why_backend(route.backend, route.options.backend, device, route.dtype)
+        reasons = self.route.why_backend
         if self.wanted.tiled or self.masked:
             reasons.append("a tile of logits: some of what is asked for is read from it")
         return (*reasons, str(self.saving))

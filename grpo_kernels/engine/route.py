@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.backends import Backend, choose_backend, chunk_rows, device_numerics
+from grpo_kernels.backends import Backend, choose_backend, chunk_rows, device_numerics, why_backend
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.head import Head, VocabShard, logits_dtype
 from grpo_kernels.version import VERSION
@@ -76,6 +76,11 @@ class Route:
             return words
         proven = "" if self.forms_logits else ", its GEMM proven at first use"
         return f"{words}, filled up{proven}"
+
+    @property
+    def why_backend(self) -> list[str]:
+        """Why it is this backend, a sentence each."""
+        return why_backend(self.backend, self.options.backend, self.device, self.dtype)
 
     @property
     def advice(self) -> str:

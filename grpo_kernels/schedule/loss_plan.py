@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 
-from grpo_kernels.backends import why_backend
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
     OF_ENTROPY,
@@ -99,8 +98,7 @@ class Plan(LogprobsPlan):
     @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why it is so, a sentence each."""
-        route, device = self.route, self.head.weight.device
-        reasons = why_backend(route.backend, self.options.backend, device, route.dtype)
+        route, reasons = self.route, self.route.why_backend
         reasons.append(f"{self.schedule}: {self._why_schedule()}")
         if route.backend.has_tiles:
             reasons.append(f"loss: {self._why_stage()}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -122,7 +120,8 @@ def _divergence_kernel(
 def divergence_sums(pair: Pair, divergence: Divergence, config: RowConfig | None = None) -> Tensor:
     """Return (2, C) in fp64; see :class:`Backend`."""
     sums = torch.empty((2, len(pair.lse)), dtype=torch.float64, device=pair.lse.device)
-    _launch(pair, divergence, config, sums_ptr=sums)
+    none = dict.fromkeys(("pull_ptr", "coefficient_ptr", "out_ptr"))
+    _launch(pair, divergence, config, sums_ptr=sums, stride_out_row=0, **none)
     return sums
 
 
@@ -136,7 +135,8 @@ def divergence_gradient_(
 ) -> Tensor:
     """Write the gradient by the student's raw logits; see :class:`Backend`."""
     vectors = {"pull_ptr": pull.contiguous(), "coefficient_ptr": coefficient.contiguous()}
-    _launch(pair, divergence, config, out_ptr=out, stride_out_row=out.stride(0), **vectors)
+    results = {"sums_ptr": None, "out_ptr": out, "stride_out_row": out.stride(0)}
+    _launch(pair, divergence, config, **results, **vectors)
     return out
 
 
@@ -147,9 +147,6 @@ def _launch(
     assert student.logits.shape == teacher.logits.shape, teacher.logits.shape
     of_teacher = common.transform_arguments(teacher.transform, teacher.logits)
     config = config or row_config(student.logits.device)
-    unused: dict[str, Any] = dict.fromkeys(
-        ("sums_ptr", "pull_ptr", "coefficient_ptr", "out_ptr"), None
-    )
     common.launch_rows(
         _divergence_kernel,
         student,
@@ -163,5 +160,5 @@ def _launch(
         KIND=divergence.index,
         BLOCK_V=config.columns(student.logits.dtype),
         **{f"teacher_{name}": value for name, value in of_teacher.items()},
-        **{**unused, "stride_out_row": 0, **results},
+        **results,
     )
