@@ -87,7 +87,7 @@ def linear_divergence(
         mask: (...) bool, or 0 and 1: which tokens count. The others enter no product. None: all.
         vocab_size: the ids in use, where the weights have further rows of padding; None: all rows.
         precision, backend, batch_invariant: as in :func:`grpo_kernels.linear_logprobs`.
-        max_workspace_bytes: bound on both tiles of logits; None: twice the backend's default.
+        max_workspace_bytes: bound on both tiles of logits together; None: the backend's default.
 
     Returns:
         :class:`LinearDivergence`: ``loss`` is the mean of weights times divergence over the tokens

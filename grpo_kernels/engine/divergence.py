@@ -57,6 +57,10 @@ class DivergencePlan(LogprobsPlan):
     def chunks(self) -> list[slice]:
         """The ranges of rows whose logits are there at once."""
         tile_rows = min(route.tile_rows for route in self.routes)
+        # both take the memory of one, unless tiles have one height
+        given = self.options.max_workspace_bytes is not None or self.options.batch_invariant
+        if self.teacher is not None and not given:
+            tile_rows = max(1, tile_rows // 2)
         return ranges(self.tokens, chunk_height(self.tokens, tile_rows, self.route.block))
 
     def smaller(self) -> DivergencePlan | None:

@@ -206,13 +206,14 @@ def _ours(call: Call) -> int:
     sparse = bounded is not None and not bounded.exact_weight
     rounded_rows = call.rows if call.rows != wide else 0
     # a tile of logits, and what forms it
-    height = min(tokens, chunk_height(tokens, route.tile_rows, route.block))
+    most = route.tile_rows // (1 + bool(call.teacher))  # rows of each of two tiles
+    height = min(tokens, chunk_height(tokens, most, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
-    tile = tile_height(height, route.tile_rows, route.device) * pitch
+    tile = tile_height(height, most, route.device) * pitch
     logits = tile * (1 + bool(call.teacher)) + call.cast
     if call.name == "one_pass":
         # the weight's gradient is one GEMM where the logits are one tile, or entries
-        single = tokens <= route.tile_rows or sparse
+        single = tokens <= most or sparse
         sums, rounded = _sums(call, single)
         if not single and not call.frozen:
             logits += _copies(call, height * (call.vocabulary + call.hidden))
