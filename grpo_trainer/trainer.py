@@ -33,6 +33,7 @@ from grpo_trainer.data import (
     Sample,
     check_datasets,
     check_images,
+    tokenizer_of,
     unopened,
 )
 from grpo_trainer.engines import (
@@ -213,7 +214,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         if teacher is not None:
             served = isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
             source = VLLMClient(str(teacher)).prompt_logprobs if served else teacher
-            self._teacher = Teacher(source, policy, args, self._placement)
+            tokens = tokenizer_of(self.processing_class)
+            self._teacher = Teacher(source, policy, args, self._placement, len(tokens))
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
             self._check_head()
@@ -373,17 +375,17 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         temperature = self.loss_config.temperature
-        teaches = self._teacher is not None and self.args.distillation == "logprobs"
-        if old or teaches:
+        teacher = self._teacher if self._teacher and self._teacher.by_logprobs else None
+        if old or teacher is not None:
             with phase("old"):
                 policy = self._placement.runs(self.model)
                 batch.old_logprobs = target_logprobs(policy, batch, temperature)
         if self._reference is not None:
             with phase("ref"), self._reference.running(self.model) as reference:
                 batch.ref_logprobs = target_logprobs(reference, batch, temperature)
-        if self._teacher is not None and teaches:
+        if teacher is not None:
             with phase("ref"):
-                apart = self._teacher.add_to_advantages(batch, self.model)
+                apart = teacher.add_to_advantages(batch, self.model)
             self._metrics[self.model.training].add(value_metric("teacher_kl", apart, apart.device))
         return batch
 
@@ -406,9 +408,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         training = model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         scale = self._entropy.scale if self._entropy is not None else None
-        divergence = None
-        if self._teacher is not None and self.args.distillation != "logprobs":
-            divergence = self._teacher.divergence(inputs, self.model, steps)
+        teacher = self._teacher
+        divergence = teacher.divergence(inputs, self.model, steps) if teacher is not None else None
         loss, metrics, routers, apart = policy_loss_of(
             model,
             inputs,

@@ -57,10 +57,6 @@ class DivergencePlan(LogprobsPlan):
     def chunks(self) -> list[slice]:
         """The ranges of rows whose logits are there at once."""
         tile_rows = min(route.tile_rows for route in self.routes)
-        # both take the memory of one, unless tiles have one height
-        given = self.options.max_workspace_bytes is not None or self.options.batch_invariant
-        if self.teacher is not None and not given:
-            tile_rows = max(1, tile_rows // 2)
         return ranges(self.tokens, chunk_height(self.tokens, tile_rows, self.route.block))
 
     def smaller(self) -> DivergencePlan | None:
@@ -110,15 +106,20 @@ def plan_divergence(
     Raises:
         ValueError: the backend cannot run, or not as asked for; the workspace is too small.
     """
-    of_teacher = None
-    if isinstance(teacher, Rows):
-        if options.max_workspace_bytes is not None:
-            options = replace(options, max_workspace_bytes=options.max_workspace_bytes // 2)
-        of_teacher = choose_route(teacher.hidden.dtype, teacher.head, options, tiled=True)
+    both, asked = isinstance(teacher, Rows), options.max_workspace_bytes
+    if both and asked is not None:
+        options = replace(options, max_workspace_bytes=asked // 2)
+    routes = [
+        choose_route(each.hidden.dtype, each.head, options, tiled=True)
+        for each in (rows, teacher)
+        if isinstance(each, Rows)
+    ]
+    if both and asked is None and not options.batch_invariant:  # whose tiles have one height
+        routes = [replace(route, tile_rows=max(1, route.tile_rows // 2)) for route in routes]
     return DivergencePlan(
         head=rows.head,
-        route=choose_route(rows.hidden.dtype, rows.head, options, tiled=True),
-        teacher=of_teacher,
+        route=routes[0],
+        teacher=routes[1] if both else None,
         needs=Needs.of(rows.inputs),
         tokens=rows.count,
         divergence=divergence,

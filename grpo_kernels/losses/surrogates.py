@@ -62,9 +62,9 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 - least, least)
 
 
-def _clip_ratios(ratio: Tensor, least: float, most: float, advantages: Tensor) -> Indicators:
-    """Return metrics of which tokens are clipped from below and from above."""
-    return clip_shares((ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0))
+def _clipped(ratio: Tensor, least: float, most: float, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens are clipped from below, and from above."""
+    return (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0)
 
 
 def clip_shares(low: Tensor, high: Tensor) -> Indicators:
@@ -95,8 +95,12 @@ class ClipRange(Surrogate):
         """The upper bound of the ratio."""
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
+    def clipped(self, terms: Terms) -> tuple[Tensor, Tensor]:
+        """Return which tokens have left the range from below, and from above; detached."""
+        return _clipped(terms.ratio.detach(), 1 - self.epsilon, self.highest, terms.advantages)
+
     def metrics(self, terms: Terms) -> Indicators:
-        return _clip_ratios(terms.ratio, 1 - self.epsilon, self.highest, terms.advantages)
+        return clip_shares(*self.clipped(terms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +145,10 @@ class CeGppo(ClipRange):
     ce_gppo_high: float = number(1.0, *NOT_NEGATIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
-        weight, least, advantages = terms.ratio.detach(), 1 - self.epsilon, terms.advantages
-        low = (weight < least) & (advantages < 0)
-        high = (weight > self.highest) & (advantages > 0)
-        weight = weight.masked_fill(low, self.ce_gppo_low * least)
+        low, high = self.clipped(terms)
+        weight = terms.ratio.detach().masked_fill(low, self.ce_gppo_low * (1 - self.epsilon))
         weight = weight.masked_fill(high, self.ce_gppo_high * self.highest)
-        return -weight * advantages * terms.logprobs
+        return -weight * terms.advantages * terms.logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +162,10 @@ class Aspo(ClipRange):
     aspo_ratio_max: float = number(3.0, "a number > 1", lambda x: x > 1)
 
     def __call__(self, terms: Terms) -> Tensor:
-        ratio, advantages = terms.ratio.detach(), terms.advantages
-        clipped = torch.where(advantages > 0, ratio > self.highest, ratio < 1 - self.epsilon)
-        weight = torch.where(advantages > 0, ratio.reciprocal(), ratio)
-        weight = weight.clamp(max=self.aspo_ratio_max).masked_fill(clipped, 0.0)
-        return -weight * advantages * terms.logprobs
+        ratio, (low, high) = terms.ratio.detach(), self.clipped(terms)
+        weight = torch.where(terms.advantages > 0, ratio.reciprocal(), ratio)
+        weight = weight.clamp(max=self.aspo_ratio_max).masked_fill(low | high, 0.0)
+        return -weight * terms.advantages * terms.logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +331,7 @@ class Gmpo(Surrogate):
 
     def metrics(self, terms: Terms) -> Indicators:
         bound = self.gmpo_clip
-        return _clip_ratios(terms.log_ratio, -bound, bound, terms.advantages)
+        return clip_shares(*_clipped(terms.log_ratio, -bound, bound, terms.advantages))
 
 
 class Pg(Surrogate):

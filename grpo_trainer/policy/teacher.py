@@ -40,44 +40,52 @@ class Teacher:
         policy: has the adapters.
         args: which divergence, and its weight.
         placement: where parameters are.
+        tokens: of the policy's tokenizer.
 
     Raises:
         ValueError: it cannot be loaded, has another vocabulary, or cannot give what is asked for.
     """
 
     def __init__(
-        self, source: TeacherSource, policy: PreTrainedModel, args: GRPOConfig, placement: Placement
+        self,
+        source: TeacherSource,
+        policy: PreTrainedModel,
+        args: GRPOConfig,
+        placement: Placement,
+        tokens: int,
     ) -> None:
         self._args = args
+        self.by_logprobs = args.distillation == "logprobs"  # else by whole distributions
         self._function: LogprobsFunction | None = None
         self._reference: Reference | None = None
-        by_logprobs = args.distillation == "logprobs"
         if is_peft_model(policy) and isinstance(source, str) and source in policy.peft_config:
             self._reference = Reference(placement, adapter=source)
         elif callable(source) and not isinstance(source, PreTrainedModel):
-            if not by_logprobs:
+            if not self.by_logprobs:
                 raise ValueError(
                     "distillation: expected 'logprobs' with a teacher that gives log-probabilities "
                     f"alone, got {args.distillation!r}"
                 )
-            if args.temperature != 1:
-                raise ValueError(
-                    "temperature: expected 1.0, which is that of such a teacher's "
-                    f"log-probabilities, got {args.temperature}"
-                )
+            for name, expected in {"temperature": 1.0, "use_sampling_mask": False}.items():
+                if (got := getattr(args, name)) != expected:
+                    raise ValueError(
+                        f"{name}: expected {expected}, as for such a teacher's log-probabilities, "
+                        f"got {got}"
+                    )
             self._function = source
         else:
             model = source
             if isinstance(model, str):
                 model = load_model(model, args, what="teacher: model").to(args.device)
-            sizes = [each.config.get_text_config().vocab_size for each in (model, policy)]
-            if not by_logprobs and min(sizes) * 2 < max(sizes):
+            own, ids = (each.config.get_text_config().vocab_size for each in (policy, model))
+            if ids != own and ids < tokens:  # others differ in rows of padding
                 raise ValueError(
-                    f"teacher: expected the policy's vocabulary of {sizes[1]} ids, got {sizes[0]}"
+                    f"teacher: expected the policy's vocabulary, of {tokens} tokens, got a model "
+                    f"of {ids} ids"
                 )
             add_fused_head(base_policy(model))
             self._reference = Reference(placement, model.requires_grad_(False).eval())
-        if placement.sharded and not by_logprobs:
+        if placement.sharded and not self.by_logprobs:
             raise ValueError(
                 "distillation: expected 'logprobs' with sharded parameters, since a teacher's head "
                 f"is gathered for its own forward alone, got {args.distillation!r}"
@@ -112,9 +120,12 @@ class Teacher:
             row[: len(each)] = torch.as_tensor(each)
         return found
 
-    def divergence(self, batch: MicroBatch, policy: PreTrainedModel, steps: int) -> HeadFn:
+    def divergence(self, batch: MicroBatch, policy: PreTrainedModel, steps: int) -> HeadFn | None:
         """Return what makes of hidden states and head the batch's share of the weighted divergence,
-        a mean over the tokens of ``steps`` micro-batches."""
+        a mean over the tokens of ``steps`` micro-batches; None if it teaches by log-probabilities.
+        """
+        if self.by_logprobs:
+            return None
         kept: list[tuple[Tensor, Head]] = []
 
         def keep(hidden: Tensor, head: Head) -> Tensor:
@@ -140,7 +151,7 @@ class Teacher:
                 beta=args.distillation_beta,
                 temperature=args.temperature,
                 mask=in_loss,
-                weights=in_loss * (args.distillation_coef * share),
+                weights=(args.distillation_coef * share).expand(in_loss.shape),
                 vocab_size=min(head.vocab_size, teacher_head.vocab_size),
             )
 

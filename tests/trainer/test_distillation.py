@@ -158,8 +158,17 @@ def test_a_teacher_by_its_folder_and_in_evaluation(tmp_path: Path) -> None:
         assert found["eval_teacher_kl"] != 0 and found["eval_loss"] != loss
 
 
-def lora_function(sequences: list[list[int]]) -> list[list[float]]:
+def without_model(sequences: list[list[int]]) -> list[list[float]]:
     return [[0.0] * (len(ids) - 1) for ids in sequences]
+
+
+def of_nine_ids() -> Any:
+    model = policy(1)
+    model.resize_token_embeddings(9, mean_resizing=False)
+    return model
+
+
+SMALLER = {"teacher": of_nine_ids(), "distillation": "jsd"}
 
 
 @pytest.mark.parametrize(
@@ -171,9 +180,14 @@ def lora_function(sequences: list[list[int]]) -> list[list[float]]:
         ("distillation_beta: expected a number in ", {"distillation_beta": 1.0}),
         (
             "distillation: expected 'logprobs' with a teacher that gives log-probabilities alone",
-            {"teacher": lora_function, "distillation": "jsd"},
+            {"teacher": without_model, "distillation": "jsd"},
         ),
-        ("temperature: expected 1.0, which is that of such", {"teacher": lora_function}),
+        ("temperature: expected 1.0, as for such a teacher's", {"teacher": without_model}),
+        (
+            "use_sampling_mask: expected False, as for such a teacher's",
+            {"teacher": without_model, "temperature": 1.0, "top_k": 3, "use_sampling_mask": True},
+        ),
+        ("teacher: expected the policy's vocabulary, of 14 tokens, got a model of 9", SMALLER),
     ],
 )
 def test_wrong_teachers(tmp_path: Path, message: str, changes: dict[str, Any]) -> None:
