@@ -27,6 +27,8 @@ from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
 
+# theirs: a host's settings of other losses do not come here
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -61,7 +63,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         given = {**locals(), "epsilon": epsilon_low, "rollout_correction_mode": None}
-        check_name("loss_type", loss_type, LOSSES)
+        check_name("loss_type", loss_type, _LOSSES)
         own = LOSSES[loss_type].settings
         if delta is not None and "delta" not in own:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
