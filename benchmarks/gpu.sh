@@ -2,8 +2,9 @@
 # What only a GPU can answer, what is dearest to know first: tests, measurements, tables.
 #   benchmarks/gpu.sh [PYTHON]
 # Needs no network and no native extension. Each step is a process of its own, which is ended when its
-# seconds, or the nine minutes of all, are over; the next begins. What was found until then is in the
-# folder OUT, by default benchmarks/results. The exit code is 1 where anything failed, 2 without a GPU.
+# seconds, or the LIMIT of all (520 by default), are over; the next begins. What was found until then is
+# in the folder OUT, by default benchmarks/results. Compiled kernels are kept in TRITON_CACHE_DIR. The
+# exit code is 1 where anything failed, 2 without a GPU.
 set -u
 
 python=${1:-python3}
@@ -12,7 +13,7 @@ export OUT="${OUT:-$PWD/benchmarks/results}" PYTHONUNBUFFERED=1 COLUMNS=200
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 log=$OUT/gpu-log.txt
-end=$(($(date +%s) + 520))
+end=$(($(date +%s) + ${LIMIT:-520}))
 status=0
 
 "$python" - >"$log" 2>&1 <<'END' || { echo "no GPU to measure on: $(tail -n 1 "$log")"; exit 2; }
@@ -49,9 +50,11 @@ $shown}"
 pytest="-m pytest -p no:cacheprovider -o addopts= -o faulthandler_timeout=90 --tb=short -rfE -q"
 measured() { step "$1" "$2" $pytest "benchmarks/test_$1.py" --benchmark-only --suite=gpu "--results=$OUT" -s; }
 
-step losses 60 $pytest -m gpu --durations=5 tests/test_linear_policy_loss.py tests/test_linear_logprobs.py
-step bits 80 $pytest -m gpu tests/gpu/test_bits.py
-step waiting 50 $pytest -m gpu tests/gpu/test_waiting.py tests/schedule/test_capture.py
+workers=$("$python" -c "import os, xdist; print('-n', max(1, min(8, os.cpu_count() // 2)))" 2>/dev/null)
+step tests 220 $pytest -m gpu $workers --durations=8 --continue-on-collection-errors \
+    tests/test_linear_policy_loss.py tests/test_linear_logprobs.py tests/gpu/test_waiting.py \
+    tests/schedule tests/head tests/engine tests/backends
+step bits 60 $pytest -m gpu tests/gpu/test_bits.py
 
 wheels=$("$python" -c '
 from pathlib import Path
@@ -69,9 +72,6 @@ measured products 30
 measured profile 25
 measured tiles 60
 step report 20 -m benchmarks.report "$OUT"
-workers=$("$python" -c "import os, xdist; print('-n', max(1, min(8, os.cpu_count() // 2)))" 2>/dev/null)
-step tests 520 $pytest -m gpu $workers --continue-on-collection-errors \
-    tests/backends tests/engine tests/head tests/schedule
 measured backwards 520
 measured accuracy 520
 

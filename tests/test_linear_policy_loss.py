@@ -35,13 +35,18 @@ FLOOR = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 
 
 def assert_exact(
-    problem: Problem, config: LossConfig, device: torch.device, dtype: torch.dtype, **options: Any
+    problem: Problem,
+    config: LossConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    floor: float | None = None,
+    **options: Any,
 ) -> None:
     exact = run(problem, config, backend="reference")
     eager = run(problem.to(device, dtype), config, backend="reference")
     with poisoned_allocations():
         got = run(problem.to(device, dtype), config, **options)
-    assert_all_as_exact_as(got, eager, exact, FLOOR[dtype])
+    assert_all_as_exact_as(got, eager, exact, floor or FLOOR[dtype])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -66,7 +71,8 @@ def test_a_long_sequence_on_a_gpu_and_in_triton(
     problem.mask.copy_(torch.arange(long) < torch.tensor([5, long, 0, 1])[:, None])
     options = dict(backend=backend, max_workspace_bytes=int(share * long) * 11 * 4)
     config = make_config(name, beta=0.05)
-    assert_exact(problem, config, device, torch.float32, schedule=schedule, **options)
+    floor = 8e-6  # of sums over so many rows, most of which cancel
+    assert_exact(problem, config, device, torch.float32, floor, schedule=schedule, **options)
 
 
 def run_part(part: str, posed: Problem, **options: Any) -> dict[str, Tensor]:

@@ -44,17 +44,21 @@ def check(kernels: Kernels, hidden: Tensor, head: Head, target: Tensor) -> RowSt
         stats, lean = (
             kernels.backend.linear_stats(hidden, head, target, "fp32", x) for x in (True, False)
         )
-    assert all(getattr(lean, name) is None for name in EXTRAS) and same(lean, stats)
+    assert all(getattr(lean, name) is None for name in EXTRAS)
+    # a GPU spreads these small tiles otherwise over its threads, with extras than without
+    assert same(lean, stats) or not (kernels.native or kernels.interpreted)
     exact, eager = (
         statistics(logits_of(hidden, head, wide), target, head.transform)
         for wide in (torch.float64, FP32)
     )
-    for name, actual in stats._asdict().items():
+    largest = exact.max_logit.abs().max().clamp(min=10)
+    for name, actual in (*stats._asdict().items(), *lean._asdict().items()):
         if name == "is_top1" or actual is None:
             continue
         truth = getattr(exact, name)
         error, allowed = ((x.double() - truth).abs().max() for x in (actual, getattr(eager, name)))
-        slack = 3e-7 * exact.max_logit.abs().max().clamp(min=10)
+        # tensor cores cut off what they add, so that errors do not cancel
+        slack = (3e-7 if kernels.native or kernels.interpreted else 2e-6) * largest
         assert error <= 2 * allowed + slack, f"{name}: error {error:.3e}, eager's {allowed:.3e}"
     assert stats.lse.dtype == torch.float64 and (stats.entropy >= 0).all()
     logits = logits_of(hidden, head, torch.float64)

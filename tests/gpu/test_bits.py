@@ -83,6 +83,18 @@ def test_a_row_of_the_fused_forward_keeps_its_bits(device: torch.device) -> None
                 assert torch.equal(bits(expected), bits(came)), (columns, depth, part)
 
 
+def test_extra_statistics_change_no_bits_of_the_others(device: torch.device) -> None:
+    """On a GPU where a tile and its half lie on threads alike."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("columns of a row lie on several warps")
+    for columns, depth in HEADS[device.type]:
+        hidden, weight = inputs(device, 24, columns, depth, BF16)
+        target = torch.arange(24, device=device) % columns
+        lean, full = (linear_stats(hidden, Head(weight), target, "fp32", x) for x in (False, True))
+        for expected, came in zip(full[:3], lean[:3], strict=True):
+            assert torch.equal(bits(expected), bits(came)), (columns, depth)
+
+
 @pytest.mark.parametrize("dtype,logits", [(BF16, FP32), (BF16, BF16), (FP32, FP32)])
 def test_a_row_keeps_its_bits_in_a_tile_of_fixed_height(
     device: torch.device, dtype: torch.dtype, logits: torch.dtype

@@ -6,7 +6,8 @@ kernel merges the splits in their order. What a split is depends on the head alo
 the same in every batch.
 
 A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
-With extras a tile is a single subtile: the same subtiles in the same order, so the same bits.
+With extras a tile is a single subtile, and folding keeps its order. Where threads hold both alike
+(Hopper and Blackwell: `tests/gpu/test_bits.py`), the other statistics keep their bits.
 """
 
 from __future__ import annotations

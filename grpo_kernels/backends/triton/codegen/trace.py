@@ -133,7 +133,7 @@ def _source(
     graph: Graph, input_names: Sequence[str], length: int
 ) -> tuple[str, tuple[torch.dtype, ...]]:
     """Return the Triton module of what a graph's outputs need, and the outputs' dtypes."""
-    (results,) = next(reversed(graph.nodes)).args
+    (results,) = next(iter(reversed(graph.nodes))).args
     for index, node in enumerate(results):
         value = node.meta.get("val") if isinstance(node, Node) else node
         if not isinstance(value, Tensor) or value.shape != (length,):
