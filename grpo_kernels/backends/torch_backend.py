@@ -68,8 +68,11 @@ class Backend:
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
 
-    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
-        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
+    def logp_gradient_(
+        self, tile: Tile, out: Tensor | None = None
+    ) -> tuple[RowStats, TileGradient]:
+        """Compute statistics, and write the gradient of each row's ``logp`` to ``out`` (C, V), or
+        over its logits.
 
         So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
         """

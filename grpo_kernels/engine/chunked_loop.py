@@ -99,8 +99,8 @@ def tile_height(rows: int, most: int, device: torch.device) -> int:
 def new_tile(route: Route, height: int) -> Tensor:
     """Return an uninitialised tile for chunks of at most ``height`` rows."""
     rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
-    shape = rows, leading_dim(route.columns, route.logits, route.device)
-    tile = torch.empty(shape, dtype=route.logits, device=route.device)
+    shape = rows, leading_dim(route.columns, route.tile_dtype, route.device)
+    tile = torch.empty(shape, dtype=route.tile_dtype, device=route.device)
     return tile if shape[1] == route.columns else tile[:, : route.columns]
 
 
@@ -129,11 +129,14 @@ def chunked_loop(
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
+    logits = None
+    if route.formed_rows is not None:
+        logits = new_tile(replace(route, formed_rows=None), route.formed_rows)
 
     def run(part: slice) -> RowStats:
         of_part = rows.narrow(part)
         if reads_once:
-            chunk = _read_once(of_part, buffer, route)
+            chunk = _read_once(of_part, buffer, logits, route)
         else:
             chunk = formed(of_part, buffer, route, wanted)
         if take is not None:
@@ -144,11 +147,24 @@ def chunked_loop(
     return concatenate(found or [formed(rows, buffer, route, wanted).stats])
 
 
-def _read_once(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
-    """Form the logits of a range, and their statistics along with the gradient of ``logp``."""
-    logits = narrowed(_project(rows, buffer, route).logits, slice(0, rows.count))
-    stats, gradient = route.backend.logp_gradient_(Tile(logits, rows.target, rows.head.transform))
-    return Chunk(rows, logits, stats, gradient=gradient)
+def _read_once(rows: Rows, buffer: Tensor, logits: Tensor | None, route: Route) -> Chunk:
+    """Form the logits of a range, and their statistics along with the gradient of ``logp``.
+
+    The gradient is in ``buffer``, where the logits were or from a few rows of ``logits`` at a time.
+    """
+    tile, found = narrowed(buffer, slice(0, rows.count)), []
+    for part in ranges(rows.count, route.formed_rows or rows.count):
+        some = rows.narrow(part)
+        formed = _project(some, tile if logits is None else logits, route)
+        of_some = Tile(formed.logits[: some.count], some.target, some.head.transform)
+        out = None if logits is None else tile[part]
+        found.append(route.backend.logp_gradient_(of_some, out=out))
+    stats, gradients = zip(*found, strict=True)
+    if logits is None:
+        [gradient] = gradients
+    else:
+        gradient = TileGradient(tile, torch.cat([each.row_scale for each in gradients]))
+    return Chunk(rows, tile, concatenate(stats), gradient=gradient)
 
 
 def formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:

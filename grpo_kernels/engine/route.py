@@ -32,6 +32,9 @@ class Route:
     columns: int  # of the weight
     tile_rows: int
     has_tile: bool  # else statistics are formed without a tile of logits
+    # the tile holds gradients, in the dtype of the hidden states, of so many rows of logits at a
+    # time; None: they are written over the logits
+    formed_rows: int | None = None
     shard: VocabShard | None = None  # which ids the columns are; None: all
 
     @property
@@ -45,13 +48,25 @@ class Route:
 
     @property
     def logits(self) -> torch.dtype:
-        """The dtype of the tile."""
+        """The dtype of the logits."""
         return logits_dtype(self.dtype, self.precision)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's logits."""
         return self.max_local_vocab * self.logits.itemsize
+
+    @property
+    def tile_dtype(self) -> torch.dtype:
+        """The dtype of the tile."""
+        return self.logits if self.formed_rows is None else self.dtype
+
+    def workspace_bytes(self, rows: int) -> int:
+        """Return the bytes of a tile of so many rows, and of logits beside it."""
+        if self.formed_rows is None:
+            return rows * self.row_bytes
+        columns = self.max_local_vocab
+        return rows * columns * self.dtype.itemsize + self.formed_rows * self.row_bytes
 
     @property
     def block(self) -> int:

@@ -30,6 +30,8 @@ from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 # as were measured, 512; that of a GPU follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
 _BLOCK_ROWS = 256  # of tiles for one pass
+# Rows of logits at a time where the gradients of all are kept: a GEMM of fewer starves.
+_FORMED_ROWS = 512
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
@@ -57,10 +59,7 @@ class Plan(LogprobsPlan):
     @property
     def reads_once(self) -> bool:
         """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
-        if self.schedule != "one_pass" or self.options.bounded or self.route.shard is not None:
-            return False
-        given = self.route.dtype in self.route.backend.logp_gradients
-        return given and _why_exact(self.batch, self.config) is None
+        return self.schedule == "one_pass" and _can_read_once(self.route, self.batch, self.config)
 
     @property
     def tile_rows(self) -> int:
@@ -75,7 +74,7 @@ class Plan(LogprobsPlan):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the logits that exist at a time."""
-        return self.tile_rows * self.route.row_bytes
+        return self.route.workspace_bytes(self.tile_rows)
 
     @cached_property
     def saving(self) -> SavedForBackward:
@@ -165,12 +164,18 @@ class Plan(LogprobsPlan):
             found = "zeros in the GEMMs: the host would have to wait for the device"
         return [known, f"rows that the loss clips or gates: {found}"]
 
+    @property
+    def _tile(self) -> str:
+        if self.route.formed_rows is None:
+            return f"{self.tile_rows} rows"
+        return f"gradients of {self.tile_rows} rows, logits of {self.route.formed_rows} at a time"
+
     def _lines(self) -> list[str]:
         return [
             f"backend   {self.backend}",
             f"schedule  {self.schedule} (scope of the loss: {self.scope})",
             f"logits    {self.route.logits}, precision={self.precision!r}",
-            f"tile      {self.tile_rows} rows, {self.workspace_bytes / 2**20:.1f} MiB",
+            f"tile      {self._tile}, {self.workspace_bytes / 2**20:.1f} MiB",
             f"numerics  {self.fingerprint}",
         ]
 
@@ -201,6 +206,9 @@ def make_plan(
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     summing = _summing(route, head, needs)
+    if _can_read_once(route, batch, config) and _keeps_gradients(summing, head, needs, active):
+        rows = -(-active.batch.num_tokens // _BLOCK_ROWS) * _BLOCK_ROWS
+        summing = replace(summing, tile_rows=rows, formed_rows=_FORMED_ROWS)
     chunks, why_two = _chunks(active.batch, config, summing)
     schedule = options.schedule
     if schedule == "one_pass" and why_two is not None:
@@ -252,6 +260,28 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
     if route.device.type != "cpu":
         rows = max(rows, _FEWEST_CHUNK_ROWS["cuda"])
     return replace(route, tile_rows=max(route.tile_rows, rows // _BLOCK_ROWS * _BLOCK_ROWS))
+
+
+def _can_read_once(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
+    """Return whether one pass can make gradients of log-probabilities of logits it reads once."""
+    given = route.dtype in route.backend.logp_gradients
+    plain = route.options.bounded is None and route.shard is None
+    return given and plain and _why_exact(batch, config) is None
+
+
+def _keeps_gradients(route: Route, head: Head, needs: Needs, active: RowsWithGradient) -> bool:
+    """Return whether one pass keeps the gradients of all logits until it multiplies.
+
+    It does by default, where they take no more than the fp32 sum of the weight's gradient, which
+    then is one GEMM: chunks would have to add to it, and round it at the end.
+    """
+    options, tokens, dtype = route.options, active.batch.num_tokens, route.dtype
+    if options.max_workspace_bytes is not None or options.batch_invariant:
+        return False
+    summed = needs.weight and needs.main_grad is None and not needs.wide
+    narrow = route.logits.itemsize > dtype.itemsize and head.weight.dtype == dtype
+    fits = tokens * dtype.itemsize <= head.weight.shape[1] * route.logits.itemsize
+    return summed and narrow and fits and tokens > route.tile_rows
 
 
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:

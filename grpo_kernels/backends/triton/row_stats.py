@@ -81,7 +81,7 @@ def _with_tile(
 )
 def _row_stats_kernel(
     logits_ptr,  # (C, V)
-    out_ptr,  # (C, V), the same storage, of the same or half the width; or None
+    out_ptr,  # (C, V), of the same or half the width, perhaps the same storage; or None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
     logp_ptr,  # (C,) fp32, as the other results
@@ -193,9 +193,12 @@ def row_stats(
     return stats
 
 
-def logp_gradient_(tile: Tile, config: RowConfig | None = None) -> tuple[RowStats, TileGradient]:
-    """Compute the same, and the bf16 gradients of log-probabilities over fp32 or bf16 logits."""
-    out = output_view(tile.logits, torch.bfloat16)
+def logp_gradient_(
+    tile: Tile, config: RowConfig | None = None, out: Tensor | None = None
+) -> tuple[RowStats, TileGradient]:
+    """Compute the same, and the bf16 gradients of log-probabilities: in ``out``, or over the fp32
+    or bf16 logits."""
+    out = output_view(tile.logits, torch.bfloat16) if out is None else out
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
 
