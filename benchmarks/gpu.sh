@@ -50,11 +50,11 @@ $shown}"
 pytest="-m pytest -p no:cacheprovider -o addopts= -o faulthandler_timeout=90 --tb=short -rfE -q"
 measured() { step "$1" "$2" $pytest "benchmarks/test_$1.py" --benchmark-only --suite=gpu "--results=$OUT" -s; }
 
-workers=$("$python" -c "import os, xdist; print('-n', max(1, min(8, os.cpu_count() // 2)))" 2>/dev/null)
-step tests 220 $pytest -m gpu $workers --durations=8 --continue-on-collection-errors \
+workers=$("$python" -c "import os, xdist; print('-n', max(1, min(15, os.cpu_count() - 1)))" 2>/dev/null)
+step tests 130 $pytest -m gpu $workers --durations=8 --continue-on-collection-errors \
     tests/test_linear_policy_loss.py tests/test_linear_logprobs.py tests/gpu/test_waiting.py \
     tests/schedule tests/head tests/engine tests/backends
-step bits 60 $pytest -m gpu tests/gpu/test_bits.py
+step bits 40 $pytest -m gpu tests/gpu/test_bits.py
 
 wheels=$("$python" -c '
 from pathlib import Path
@@ -64,12 +64,12 @@ tags = set(sys_tags())
 print(*(path for path in Path("wheels").glob("*.whl") if parse_wheel_filename(path.name)[3] & tags))')
 if [ -n "$wheels" ]; then # in one command: packages share name spaces
     site=$(mktemp -d)
-    step wheels 30 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --no-input --target "$site" $wheels
+    step wheels 20 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --no-input --target "$site" $wheels
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
 measured heads 120
-measured products 30
-measured profile 25
+measured products 15
+measured profile 15
 measured tiles 60
 step report 20 -m benchmarks.report "$OUT"
 measured backwards 520

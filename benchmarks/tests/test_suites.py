@@ -131,7 +131,7 @@ def test_what_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
     code, said = ran()
     states = dict(re.findall(r"^(\w+): (\w+)$", said, re.MULTILINE))
     assert code == 1 and "\na GPU, 141 GiB\n" in said, said
-    assert "losses     ok        3 passed in 0.1s" in said
+    assert "tests      ok        3 passed in 0.1s" in said
     assert "FAILED one: expected 1, got 2" in said and "ours x 1.05" in said
     assert states.pop("bits") == "failed" and states.pop("products") == "timeout"
     assert set(states.values()) == {"ok"} and list(states)[-1] == "accuracy"

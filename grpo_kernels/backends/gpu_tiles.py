@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels.
 
-They never depend on the row count: a row's bits are the same in every batch. All are guesses, since
-none has run; ``make gpu-tune`` measures others.
+They never depend on the row count: a row's bits are the same in every batch. They were measured on an
+H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_kernels.head import Head
 
 # Of a logits tile. By the roofline of an H200 a 16-bit GEMM of some 190 rows takes as long as
-# reading the weight for it; more rows gain nothing. `schedule/plan.py` has the larger tiles.
+# reading the weight for it; more rows gain nothing. `schedule/loss_plan.py` has the larger tiles.
 _TILE_BYTES = 256 << 20
 _FEWEST_ROWS, _MOST_ROWS = 256, 16384
 # Without fusion of ``a * b + c`` every operation rounds as it is written: ``z - peak`` is exactly 0
