@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels.
 
-They never depend on the row count: a row's bits are the same in every batch. They were measured on an
-H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
+They never depend on the row count: a row's bits are the same in every batch. They were measured on
+an H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
 """
 
 from __future__ import annotations

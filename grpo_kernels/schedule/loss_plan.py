@@ -31,7 +31,7 @@ from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
 _BLOCK_ROWS = 256  # of tiles for one pass
 # Rows of logits at a time where the gradients of all are kept: a GEMM of fewer starves.
-_FORMED_ROWS = 512
+FORMED_ROWS = 512
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
@@ -206,9 +206,10 @@ def make_plan(
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     summing = _summing(route, head, needs)
-    if _can_read_once(route, batch, config) and _keeps_gradients(summing, head, needs, active):
-        rows = -(-active.batch.num_tokens // _BLOCK_ROWS) * _BLOCK_ROWS
-        summing = replace(summing, tile_rows=rows, formed_rows=_FORMED_ROWS)
+    tokens, kept = active.batch.num_tokens, most_kept_rows(summing, head, needs)
+    if _can_read_once(route, batch, config) and summing.tile_rows < tokens <= kept:
+        rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS
+        summing = replace(summing, tile_rows=rows, formed_rows=FORMED_ROWS)
     chunks, why_two = _chunks(active.batch, config, summing)
     schedule = options.schedule
     if schedule == "one_pass" and why_two is not None:
@@ -217,7 +218,7 @@ def make_plan(
         costly = False
         if needs.weight and len(chunks) > 1 and dtype.itemsize <= 2:
             fewest = _FEWEST_CHUNK_ROWS.get(route.device.type, 0)
-            costly = active.batch.num_tokens / (len(chunks) - 1) < fewest
+            costly = tokens / (len(chunks) - 1) < fewest
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
     if schedule == "one_pass":
         route = summing
@@ -269,19 +270,18 @@ def _can_read_once(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
     return given and plain and _why_exact(batch, config) is None
 
 
-def _keeps_gradients(route: Route, head: Head, needs: Needs, active: RowsWithGradient) -> bool:
-    """Return whether one pass keeps the gradients of all logits until it multiplies.
+def most_kept_rows(route: Route, head: Head, needs: Needs) -> int:
+    """Return of how many rows one pass at most keeps the gradients of all logits.
 
-    It does by default, where they take no more than the fp32 sum of the weight's gradient, which
-    then is one GEMM: chunks would have to add to it, and round it at the end.
+    By default of as many as take no more than the fp32 sum of the weight's gradient, which then is
+    one GEMM: chunks would have to add to it, and round it at the end.
     """
-    options, tokens, dtype = route.options, active.batch.num_tokens, route.dtype
+    options, dtype, (_, depth) = route.options, route.dtype, head.weight.shape
     if options.max_workspace_bytes is not None or options.batch_invariant:
-        return False
+        return 0
     summed = needs.weight and needs.main_grad is None and not needs.wide
     narrow = route.logits.itemsize > dtype.itemsize and head.weight.dtype == dtype
-    fits = tokens * dtype.itemsize <= head.weight.shape[1] * route.logits.itemsize
-    return summed and narrow and fits and tokens > route.tile_rows
+    return depth * route.logits.itemsize // dtype.itemsize if summed and narrow else 0
 
 
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:

@@ -15,7 +15,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
 from grpo_kernels.head import Head, leading_dim
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import Plan, planned_rows
+from grpo_kernels.schedule import FORMED_ROWS, Plan, most_kept_rows, planned_rows
 from grpo_kernels.tools.machine import native_isas
 
 FP16 = torch.float16
@@ -199,6 +199,20 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
     return dhidden + dweight, sum(end for size, end in pairs if size != end)
 
 
+def _kept_gradients(call: Call, pitch: int) -> int:
+    """Estimate one pass that keeps the gradients of all logits, as Triton's kernels let it.
+
+    Of more tokens than those of which it does, estimate as many: they need no less memory.
+    """
+    plan, width = call.plan, call.dtype.itemsize
+    readable = call.dtype in BACKENDS["triton"].logp_gradients and call.options.bounded is None
+    tokens = min(call.tokens, most_kept_rows(plan.route, plan.head, plan.needs))
+    if not readable or call.device == "cpu" or tokens <= plan.route.tile_rows:
+        return 0
+    logits = pitch * (FORMED_ROWS + tokens * width / plan.route.logits.itemsize)
+    return int(logits) + call.wide_rows + call.dhidden + call.dweight
+
+
 def _ours(call: Call) -> int:
     """Estimate one pass, or two by what is kept between them."""
     tokens, route, saving = call.tokens, call.plan.route, call.plan.saving
@@ -219,7 +233,7 @@ def _ours(call: Call) -> int:
             logits += _copies(call, height * (call.vocabulary + call.hidden))
         if bounded is not None:  # entries, of several chunks joined
             logits += kept if height == tokens else 2 * kept
-        return sums + max(logits, rounded)
+        return max(sums + max(logits, rounded), _kept_gradients(call, pitch))
     # logits formed again, a slice of the vocabulary at a time, and dweight: a slice of it is
     # summed apart where its own dtype would round the sums
     elements = route.tile_rows * route.columns

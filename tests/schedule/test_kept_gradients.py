@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loss_plan._FEWEST_CHUNK_ROWS, "cuda", 16)
     monkeypatch.setitem(loss_plan._FEWEST_CHUNK_ROWS, "cpu", 16)
     monkeypatch.setattr(loss_plan, "_BLOCK_ROWS", 16)
-    monkeypatch.setattr(loss_plan, "_FORMED_ROWS", 8)
+    monkeypatch.setattr(loss_plan, "FORMED_ROWS", 8)
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])

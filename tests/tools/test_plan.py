@@ -187,7 +187,7 @@ def test_the_default_is_what_a_step_takes() -> None:
 # hidden size and vocabulary of Qwen 3 1.7B, Llama 3 8B, Gemma 3 4B
 @pytest.mark.parametrize("hidden,vocabulary", [(2048, 151936), (4096, 128256), (2560, 262144)])
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-def test_the_default_takes_less_memory_than_a_chunked_head(
+def test_the_default_takes_about_the_memory_of_a_chunked_head_or_less(
     monkeypatch, device, hidden, vocabulary
 ) -> None:
     without_what_libraries_take(monkeypatch)
@@ -197,7 +197,9 @@ def test_the_default_takes_less_memory_than_a_chunked_head(
         for tokens in (4096, 5000, 16384, 1 << 20):
             trl = Call(name="trl", **head, tokens=tokens, device=device)
             ours = replace(trl, name=trl.default).total
-            assert before < ours < trl.total
+            # of few tokens one pass keeps the gradients of all logits
+            kept = (device, dtype) == ("cuda", BF16) and tokens <= 5000
+            assert before < ours < (1.05 if kept else 1) * trl.total
             before = ours
 
 
@@ -325,3 +327,13 @@ def test_models_without_a_head(capsys, tmp_path, monkeypatch, config, expected) 
     if config is not None:
         Path("here", "config.json").write_text(config)
     assert expected in error(capsys, "plan", "--tokens", "5", "--model", "here")
+
+
+def test_kept_gradients_are_estimated_as_measured_on_a_gpu() -> None:
+    """Extra MiB of one pass on an H200: what ``benchmarks/results/nvidia-h200`` has."""
+    for tokens, hidden, measured in ((4096, 2048, 1516), (8192, 4096, 2799)):
+        call = Call(
+            name="one_pass", tokens=tokens, hidden=hidden, vocabulary=151936,
+            dtype=torch.bfloat16, device="cuda",
+        )  # fmt: skip
+        assert abs((call.growth - call.returned) / 2**20 - measured) < 0.02 * measured
