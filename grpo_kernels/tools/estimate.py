@@ -200,16 +200,13 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
 
 def _kept_gradients(call: Call, pitch: int) -> int:
-    """Estimate one pass that keeps the gradients of all logits, as Triton's kernels let it.
-
-    Of more tokens than those of which it does, estimate as many: they need no less memory.
-    """
+    """Estimate one pass that keeps the gradients of all logits, as Triton's kernels let it; or 0."""
     plan, width = call.plan, call.dtype.itemsize
     readable = call.dtype in BACKENDS["triton"].logp_gradients and call.options.bounded is None
-    tokens = min(call.tokens, most_kept_rows(plan.route, plan.head, plan.needs))
-    if not readable or call.device == "cpu" or tokens <= plan.route.tile_rows:
+    kept = plan.route.tile_rows < call.tokens <= most_kept_rows(plan.route, plan.head, plan.needs)
+    if not (kept and readable) or call.device == "cpu":
         return 0
-    logits = pitch * (FORMED_ROWS + tokens * width / plan.route.logits.itemsize)
+    logits = pitch * (FORMED_ROWS + call.tokens * width / plan.route.logits.itemsize)
     return int(logits) + call.wide_rows + call.dhidden + call.dweight
 
 
