@@ -200,7 +200,7 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
 
 
 def _kept_gradients(call: Call, pitch: int) -> int:
-    """Estimate one pass that keeps the gradients of all logits, as Triton's kernels let it; or 0."""
+    """Estimate one pass that keeps the gradients of all logits, as with Triton, or return 0."""
     plan, width = call.plan, call.dtype.itemsize
     readable = call.dtype in BACKENDS["triton"].logp_gradients and call.options.bounded is None
     kept = plan.route.tile_rows < call.tokens <= most_kept_rows(plan.route, plan.head, plan.needs)
