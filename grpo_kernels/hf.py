@@ -47,7 +47,8 @@ def add_fused_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
-    The output embeddings become a :class:`grpo_kernels.FusedHead`.
+    The output embeddings become a :class:`grpo_kernels.FusedHead`. ``router_mask`` (B, L) says
+    which tokens count in the routers' loss where that is not ``attention_mask``.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
@@ -79,7 +80,13 @@ def drop_wrappers(model: PreTrainedModel) -> None:
 class _TakesHeadFn(ForwardOverlay):
     """What :func:`add_fused_head` makes of a model."""
 
-    def forward(self: Any, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        *args: Any,
+        head_fn: HeadFn | None = None,
+        router_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         own_forward = super().forward
         if head_fn is None:
             return vars(self).get(_PATCHED, own_forward)(*args, **kwargs)
@@ -91,7 +98,8 @@ class _TakesHeadFn(ForwardOverlay):
         outputs = backbone(self)(*args, **{**kwargs, "use_cache": False})
         routers = None
         if kwargs.get("output_router_logits"):
-            routers = moe_aux_loss(self, outputs, kwargs.get("attention_mask"))
+            mask = kwargs.get("attention_mask") if router_mask is None else router_mask
+            routers = moe_aux_loss(self, outputs, mask)
         head, hidden = fused_head(self), outputs.last_hidden_state
         if runs_in_fp32(self):
             with torch.autocast(hidden.device.type, enabled=False):
