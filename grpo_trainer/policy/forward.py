@@ -96,13 +96,8 @@ def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) ->
     (B, L, D), in the places of padded rows, and at padding any that are finite.
     """
     if batch.packed is None:
-        return model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            head_fn=head_fn,
-            **batch.inputs,
-            **options,
-        )
+        inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
+        return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
     (_, width), packed = batch.input_ids.shape, batch.packed
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
     places = torch.zeros_like(elements)

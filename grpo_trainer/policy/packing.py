@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from heapq import heapreplace
 from itertools import cycle, islice
 from typing import TypeAlias
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
 from grpo_kernels.head import Head
+from grpo_kernels.hf import TOLERANCE
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch, Sample, collate
 from grpo_trainer.policy.forward import evaluating, run
+from grpo_trainer.policy.load import MISMATCH
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +33,13 @@ Pack: TypeAlias = Callable[[MicroBatch], Tensor | None]  # gives a batch's ``pac
 Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 
 _LENGTHS = (13, 5, 16, 1, 7)  # of the rows that are tried
-_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.03}  # of the largest hidden state
-_TIGHT = 1e-3
 _SHARE = 0.25  # of what changes if rows see each other
 
 
 def make_pack(args: GRPOConfig, models: Sequence[Runs], images: bool) -> Pack:
     """Return what packs micro-batches for all ``models``, as ``args.packing`` says.
 
-    Those with images stay padded: images belong to rows in their order. ``images``: whether there
-    may be any.
+    Those with ``images`` stay padded: images belong to rows in their order.
 
     Raises:
         ValueError: ``packing`` is ``packed``, and something needs padded rows.
@@ -49,23 +49,21 @@ def make_pack(args: GRPOConfig, models: Sequence[Runs], images: bool) -> Pack:
     multiple, always = args.pad_to_multiple_of, args.packing == "packed"
     assert not isinstance(multiple, str)  # on construction auto became a number or None
     one_row = is_flash_attention_requested(models[0][0].config)
-    found = (_why_padded(args, *runs, one_row) for runs in models)
-    reason = next(filter(None, found), None)
-    if always and (reason or images):
-        reason = reason or "a processor as processing_class, since rows with images are padded"
+    found = [_why_padded(args, *runs, one_row) for runs in models]
+    reason = next(filter(None, found), "images" if images else None)
+    if reason and always:
         raise ValueError(f"packing: expected 'auto' or 'padded' with {reason}; got 'packed'")
-    if reason or images:
-        logger.warning("packing: rows are padded with %s", reason or "images")
     if reason:
+        logger.warning("packing: rows are padded with %s", reason)
+    if any(found):
         return lambda batch: None
 
     def pack(batch: MicroBatch) -> Tensor | None:
         if batch.inputs:
             return None
-        lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
-        packed = packed_rows(lengths, width, one_row, multiple)
-        saves = packed.numel() < batch.input_ids.numel()
-        return packed.to(batch.input_ids.device) if saves or always else None
+        ids, lengths = batch.input_ids, batch.attention_mask.sum(1).tolist()
+        packed = packed_rows(lengths, ids.shape[1], one_row, multiple)
+        return packed.to(ids.device) if packed.numel() < ids.numel() or always else None
 
     return pack
 
@@ -81,8 +79,8 @@ def packed_rows(
     """
     counts = [1] if one_row else range(1, len(lengths) + 1)
     dealt = min((_dealt(lengths, count) for count in counts), key=lambda x: len(x) * max(x)[0] ** 2)
-    longest = max(dealt)[0]
-    packed = torch.full((len(dealt), longest + -longest % (multiple or 1)), len(lengths) * width)
+    most = max(dealt)[0]
+    packed = torch.full((len(dealt), most + -most % (multiple or 1)), len(lengths) * width)
     for place, (total, _, rows) in zip(packed, dealt, strict=True):
         parts = [torch.arange(row * width, row * width + lengths[row]) for row in rows]
         place[:total] = torch.cat(parts)
@@ -110,28 +108,24 @@ def _why_padded(
     if is_flash_attention_requested(model.config) != one_row:
         return f"{name}, whose attention ({model.config._attn_implementation}) is not the policy's"
     batch = _tried(model)
-    packed = packed_rows(_LENGTHS, batch.input_ids.shape[1], one_row).to(batch.input_ids.device)
-    joined = MicroBatch(**vars(batch))  # what rows are that see each other
-    joined.input_ids = batch.input_ids[batch.attention_mask.bool()][None]
-    joined.attention_mask = torch.ones_like(joined.input_ids)
+    packed = packed_rows(_LENGTHS, max(_LENGTHS), one_row).to(batch.input_ids.device)
+    ids = batch.input_ids[batch.attention_mask.bool()][None]  # rows that see each other
+    joined = replace(batch, input_ids=ids, attention_mask=torch.ones_like(ids))
     with runs as called, evaluating(called):
         padded, mixed = _hidden(called, batch), _hidden(called, joined)
-        batch.packed = packed
         try:
-            hidden = _hidden(called, batch)
+            hidden = _hidden(called, replace(batch, packed=packed))
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except MISMATCH as error:
             return f"{name}, which fails without padding: {type(error).__name__}: {error}"
     largest = padded.abs().max().float()
     wrong, apart = (float((x - padded).abs().max() / largest) for x in (hidden, mixed))
-    allowed = min(_TOLERANCE.get(padded.dtype, _TIGHT), _SHARE * apart)
+    allowed = min(TOLERANCE[padded.dtype], _SHARE * apart)
     if wrong <= allowed:
         return None
-    return (
-        f"{name}, whose positions do not keep rows apart: expected the hidden states of padded "
-        f"rows within {allowed:.1e} of the largest, got an error of {wrong:.1e}"
-    )
+    found = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
+    return f"{name}, whose positions do not keep rows apart: {found}"
 
 
 def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
@@ -148,8 +142,7 @@ def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
 def _tried(model: PreTrainedModel) -> MicroBatch:
     """Return rows of different lengths, of tokens that stand for text."""
     configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
-    names = ("_token_id", "_token_index")
-    special = [config[name] for config in configs for name in config if name.endswith(names)]
+    special = [config[name] for config in configs for name in config if "_token_i" in name]
     words = cycle(i for i in range(min(64, configs[1]["vocab_size"])) if i not in special)
     rows = [Sample("", [*islice(words, length)]) for length in _LENGTHS]
     one = torch.ones((), device=model.get_input_embeddings().weight.device)

@@ -93,10 +93,9 @@ class Teacher:
 
     def own_model(self, policy: PreTrainedModel) -> list[Any]:
         """Return the model that is its alone, with what enters the one to run; or nothing."""
-        reference = self._reference
-        if reference is None or reference.model is None:
+        if (one := self._reference) is None or one.model is None:
             return []
-        return [(base_policy(reference.model), reference.running(policy))]
+        return [(base_policy(one.model), one.running(policy))]
 
     def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:
         """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
