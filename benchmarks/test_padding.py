@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import text, training
+from benchmarks import training
 from benchmarks.check import StepResult as Step
 from benchmarks.check import compare_steps, take_gradient, why_wrong
 from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, race
+from benchmarks.measure import add_growth, attempt, free, race
 from benchmarks.providers.base import Provider, is_ours
 from benchmarks.results import Row
 from benchmarks.timing import cuda_growth, make_timer, resident_growth
@@ -64,7 +64,7 @@ class Case:
 _SIZES = {
     "tiny": Case(TrainingConfig("tiny", 1, 32, 64, 2, 1, 512, 2, 4, 4, 28), 12),
     "quick": Case(TrainingConfig("quick", 2, 128, 512, 4, 2, 8192, 2, 4, 16, 240), 64),
-    "full": Case(TrainingConfig("full", 4, 256, 1024, 4, 2, 32000, 4, 8, 32, 992), 200),
+    "full": Case(TrainingConfig("full", 4, 256, 1024, 4, 2, 32000, 2, 8, 32, 992), 200),
 }
 CASES = {
     "tiny": [_SIZES["tiny"]],
@@ -138,12 +138,9 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
                 row.leave_out("wrong", why_wrong(row.errors, case.config.dtype))
                 steps.append((row, step))
     race(steps, session.rounds(_ROUNDS), make_timer(device))
-    for row in rows:
-        if row.runs and not session.brief:
-            with attempt(row):
-                row.info["peak_bytes"] = ask(_peak, case, row.provider, device)
-                row.cells["peak MiB"] = text.mib(row.info["peak_bytes"])
     free(device)
+    if not session.brief:
+        add_growth(rows, partial(ask, _growth, case, device))
     return rows
 
 
@@ -176,8 +173,8 @@ def _take(trainer: Any, batches: Sequence[Any]) -> Step:
     return total, take_gradient(leaves)
 
 
-def _peak(case: Case, name: str, device: str) -> int:
-    """Return by how many bytes a step of a process that does nothing else grows."""
+def _growth(case: Case, device: str, name: str) -> int:
+    """Return by how many bytes a process that does nothing else grows in a step."""
     provider, growth = _BY_NAME[name], cuda_growth if device == "cuda" else resident_growth
     for each in (_SIZES["tiny"], case):  # after the first libraries are loaded, threads started
         trainer = provider.run(each, device)
