@@ -100,12 +100,12 @@ def measure_memory(
 
     On a CPU this needs a fresh process: an old one has memory to reuse.
     """
-    peak = _cuda_growth if problem.hidden.device.type == "cuda" else resident_growth
+    peak = cuda_growth if problem.hidden.device.type == "cuda" else resident_growth
     result, growth = peak(partial(run, problem))
     return {"extra_bytes": growth - result.nbytes, "returned_bytes": result.nbytes}, result
 
 
-def _cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
+def cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ _SOFTCAPS = (
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 _TOKENS = 4
 _LARGE = 64.0  # logits of this size show every softcap in use
-_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.03}  # of the largest logit; fp32: below
-_TIGHT = 1e-3
+# of the largest logit or hidden state
+TOLERANCE = defaultdict(lambda: 1e-3, {torch.float16: 0.02, torch.bfloat16: 0.03})
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
@@ -47,7 +48,8 @@ def add_fused_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
     ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
     the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
-    The output embeddings become a :class:`grpo_kernels.FusedHead`.
+    The output embeddings become a :class:`grpo_kernels.FusedHead`. ``router_mask`` (B, L) says
+    which tokens count in the routers' loss where that is not ``attention_mask``.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
@@ -88,10 +90,11 @@ class _TakesHeadFn(ForwardOverlay):
         # wrappers pass on every argument of a causal LM, as None where it was not given; a backbone
         # need not know it
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        router_mask = kwargs.pop("router_mask", kwargs.get("attention_mask"))
         outputs = backbone(self)(*args, **{**kwargs, "use_cache": False})
         routers = None
         if kwargs.get("output_router_logits"):
-            routers = moe_aux_loss(self, outputs, kwargs.get("attention_mask"))
+            routers = moe_aux_loss(self, outputs, router_mask)
         head, hidden = fused_head(self), outputs.last_hidden_state
         if runs_in_fp32(self):
             with torch.autocast(hidden.device.type, enabled=False):
@@ -241,7 +244,7 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
     if own.shape == fused.shape:
         error = (own.to(fused) - fused).abs().max() / fused.abs().max()
-        if error <= _TOLERANCE.get(own.dtype, _TIGHT):
+        if error <= TOLERANCE[own.dtype]:
             return
         difference = f"a relative error of {float(error):.1e}"
     raise ValueError(

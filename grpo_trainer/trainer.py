@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, set_seed
 
 from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
@@ -66,6 +67,7 @@ from grpo_trainer.monitor import (
     value_metric,
 )
 from grpo_trainer.policy import (
+    Pack,
     Teacher,
     TeacherSource,
     base_policy,
@@ -75,6 +77,7 @@ from grpo_trainer.policy import (
     load_policy,
     load_processing_class,
     load_saved,
+    make_pack,
     make_reference,
     placement_of,
     policy_loss_of,
@@ -145,7 +148,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     _entropy: AdaptiveEntropy | None = None
     _next_batch: NextBatch | None = None
     _reward_log: RewardLog  # of the completions that are being scored
-    _head_is_checked = False
+    _pack: Pack | None = None  # once the policy is checked
 
     def __init__(
         self,
@@ -218,7 +221,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._teacher = Teacher(source, policy, args, self._placement, len(tokens))
         self._router_coef = router_coef(base_policy(policy), args)
         if not self._placement.late:
-            self._check_head()
+            self._check_policy()
         if self._reference is not None and args.sync_ref_model:
             self.add_callback(self._reference)
         context = EngineContext(
@@ -374,6 +377,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         table.add(scored.samples, dict(zip([*names, "reward", "advantage"], values, strict=True)))
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
+        assert self._pack is not None  # the policy is checked before it runs
+        batch.packed = self._pack(batch)
         temperature = self.loss_config.temperature
         teacher = self._teacher if self._teacher and self._teacher.by_logprobs else None
         if old or teacher is not None:
@@ -491,15 +496,17 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def placed(self) -> None:
         self.rollouts.outdated()
-        self._check_head()
+        self._check_policy()
 
-    def _check_head(self) -> None:
-        """Check it once, as soon as the policy can run."""
-        if not self._head_is_checked:
-            runs = self._placement.runs(self.model)
-            check_fused_head(base_policy(self.model), runs)
+    def _check_policy(self) -> None:
+        """Check once, as soon as it can run, its head, its part for images and its positions."""
+        if self._pack is None:
+            policy, runs = base_policy(self.model), self._placement.runs(self.model)
+            check_fused_head(policy, runs)
             check_images_run(self.processing_class, runs, self.accelerator.device)
-            self._head_is_checked = True
+            other = [] if self._teacher is None else self._teacher.own_model(self.model)
+            images = isinstance(self.processing_class, ProcessorMixin)
+            self._pack = make_pack(self.args, [(policy, nullcontext(runs)), *other], images)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
         if self._placement.late or not load_saved(self.model, Path(resume_from_checkpoint)):

@@ -21,7 +21,7 @@ from tests.support.launch import execute
 
 NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
-    *("products", "tiles", "hosts", "training", "rollouts"),
+    *("products", "tiles", "hosts", "training", "rollouts", "padding"),
 )
 OURS = PROVIDERS[0]
 

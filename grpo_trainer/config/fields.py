@@ -166,6 +166,7 @@ class GRPOFields:
     max_prompt_length: AtLeastOne | None = None
     max_completion_length: AtLeastOne = 512
     pad_to_multiple_of: int | str | None = "auto"
+    packing: Annotated[str, choice(("auto", "padded", "packed"))] = "auto"
     chat_template_kwargs: Options = None
 
     # images that rows may name

@@ -75,6 +75,8 @@ class MicroBatch:
     # for a mean over prompts: (B,) int64 tokens in the loss of each one's prompt,
     prompt_tokens: Tensor | None = None
     num_prompts: Tensor | None = None  # and () how many prompts, per micro-batch of the window
+    # (R, W) int64: which of the B * L elements a model's body runs on, in which places
+    packed: Tensor | None = None
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None

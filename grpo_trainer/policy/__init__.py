@@ -17,6 +17,7 @@ from grpo_trainer.policy.load import (
     load_saved,
     router_coef,
 )
+from grpo_trainer.policy.packing import Pack, make_pack
 from grpo_trainer.policy.placement import (
     WHOLE,
     Placement,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels import Head, LossConfig, Metrics, TokenBatch, linear_logprobs, linear_policy_loss
@@ -89,12 +90,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
-    """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it."""
+    """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
+
+    The body runs without padding where the batch is ``packed``; ``head_fn`` gets the hidden states,
+    (B, L, D), in the places of padded rows, and at padding any that are finite.
+    """
+    if batch.packed is None:
+        inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
+        return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
+    (_, width), packed = batch.input_ids.shape, batch.packed
+    elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
+    places = torch.zeros_like(elements)
+    places[packed.flatten()] = torch.arange(packed.numel(), device=packed.device)
+
+    def of_padded(hidden: Tensor, head: Head) -> Tensor:
+        return head_fn(hidden.flatten(0, 1)[places[:-1].view(-1, width)], head)
+
     return model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        head_fn=head_fn,
-        **batch.inputs,
+        input_ids=elements[packed],
+        position_ids=packed % width,
+        head_fn=of_padded,
+        router_mask=(packed < batch.input_ids.numel()).long(),
         **options,
     )
 

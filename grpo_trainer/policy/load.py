@@ -42,7 +42,7 @@ from grpo_trainer.policy.forward import evaluating
 
 _SIDE = 64  # pixels of an image that is tried
 # what models raise for what another one takes
-_MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 # arguments of from_pretrained that say where a model is, and those that are an adapter's own
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _OF_ADAPTER = ("revision", "subfolder")
@@ -290,7 +290,7 @@ def check_images_run(
             runs(**inputs, use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except _MISMATCH as error:
+    except MISMATCH as error:
         raise ValueError(
             f"processing_class: expected the processor of the policy, got a "
             f"{type(processing_class).__name__}, with whose images it fails: {error}"

@@ -91,6 +91,12 @@ class Teacher:
                 f"is gathered for its own forward alone, got {args.distillation!r}"
             )
 
+    def own_model(self, policy: PreTrainedModel) -> list[Any]:
+        """Return the model that is its alone, with what enters the one to run; or nothing."""
+        if (one := self._reference) is None or one.model is None:
+            return []
+        return [(base_policy(one.model), one.running(policy))]
+
     def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:
         """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
         estimated KL(policy, teacher)."""

@@ -260,6 +260,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "mixture of experts": experts,
     "bounded backward": {"backward_tolerance": 2e-3},
+    "packed rows": {"packing": "packed", "num_iterations": 2, "beta": 0.1},
     # what else moves
     "synced reference": SYNCED,
     "decay": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1},

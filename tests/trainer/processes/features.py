@@ -214,6 +214,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     },
     "tools": agents,
     "images": images,
+    "packed": {"packing": "packed", "beta": 0.05, "gradient_checkpointing": True},
     "tied": {"model": tied, "beta": 0.05},
     "lora": lambda: {"peft_config": LoraConfig(**LORA), "beta": 0.05},
     "trained adapter": {"model": with_trained_adapter, "beta": 0.05},

@@ -34,7 +34,7 @@ ATOL = {"adam": 1e-5}
 SELDOM = ("accumulated", "iterations")  # log their two steps together
 # of a log: that the feature was there
 SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
-    **dict.fromkeys(["reference", "tied", "lora", "images"], lambda log: "kl" in log[-1]),
+    **dict.fromkeys(["reference", "packed", "tied", "lora", "images"], lambda log: "kl" in log[-1]),
     **dict.fromkeys(["evaluation", "stream", "tools"], lambda log: "eval_reward" in log[-1]),
     "clipped": lambda log: log[0]["grad_norm"] > FEATURES["clipped"]["max_grad_norm"],
     "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
