@@ -69,6 +69,8 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         "VLLM_SERVER_DEV_MODE": "1",  # without it a server takes no weights
         "PYTHONSAFEPATH": "1",  # no module of the working directory replaces one of vLLM's
     }
+    if {"--enable-lora", "--enable_lora"} & set(rest):
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # it takes adapters, too
     warning = (
         f"--host {known.host}: whoever has the API key can replace the weights and have files "
         "read, and without --ssl-keyfile it crosses the network as it is. Use a closed network."

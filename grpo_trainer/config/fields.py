@@ -202,6 +202,7 @@ class GRPOFields:
     vllm_request_timeout: Served[Positive] = 1800.0  # seconds
     vllm_group_port: Served[Port] = 51216
     vllm_weight_transfer: Served[Annotated[str, choice(("auto", "file", "nccl"))]] = "auto"
+    vllm_lora_transfer: Annotated[str, EITHER, choice(("auto", "adapter", "merged"))] = "auto"
     vllm_weights_folder: Served[Text | None] = None
     vllm_gpu_memory_utilization: Colocated[Share] = 0.3
     vllm_max_model_length: Colocated[AtLeastOne | None] = None

@@ -19,6 +19,7 @@ from grpo_trainer.engines.sampler import (
     Sampler,
     Source,
     Started,
+    adapter_weights,
     make_sampler,
     policy_weights,
     register_rollout_engine,

@@ -31,7 +31,8 @@ TokenIds = list[int]
 Images = Sequence[ImageInputs | None] | None  # of prompts, one each
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
 # the policy's own memory, so it is copied before the next optimizer step and never written to.
-WeightSource = Callable[[], Iterator[tuple[str, Tensor]]]
+Weights = Iterator[tuple[str, Tensor]]
+WeightSource = Callable[[], Weights]
 
 MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
 _PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -172,6 +173,7 @@ class RolloutEngine(Protocol):
     """
 
     keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
+    takes_adapter: bool = False  # LoRA's factors come with ``adapter=True``, weights once before
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
@@ -183,7 +185,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, weights: WeightSource) -> None:
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         """Take over the policy's weights; called before the first ``generate``, and when they
         changed. ``weights`` stays valid until the next update, and can be called again.
 
@@ -281,9 +283,9 @@ def on_first_process(
         return work(weights)
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
-        walk: Iterator[tuple[str, Tensor]] = iter(())
+        walk: Weights = iter(())
 
-        def lead() -> Iterator[tuple[str, Tensor]]:
+        def lead() -> Weights:
             nonlocal walk
             deque(walk, maxlen=0)  # where it was broken off: the others go to its end
             broadcast_object_list([_WALK, None])

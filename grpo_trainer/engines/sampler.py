@@ -1,6 +1,7 @@
 """Completions of the policy as it is now, whichever engine samples them.
 
-Engines get its weights as a checkpoint has them: plain names, tied heads, adapters merged in.
+Engines get its weights as a checkpoint has them: plain names, tied heads, adapters merged in. Those
+that can apply a LoRA adapter get the weights below it once, and then its factors.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Any, TypeAlias
 
 from accelerate.utils import is_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -30,9 +31,10 @@ from grpo_trainer.engines.base import (
     RolloutEngine,
     Sampling,
     TokenIds,
+    Weights,
 )
 from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
-from grpo_trainer.monitor import phase
+from grpo_trainer.monitor import log_value, phase
 from grpo_trainer.policy import WHOLE, Placement, base_policy
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
@@ -72,6 +74,7 @@ class Sampler:
     step: Callable[[], int]  # optimizer steps taken
     name: str  # of the engine
     _version: object = field(default=None, init=False)  # of the weights that the engine has
+    _sent: int = field(default=0, init=False)  # bytes of the last update
     running: Started | None = field(default=None, init=False)  # until somebody takes it
 
     @property
@@ -126,10 +129,19 @@ class Sampler:
         policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, placement))
-        if self._version != version or not getattr(self.engine, "keeps_weights", True):
+        keeps = getattr(self.engine, "keeps_weights", True)
+        adapter = getattr(self.engine, "takes_adapter", False)
+        if self._version != version or not keeps:
+            source = partial(policy_weights, policy, placement, merged=not adapter)
             with phase("sync"):
-                self.engine.update_weights(lambda: policy_weights(policy, placement))
+                if not adapter or not keeps or self._version is None:
+                    self.engine.update_weights(lambda: self._counted(source()))
+                if adapter:
+                    below = 0 if keeps else self._sent  # what stays is no part of an update
+                    factors = partial(adapter_weights, policy, placement)
+                    self.engine.update_weights(lambda: self._counted(factors(), below), True)
             self._version = version
+        log_value("weight_update_bytes", self._sent)
         if not has_images(images):
             return {}
         if "images" not in inspect.signature(self.engine.generate).parameters:
@@ -138,6 +150,13 @@ class Sampler:
                 f"{type(self.engine).__name__} for prompts with images"
             )
         return {"images": images}
+
+    def _counted(self, weights: Weights, sent: int = 0) -> Weights:
+        self._sent = sent
+        for name, value in weights:
+            self._sent += value.nbytes
+            yield name, value
+            del value  # or it would live as long as the next one is made
 
     def _checked(self, completions: Completions, count: int) -> Completions:
         """Return ``completions``; raise ValueError unless they are those of ``count`` prompts."""
@@ -247,9 +266,10 @@ def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[
 
 
 def policy_weights(
-    policy: PreTrainedModel, placement: Placement = WHOLE
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of the checkpoint that ``policy`` would be, one after the other.
+    policy: PreTrainedModel, placement: Placement = WHOLE, merged: bool = True
+) -> Weights:
+    """Yield names and tensors of the checkpoint that ``policy`` would be, one after the other;
+    without ``merged`` as if its adapter did nothing.
 
     Tensors are the policy's own where nothing is sharded, merged or converted. A tied LM head comes
     under its name as well, since an engine may keep a copy of it. Shards are gathered one parameter
@@ -266,7 +286,7 @@ def policy_weights(
                 "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
                 "which cannot be merged into it exactly"
             )
-        weights = _merged(policy, placement)
+        weights = _unwrapped(policy, placement, merged)
     else:
         weights = placement.weights(policy)
     shapes = placement.described(base)
@@ -280,7 +300,18 @@ def policy_weights(
     )
 
 
-def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(policy: Any, placement: Placement = WHOLE) -> Weights:
+    """Yield the factors of the LoRA adapter under the names of PEFT's files, B times the scaling;
+    shards are gathered as in :func:`policy_weights`."""
+    [adapter] = policy.active_adapters
+    endings = (f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight")
+    for name, value in placement.weights(policy, lambda name: name.endswith(endings)):
+        layer, _, factor = name.removesuffix(f".{adapter}.weight").rpartition(".")
+        scaling = policy.get_submodule(layer).scaling[adapter] if factor == "lora_B" else 1.0
+        yield f"{layer}.{factor}.weight", value * scaling
+
+
+def _unwrapped(policy: PreTrainedModel, placement: Placement, merged: bool) -> Weights:
     base = base_policy(policy)
     [adapter] = policy.active_adapters
     adapted = _adapted_modules(base)
@@ -291,7 +322,7 @@ def _merged(policy: PreTrainedModel, placement: Placement) -> Iterator[tuple[str
             weights = placement.weights(module.modules_to_save[adapter])
         else:
             layer = placement.whole_copy(module)
-            layer.merge(adapter_names=[adapter])
+            layer.merge(adapter_names=[adapter] if merged else [])
             weights = iter(layer.get_base_layer().state_dict().items())
             del layer  # or it would live as long as the next one is copied
         for key, value in weights:

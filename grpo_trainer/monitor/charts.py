@@ -60,7 +60,7 @@ EVERY_CHART = [chart for charts in CHARTS.values() for chart in charts]
 # what the trainer logs beside the metrics of charts, transformers' part included
 _NOT_DRAWN = (
     "entropy_top", "epoch", "frac_rows_skipped", "num_input_tokens_seen", "num_tokens",
-    "perplexity", "step", "step_time", "total_flos",
+    "perplexity", "step", "step_time", "total_flos", "weight_update_bytes",
 )  # fmt: skip
 # of whole families, which a run or a loss may add to
 _FAMILIES = (

@@ -51,6 +51,7 @@ class MetricLog:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self.device = accelerator.device
         self._pending: list[Metrics] = []
         self._marks: list[tuple[str | None, Any]] = []  # the phase that began, and when
         self._seconds: dict[str, float] = {}  # of phases that were entered
@@ -73,7 +74,7 @@ class MetricLog:
     def enter(self, name: str | None) -> str | None:
         """Count what follows as phase ``name``, None as none, and return the one until now."""
         around = self._marks[-1][0] if self._marks else None
-        on_gpu = self._accelerator.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         self._marks.append((name, _event() if on_gpu else time.perf_counter()))
         if len(self._marks) > _FOLD_AFTER:
             self._fold()
@@ -120,7 +121,7 @@ class MetricLog:
         numbers = torch.tensor(
             [[each or 0.0, 0 if each is None else self._steps] for each in seconds],
             dtype=torch.float64,
-            device=self._accelerator.device,
+            device=self.device,
         )
         self._seconds, self._steps = {}, 0
         return Metrics({n: Stat("mean", *row) for n, row in zip(names, numbers, strict=True)})
@@ -150,6 +151,12 @@ def value_metric(name: str, value: float | Tensor, device: torch.device, count: 
     part of the next one."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
     return Metrics({name: Stat("mean", total, torch.full_like(total, count))})
+
+
+def log_value(name: str, value: float) -> None:
+    """Log a number other than 0 of the training step that runs; all processes call it."""
+    if (log := _timing.get()) is not None:
+        log.add(value_metric(name, value, log.device, count=int(value != 0)))
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -16,6 +16,7 @@ from grpo_trainer.policy.load import (
     load_processing_class,
     load_saved,
     router_coef,
+    takes_images,
 )
 from grpo_trainer.policy.packing import Pack, make_pack
 from grpo_trainer.policy.placement import (

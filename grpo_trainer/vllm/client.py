@@ -87,7 +87,9 @@ class VLLMClient:
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
         self._transfer: FileTransfer | NCCLTransfer | None = None
+        self._files: FileTransfer | None = None  # of adapters, whichever way weights go
         self._version = ""  # of the weights that were sent last
+        self._adapter = ""  # the model that is they with an adapter; empty: there is none
         self._source: WeightSource | None = None  # of these
         # copies in main memory that replace those of the source, and where they were
         self._named: dict[str, tuple[Tensor, torch.device]] = {}
@@ -190,9 +192,10 @@ class VLLMClient:
                     "resume_from_checkpoint"
                 )
         questions = await self._questions(prompts, images_of, fields)
+        model = {"model": self._adapter} if self._adapter else {}
         answers = await together(
             [
-                self.server.answer("POST", one.path, one.body, self.request_timeout)
+                self.server.answer("POST", one.path, model | one.body, self.request_timeout)
                 for one in questions
             ]
         )
@@ -237,20 +240,22 @@ class VLLMClient:
 
             settings = (self.get_world_size(), self.group_port, self.request_timeout)
             self._transfer = NCCLTransfer(*settings)
-        else:
-            place = Path(folder or tempfile.gettempdir())
-            self._transfer = FileTransfer(place, self.request_timeout)
+        place = Path(folder or tempfile.gettempdir())
+        self._files = FileTransfer(place, self.request_timeout)
+        self._transfer = self._transfer or self._files
 
-    def update_weights(self, weights: WeightSource) -> None:
-        """Replace the server's weights.
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
+        """Replace the server's weights; with ``adapter`` the LoRA adapter on them, whose factors
+        have the names of PEFT's files, and B the scaling.
 
         Raises:
-            ServerError: the server fails or refuses.
+            ServerError: the server fails or refuses, or has lost the adapter before.
             ValueError: :meth:`init_communicator` was not called.
         """
-        self._named.clear()
-        self._source = weights
-        self._send()
+        if not adapter:
+            self._named.clear()
+            self._source = weights
+        self._send(weights if adapter else None)
 
     def update_model_params(self, model: PreTrainedModel) -> None:
         """Replace the server's weights by those of ``model``, adapters merged in."""
@@ -285,9 +290,11 @@ class VLLMClient:
 
     def close_communicator(self) -> None:
         """End the transfer of weights. The server keeps those that it has."""
-        if self._transfer is not None:
-            self._transfer.close()
-        self._transfer, self._source, self._version = None, None, ""
+        for transfer in (self._transfer, self._files):
+            if transfer is not None:
+                transfer.close()
+        self._transfer, self._files, self._source = None, None, None
+        self._version = self._adapter = ""
         self._named.clear()
         self._named_is_new = False
 
@@ -366,11 +373,17 @@ class VLLMClient:
         if self._named_is_new:
             self._send()
 
-    def _send(self) -> None:
+    def _send(self, adapter: WeightSource | None = None) -> None:
         transfer, self._named_is_new = self._checked_transfer(), False
         self._version = uuid.uuid4().hex  # which the server gets when it has all of them
         self.server.ask("POST", "/pause?mode=keep")
-        transfer.send(self.server, self._newest, frozenset(self._named))
+        if self._adapter:
+            self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        self._adapter = "" if adapter is None else self._version
+        if adapter is None:
+            transfer.send(self.server, self._newest, frozenset(self._named))
+        else:  # under a new name, which no key and value in the cache belongs to
+            self._files.send(self.server, adapter, frozenset(), self._adapter)  # type: ignore[union-attr]
         self.server.wait(self.server.retrying()(self._reset))
         self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
         self.server.ask("POST", "/resume")

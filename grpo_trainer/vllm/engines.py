@@ -9,13 +9,13 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from grpo_trainer.engines import (
 from grpo_trainer.policy import base_policy, loading_whole
 from grpo_trainer.vllm.client import VLLMClient
 from grpo_trainer.vllm.requests import Request, joined, requests_of
+from grpo_trainer.vllm.transfer import adapter_rank, save_adapter
 
 _STRIDE = 1_000_003  # between the seeds of processes
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -72,6 +73,10 @@ class ColocatedVLLM:
         settings = _engine_settings(context) | options(
             "vllm_engine_kwargs", args.vllm_engine_kwargs
         )
+        rank = adapter_rank(context, partial(_ranks, context, settings))
+        settings |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
+        self.takes_adapter = rank > 0
+        self._adapter: Any = None  # vLLM's request for it
         # the weights come from the policy, so what is on disk is not read; only its description is
         place = tempfile.TemporaryDirectory()
         with place as folder, self._own_random_numbers(), loading_whole():
@@ -106,7 +111,8 @@ class ColocatedVLLM:
         ]
         params = [self._params(sampling, count) for _, count in requests]
         with self._own_random_numbers():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            adapter = {"lora_request": self._adapter}
+            outputs = self._llm.generate(prompts, params, use_tqdm=False, **adapter)
         if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
             self._llm.sleep(level=2)
             self._sleeps = True
@@ -126,11 +132,20 @@ class ColocatedVLLM:
         ]
         return Completions(token_ids, logprobs, mask)
 
-    def update_weights(self, weights: WeightSource) -> None:
-        """Replace the weights in place, tensor by tensor, and drop what was cached by the old."""
-        if self._sleeps:
-            self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
+        """Replace the weights in place, tensor by tensor, and drop what was cached by the old; with
+        ``adapter`` the LoRA adapter that completions are sampled with."""
+        if adapter:
+            number = self._adapter.lora_int_id + 1 if self._adapter else 1
+            request = self._vllm.lora.request.LoRARequest
+            with tempfile.TemporaryDirectory() as folder:
+                save_adapter(folder, weights)
+                self._adapter = request(f"update {number}", number, folder)
+                self._llm.llm_engine.add_lora(self._adapter)
+        else:
+            if self._sleeps:
+                self._llm.wake_up(tags=["weights"])
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
@@ -206,6 +221,20 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
     return settings
 
 
+def _ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[int]:
+    """Return the largest ranks that vLLM can have room for; none where it can apply no adapter."""
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    model = ModelRegistry.models.get(type(base_policy(context.policy())).__name__)
+    # its kernels for GPUs compute in 16 bits
+    slow = settings["dtype"] == "float32" and context.accelerator.device.type == "cuda"
+    limited = settings.get("enable_lora") is False or settings.get("lora_target_modules")
+    if slow or limited or (model is not None and not supports_lora(model.load_model_cls())):
+        return ()
+    return (settings["max_lora_rank"],) if "max_lora_rank" in settings else get_args(MaxLoRARanks)
+
+
 def _tensor_parallel_group(context: EngineContext) -> Any | None:
     size, processes = context.args.vllm_tensor_parallel_size, context.accelerator.num_processes
     if processes % size:
@@ -232,7 +261,7 @@ class VLLMServer(BackgroundEngine):
         self._mine = slice(0)  # of its completions, those of this process
         sharded = context.placement.sharded
         self._on_first = partial(on_first_process, context.accelerator, sharded)
-        self._on_first(lambda _: self._connect(context))
+        self.takes_adapter = self._on_first(lambda _: self._connect(context)) > 0
         atexit.register(self.close)
 
     def generate(
@@ -271,8 +300,8 @@ class VLLMServer(BackgroundEngine):
         )
         return Completions(token_ids, logprobs, mask or None)
 
-    def update_weights(self, weights: WeightSource) -> None:
-        self._on_first(lambda source: self.client.update_weights(source), weights)  # type: ignore[union-attr]
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
+        self._on_first(lambda source: self.client.update_weights(source, adapter), weights)  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -285,7 +314,7 @@ class VLLMServer(BackgroundEngine):
             self._running.cancel()
         self._running = None
 
-    def _connect(self, context: EngineContext) -> None:
+    def _connect(self, context: EngineContext) -> int:
         args = context.args
         self.client = VLLMClient(
             args.vllm_server_base_url,
@@ -299,6 +328,11 @@ class VLLMServer(BackgroundEngine):
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
+        return adapter_rank(context, self._ranks)
+
+    def _ranks(self) -> Sequence[int]:
+        lora = self.client.get_server_info()["lora_config"]  # type: ignore[union-attr]
+        return [lora["max_lora_rank"]] if lora and not lora["target_modules"] else []
 
     async def _complete(
         self, client: VLLMClient, requests: list[Request], params: dict[str, Any]

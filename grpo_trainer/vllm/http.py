@@ -32,6 +32,8 @@ _ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that tak
 # without that path; TRL's server had a slash behind it before it was vLLM's own
 _ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
 
+_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # answer by a sentence, no JSON
+
 
 class ServerError(RuntimeError):
     """A server did not do what it was asked; the message names it and its last answer."""
@@ -143,7 +145,7 @@ class JsonServer:
             advice = _ADVICE if response.status_code in _ANOTHER_SERVER else ""
             shown = response.text[:_SHOWN]
             raise kind(f"{request}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
-        if not response.content:
+        if not response.content or path in _IN_WORDS:
             return None
         try:
             return response.json()

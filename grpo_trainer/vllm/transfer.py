@@ -1,17 +1,24 @@
-"""Weights to a server, through files that both sides see."""
+"""Weights to vLLM through files that both sides see, and whether an adapter goes alone."""
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from grpo_trainer.engines import WeightSource
+from grpo_trainer.engines import EngineContext, WeightSource
+from grpo_trainer.policy import base_policy, takes_images
 from grpo_trainer.vllm.http import JsonServer, ServerError
+
+logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 1 << 30  # so much of the weights is in memory a second time
 
@@ -28,22 +35,82 @@ class FileTransfer:
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
         self._timeout = timeout
 
-    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
+    def send(
+        self, server: JsonServer, weights: WeightSource, named: frozenset[str], adapter: str = ""
+    ) -> None:
+        """Replace the server's weights, or those of the model ``adapter`` that is made of them."""
         for old in self._folder.iterdir():
             shutil.rmtree(old)
         # under a new name, of which no other machine remembers what was there
         written = tempfile.mkdtemp(dir=self._folder)
-        for number, tensors in enumerate(_parts(weights())):
-            save_file(tensors, f"{written}/model-{number:05d}.safetensors")
-            tensors.clear()  # or it would live as long as the next part is made
-        body = {"method": "reload_weights", "kwargs": {"weights_path": written}}
+        body: dict[str, Any] = {"lora_name": adapter, "lora_path": written}
+        if adapter:
+            path = "/v1/load_lora_adapter"
+            save_adapter(written, weights)
+        else:
+            path = "/collective_rpc"
+            body = {"method": "reload_weights", "kwargs": {"weights_path": written}}
+            for number, tensors in enumerate(_parts(weights())):
+                save_file(tensors, f"{written}/model-{number:05d}.safetensors")
+                tensors.clear()  # or it would live as long as the next part is made
         try:
-            server.ask("POST", "/collective_rpc", body, timeout=self._timeout)
+            server.ask("POST", path, body, timeout=self._timeout)
         except ServerError as error:
             raise type(error)(f"{error} (does the server see the folder {written}?)") from error
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def save_adapter(folder: str, factors: WeightSource) -> None:
+    """Write a LoRA adapter as PEFT does, with the scaling in its factors."""
+    tensors = {name: value for part in _parts(factors()) for name, value in part.items()}
+    save_file(tensors, f"{folder}/adapter_model.safetensors")
+    rank = max(len(value) for name, value in tensors.items() if name.endswith(".lora_A.weight"))
+    described = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    Path(folder, "adapter_config.json").write_text(json.dumps(described))
+
+
+def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int]]) -> int:
+    """Return which of ``ranks`` has room for the policy's adapter; 0: vLLM gets it merged.
+
+    Raises:
+        ValueError: ``vllm_lora_transfer`` asks for what vLLM cannot apply.
+    """
+    setting, policy = context.args.vllm_lora_transfer, context.policy()
+    if setting == "merged" or (setting == "auto" and not is_peft_model(policy)):
+        return 0
+    reason = _beyond_vllm(policy)
+    if reason is None:
+        config = policy.peft_config[policy.active_adapters[0]]
+        rank, known = max([config.r, *config.rank_pattern.values()]), ranks()
+        if room := [each for each in known if each >= rank]:
+            return min(room)
+        most = f"{max(known, default=0)} at most (enable_lora, max_lora_rank)"
+        reason = f"its rank is {rank}, and vLLM as it was started takes {most}"
+    if setting == "adapter":
+        raise ValueError(f"vllm_lora_transfer: expected an adapter that vLLM applies, but {reason}")
+    logger.warning("vllm_lora_transfer: the adapter is merged into the weights: %s", reason)
+    return 0
+
+
+def _beyond_vllm(policy: Any) -> str | None:
+    """Return why no vLLM can apply the adapter as the policy does."""
+    if not is_peft_model(policy):
+        return "the policy has none"
+    from peft.tuners.lora import Linear
+
+    if takes_images(policy):
+        return "the policy takes images"
+    head, [adapter] = base_policy(policy).get_output_embeddings(), policy.active_adapters
+    for name, parameter in policy.named_parameters():
+        path, _, factor = name.rpartition(".lora_")
+        layer = policy.get_submodule(path)
+        plain = type(layer) is Linear and layer is not head and not layer.lora_variant
+        plain = plain and type(layer.get_base_layer()) is nn.Linear
+        if parameter.requires_grad and not (plain and factor[1:] == f".{adapter}.weight"):
+            return f"{name} is no factor of plain LoRA on a linear layer of the body"
+    return None
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -162,13 +162,30 @@ class BackgroundEngine(RolloutEngine):
             values.append((row[token] - left.logsumexp(0)).item() + self.noise)
         return values
 
-    def update_weights(self, weights) -> None:
-        self.calls.append("update")
-        if self._model is not None:
-            self._model.load_state_dict({name: value.clone() for name, value in weights()})
+    def update_weights(self, weights, adapter: bool = False) -> None:
+        self.calls.append("adapter" if adapter else "update")
+        if self._model is None:
+            return
+        sent = {name: value.clone() for name, value in weights()}
+        if adapter:
+            sent = self._weights | products(sent, self._weights)
+        else:
+            self._weights = sent
+        self._model.load_state_dict(sent)
 
     def close(self) -> None:
         self.calls.append("close")
+
+
+def products(factors, weights) -> dict[str, torch.Tensor]:
+    """Return the weights that an adapter alters, with it."""
+    start, end = "base_model.model.", "lora_A.weight"
+    return {
+        (name := f"{key.removeprefix(start).removesuffix(end)}weight"): weights[name]
+        + factors[key.replace("lora_A", "lora_B")] @ value
+        for key, value in factors.items()
+        if key.endswith(end)
+    }
 
 
 class _Pending:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_tokenizer
@@ -21,6 +23,7 @@ from tests.support.trainer import lengths_reward
 from tests.vllm.vllm_helpers import CLOSE, make_config, make_model, serving, worst_mismatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are processes on a CPU")
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 # placement and engine: one each, one together, or a server's
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ddp", {}),
@@ -29,12 +32,17 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "overlap": ("ddp", {"vllm_mode": "server", "overlap_generation": True}),
     "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
     "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "overlap_generation": True}),
+    "parallel, adapter": ("ddp", {"vllm_tensor_parallel_size": 2, "lora": LORA}),
+    "sharded, adapter": ("fsdp2", {"lora": LORA}),
+    "sharded, server, adapter": ("fsdp2", {"vllm_mode": "server", "lora": LORA}),
+    "overlap, adapter": ("ddp", {"vllm_mode": "server", "overlap_generation": True, "lora": LORA}),
 }
-NODES = ("sharded, server", "sharded, overlap")
+NODES = ("sharded, server", "sharded, overlap", "sharded, server, adapter")
 
 
 def train(placement: str, folder: str, tied: bool, changes: dict[str, Any]) -> dict[str, Any]:
     tokenizer = make_tokenizer()
+    lora = changes.pop("lora", None)
     args = make_config(
         folder,
         per_device_train_batch_size=8 // processes(),
@@ -44,26 +52,43 @@ def train(placement: str, folder: str, tied: bool, changes: dict[str, Any]) -> d
     )
     dataset = Dataset.from_list([{"prompt": f"{i % 10}{i // 2}="} for i in range(12)])
     model = make_model(tokenizer, tied=tied)
-    trainer = GRPOTrainer(model, lengths_reward, args, dataset, processing_class=tokenizer)
+    trainer = GRPOTrainer(
+        model, lengths_reward, args, dataset, processing_class=tokenizer,
+        peft_config=LoraConfig(**lora) if lora else None,
+    )  # fmt: skip
     trainer.train()
+    assert trainer.rollouts.engine.takes_adapter == bool(lora)
     # as if a group were split over processes
     seen = trainer.rollouts.generate([[3, 4, 5]] * 4).token_ids
     weights = dict(policy_weights(trainer.model, placement_of(trainer.accelerator)))
     trainer.rollouts.close()
+    logged = [row for row in trainer.state.log_history if "weight_update_bytes" in row]
     rows = [row for row in trainer.state.log_history if "sampling/staleness" in row]
     return {
         "seen": seen,
         "mismatch": worst_mismatch(trainer, 3),
         "weight": float(weights["lm_head.weight"].double().sum()),
         "placement": str(trainer.accelerator.distributed_type),
+        "bytes": sorted({row["weight_update_bytes"] for row in logged}),
+        "factors": 4 * factors_of(trainer.model) if lora else 0,
         "staleness": [row["sampling/staleness"] for row in rows],
     }
+
+
+def factors_of(model) -> int:
+    """Return the number of values that LoRA adds to ``model``, whose processes may share them."""
+    return sum(
+        LORA["r"] * (layer.in_features + layer.out_features)
+        for layer in model.modules()
+        if isinstance(layer, LoraLayer)
+    )
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tokenizer):
     model = make_model(tokenizer, tied=False)
-    with serving(tmp_path_factory.mktemp("server"), model, tokenizer) as server:
+    takes = {"--enable-lora": "", "--max-lora-rank": 8}
+    with serving(tmp_path_factory.mktemp("server"), model, tokenizer, takes) as server:
         yield server
 
 
@@ -95,5 +120,7 @@ def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
     overlaps = "overlap" in mode
     assert (found[0]["mismatch"] < CLOSE) != overlaps  # there completions are older
     assert found[0]["staleness"] == ([0, 1, 1] if overlaps else [])
+    sent, factors = found[0]["bytes"], found[0]["factors"]
+    assert len(sent) == 1 and (sent == [factors] if factors else sent[0] > 0)
     sharded = "FSDP" if placement == "fsdp2" else "MULTI_CPU"
     assert found[0]["placement"] == f"DistributedType.{sharded}"

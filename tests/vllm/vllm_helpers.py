@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def worst_mismatch(trainer: Trainer, steps: int) -> float:
 class Server:
     """``grpo-train serve`` of a model in a folder, as small and quick as can be."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, Any]) -> None:
         self.port = free_port()
         self._log = folder / "log.txt"
         options = {
@@ -148,7 +149,7 @@ class Server:
             **{f"--{name.replace('_', '-')}": value for name, value in ENGINE.items()},
         }
         del options["--enforce-eager"]
-        words = [str(word) for pair in options.items() for word in pair]
+        words = [str(word) for pair in (options | more).items() for word in pair if word != ""]
         code = "from grpo_trainer.cli import main; main()"
         self._command = [sys.executable, "-c", code, "serve", "--enforce-eager", *words]
         self.start()
@@ -172,12 +173,16 @@ class Server:
 
 @contextmanager
 def serving(
-    folder: Path, model: PreTrainedModel, processor: PreTrainedTokenizerBase | ProcessorMixin
+    folder: Path,
+    model: PreTrainedModel,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Server]:
-    """Save a model to ``folder`` and let a server serve it, from when it answers."""
+    """Save a model to ``folder`` and let a server serve it, from when it answers; ``more`` are
+    arguments of the server, flags with an empty value."""
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    server = Server(folder)
+    server = Server(folder, more)
     try:
         server.connected().close()
         yield server

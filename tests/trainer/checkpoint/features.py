@@ -63,11 +63,13 @@ def trainer(changes: Changes, folder: Path) -> GRPOTrainer:
     return GRPOTrainer(args=GRPOConfig(output_dir=str(folder), **settings), **given)
 
 
-def engine(masks: bool = False, noise: float = 0.0, **changes: Any) -> Changes:
+def engine(
+    masks: bool = False, noise: float = 0.0, takes_adapter: bool = False, **changes: Any
+) -> Changes:
     """Return an engine with weights of its own."""
     tokenizer = make_tokenizer()
     made = BackgroundEngine(tokenizer, make_policy(tokenizer, seed=0).eval(), masks=masks)
-    made.noise = noise
+    made.noise, made.takes_adapter = noise, takes_adapter
     return {"rollout_engine": made} | changes
 
 
@@ -241,6 +243,12 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
     },
     "rollout correction": lambda: engine(noise=0.2, vllm_importance_sampling_mode="token_truncate"),
+    "an adapter that is sent alone": lambda: engine(
+        takes_adapter=True, **adapter(target_modules=["q_proj"]), **EVALUATED
+    ),
+    "overlap, an adapter alone": lambda: engine(
+        takes_adapter=True, **adapter(target_modules=["q_proj"]), **OVERLAP
+    ),
     "overlap": lambda: engine(**OVERLAP),
     "overlap, iterated": lambda: engine(**OVERLAP, num_iterations=2, logging_steps=3),
     "overlap, replaced": lambda: engine(**OVERLAP, dynamic_sampling=True),

@@ -229,6 +229,9 @@ def test_the_command_of_a_server():
     assert options[-2:] == ["--middleware", "grpo_trainer.cli.guard.Guard"]
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     assert command.warning is None
+    for flag in ("--enable-lora", "--enable_lora"):
+        environment = serve.serve_command(["--model", "m", flag]).environment
+        assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
 def test_arguments_of_trl_for_a_server():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import threading
 import traceback
@@ -292,6 +293,44 @@ def test_weights_are_loaded_between_pause_and_resume(make_client, stub, tmp_path
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     client.close()
     assert not list((tmp_path / "weights").iterdir())
+
+
+FACTORS = {
+    f"base_model.model.layers.{i}.{name}_proj.lora_{factor}.weight": torch.full(shape, i + 1.0)
+    for i, name in enumerate("qo")
+    for factor, shape in (("A", (i + 2, 5)), ("B", (6, i + 2)))
+}
+
+
+def test_an_adapter_is_a_model_of_its_own(make_client, stub, tmp_path):
+    """Of another name for each update, which completions are asked of."""
+    client, load = make_client(), "/v1/load_lora_adapter"
+    stub.script[load] = [(200, b"Success: LoRA adapter added")] * 2
+    client.update_weights(weights(1.0))
+    names = []
+    for drops in ([], ["/v1/unload_lora_adapter"]):
+        before = len(stub.asked)
+        client.update_weights(lambda: iter(FACTORS.items()), adapter=True)
+        assert stub.paths()[before:] == [UPDATE[0], *drops, load, *UPDATE[2:]]
+        [body] = [body for path, body, _ in stub.asked[before:] if path == load]
+        names.append(body["lora_name"])
+        assert {name: x.shape for name, x in loaded(tmp_path).items()} == {
+            name: x.shape for name, x in FACTORS.items()
+        }
+        [file] = (tmp_path / "weights").rglob("adapter_config.json")
+        assert str(file.parent) == body["lora_path"]
+        described = json.loads(file.read_text())
+        assert described["r"] == described["lora_alpha"] == 3  # B has the scaling
+        client.generate([[1]])
+        assert stub.asked[-1][1]["model"] == names[-1] == stub.version
+    assert names[0] != names[1]
+    assert [body for path, body, _ in stub.asked if "unload" in path] == [{"lora_name": names[0]}]
+    client.update_weights(weights(2.0))
+    client.generate([[1]])
+    assert "model" not in stub.asked[-1][1] and len(stub.loaded) == 2
+    stub.script[load] = [(404, {"detail": "Not Found"})]
+    with pytest.raises(ServerError, match=r"load_lora_adapter: got 404.* see the folder .*weights"):
+        client.update_weights(lambda: iter(FACTORS.items()), adapter=True)
 
 
 def test_named_parameters_go_together(make_client, stub, policy, tmp_path):

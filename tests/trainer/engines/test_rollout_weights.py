@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grpo_trainer.engines import policy_weights
+from grpo_trainer import GRPOConfig
+from grpo_trainer.engines import Sampler, adapter_weights, policy_weights
+from grpo_trainer.policy import WHOLE
 from grpo_trainer.vllm import transfer as weight_files
-from grpo_trainer.vllm.transfer import FileTransfer
-from tests.support.trainer import adapted
+from grpo_trainer.vllm.transfer import FileTransfer, adapter_rank
+from tests.support.trainer import adapted, products
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -86,6 +88,100 @@ def test_adapters_that_cannot_be_merged(tied, quantised, message):
     model.get_base_model().is_quantized = quantised
     with pytest.raises(ValueError, match=message):
         dict(policy_weights(model))
+
+
+PATTERNS = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"v_proj": 3}}
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True, "lora_alpha": 3}, PATTERNS])
+def test_an_adapter_alone_is_what_is_merged(changes):
+    """Its factors on the base's weights, whatever scales them and whatever other adapters are."""
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES)), **changes)
+    model.add_adapter("another", model.peft_config["default"])
+    expected = dict(policy_weights(model))
+    base, factors = dict(policy_weights(model, merged=False)), dict(adapter_weights(model))
+    assert len(factors) == 2 * 3 * SIZES["num_hidden_layers"]
+    assert_same(base | products(factors, base), expected, rtol=1e-6, atol=1e-7)
+
+
+class _Engine:
+    """Remembers what it is sent."""
+
+    def __init__(self, **attributes) -> None:
+        vars(self).update(attributes)
+        self.sent: list[tuple[bool, int]] = []
+
+    def update_weights(self, weights, adapter=False) -> None:
+        for _ in range(2):  # as who has to know all shapes first
+            size = size_of(value for _, value in weights())
+        self.sent.append((adapter, size))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_sent_of_an_adapter(keeps):
+    """The base comes once, and again where it was not kept or a checkpoint was loaded."""
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    engine = _Engine(takes_adapter=True, keeps_weights=keeps)
+    context = SimpleNamespace(policy=lambda: model, placement=WHOLE)
+    sampler = Sampler(engine, context, None, step=lambda: 0, name="")
+    trained = [value for value in model.parameters() if value.requires_grad]
+    base = (False, size_of(dict(policy_weights(model)).values()))
+    factors = (True, size_of(trained))
+    for loads in (False, False, True):
+        if loads:
+            sampler.outdated()
+        with torch.no_grad():
+            trained[0].add_(1.0)
+        sampler._ready(None)
+        assert sampler._sent == (factors[1] if keeps else base[1] + factors[1])
+    assert engine.sent == [base, factors, *[base] * (not keeps), factors, base, factors]
+    sampler._ready(None)  # nothing has changed
+    assert len(engine.sent) == (5 if keeps else 8)
+
+
+def room(model, setting="auto", ranks=(8, 16)) -> int:
+    context = SimpleNamespace(
+        policy=lambda: model,
+        args=GRPOConfig(use_cpu=True, report_to="none", use_vllm=True, vllm_lora_transfer=setting),
+    )
+    return adapter_rank(context, lambda: ranks)
+
+
+NO_FACTOR = "is no factor of plain LoRA on a linear layer of the body"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "reason"),
+    [
+        ({"use_dora": True}, [8], f"q_proj.lora_A.default.weight {NO_FACTOR}"),
+        ({"modules_to_save": ["norm"]}, [8], f"norm.modules_to_save.default.weight {NO_FACTOR}"),
+        ({"target_modules": ["lm_head"]}, [8], f"lm_head.lora_A.default.weight {NO_FACTOR}"),
+        ({"target_modules": ["embed_tokens"]}, [8], f"lora_embedding_A.default {NO_FACTOR}"),
+        ({"lora_bias": True}, [8], f"lora_B.default.bias {NO_FACTOR}"),
+        ({"bias": "all"}, [8], f"q_proj.base_layer.bias {NO_FACTOR}"),
+        ({"r": 17}, [8, 16], "rank is 17, and vLLM as it was started takes 16 at most"),
+        (PATTERNS, [1, 4], "rank is 5, and vLLM as it was started takes 4 at most"),
+        ({}, [], "rank is 2, and vLLM as it was started takes 0 at most"),
+    ],
+)
+def test_adapters_that_are_merged(changes, ranks, reason, caplog):
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)), **changes)
+    assert room(model, "merged", ranks) == 0 and not caplog.messages
+    assert room(model, "auto", ranks) == 0
+    [said] = caplog.messages
+    assert said.startswith("vllm_lora_transfer: the adapter is merged") and reason in said
+    with pytest.raises(ValueError, match=f"vllm_lora_transfer: expected an adapter .*{reason}"):
+        room(model, "adapter", ranks)
+
+
+def test_adapters_that_go_alone(caplog):
+    plain = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    assert room(plain) == 0 and not caplog.messages
+    with pytest.raises(ValueError, match="vllm_lora_transfer: .*, but the policy has none"):
+        room(plain, "adapter")
+    assert [room(lora(plain), setting) for setting in ("auto", "adapter")] == [8, 8]
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES)), rank_pattern={"q_proj": 9})
+    assert room(model) == 16 and room(model, "merged") == 0 and not caplog.messages
 
 
 class Alive(TorchDispatchMode):

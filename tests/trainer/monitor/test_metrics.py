@@ -33,6 +33,11 @@ class Reporting(CannedEngine, RolloutEngine):
             pass
 
 
+def bytes_of(model) -> int:
+    """Return the bytes of a checkpoint, in which a tied head has a name of its own."""
+    return sum(value.nbytes for value in model.state_dict().values())
+
+
 @pytest.mark.parametrize(
     ("changes", "more"),
     [
@@ -52,6 +57,7 @@ def test_names_that_trl_does_not_log(make_trainer, tokenizer, changes, more):
     rows = trainer.state.log_history
     assert [name for row in rows for name in row if not is_own_metric(name)] == []
     assert ("kl" in row) == ("kl" in more) and ("profiling/old" in row) == ("profiling/old" in more)
+    assert row["weight_update_bytes"] == bytes_of(trainer.model)
     total = sum(value for name, value in row.items() if name.startswith("profiling/"))
     assert row["step_time"] == pytest.approx(total, rel=1e-4)
 
