@@ -26,9 +26,9 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ddp", {}),
     "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
     "sharded": ("fsdp2", {}),
-    "overlap": ("ddp", {"vllm_mode": "server", "overlap_generation": True}),
+    "overlap": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 1}),
     "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
-    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "overlap_generation": True}),
+    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "generation_batches_ahead": 1}),
 }
 NODES = ("sharded, server", "sharded, overlap")
 

@@ -206,7 +206,7 @@ def taught(kind: str, **changes: Any) -> Changes:
     return {"teacher": make_policy(make_tokenizer(), seed=5), "distillation": kind} | changes
 
 
-OVERLAP = {"overlap_generation": True}
+OVERLAP = {"generation_batches_ahead": 1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 FILTERS = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3}

@@ -1,4 +1,4 @@
-"""overlap_generation: by which weights, in which order, and what becomes of errors."""
+"""generation_batches_ahead: by which weights, in which order, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIFFERENCE = "sampling/sampling_logp_difference/max"
 @pytest.fixture
 def make(make_trainer, policy):
     def run(engine=None, reward=digits_reversal_reward, **changes) -> GRPOTrainer:
-        settings = {"overlap_generation": True, "report_to": "none", "max_steps": 4}
+        settings = {"generation_batches_ahead": 1, "report_to": "none", "max_steps": 4}
         settings |= {"rollout_engine": engine} | changes
         return make_trainer(reward, copy.deepcopy(policy), **settings)
 

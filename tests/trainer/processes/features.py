@@ -121,7 +121,7 @@ def stream() -> Changes:
 def overlap() -> Changes:
     tokenizer = make_tokenizer()
     engine = BackgroundEngine(tokenizer, plain().eval(), rank())
-    return {"overlap_generation": True, "rollout_engine": engine, **EVALUATED, "eval_steps": 1}
+    return {"generation_batches_ahead": 1, "rollout_engine": engine, **EVALUATED, "eval_steps": 1}
 
 
 def plain() -> PreTrainedModel:
