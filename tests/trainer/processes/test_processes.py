@@ -39,11 +39,16 @@ SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
     "clipped": lambda log: log[0]["grad_norm"] > FEATURES["clipped"]["max_grad_norm"],
     "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
     "adaptive entropy": lambda log: log[0]["entropy_coef"] < log[1]["entropy_coef"],
-    "overlap": lambda log: [x["sampling/staleness"] for x in log if "loss" in x] == [0, 1],
+    "overlap": lambda log: staleness(log) == [0, 1],
+    "two batches ahead": lambda log: staleness(log) == [0, 0.5],  # two in a step
 }
 OF_PADDING = "frac_rows_skipped"  # padding is to the longest row of a process
 
 Found = Any
+
+
+def staleness(log: list[dict[str, float]]) -> list[float]:
+    return [row["sampling/staleness"] for row in log if "loss" in row]
 
 
 def place(placements: Iterable[str]) -> list[Any]:
