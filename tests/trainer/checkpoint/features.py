@@ -246,9 +246,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "overlap, replaced": lambda: engine(**OVERLAP, dynamic_sampling=True),
     "overlap, evaluated": lambda: engine(**OVERLAP, **EVALUATED),
     "overlap, streamed": lambda: engine(**OVERLAP, **stream()),
-    "two batches ahead": lambda: engine(generation_batches_ahead=2, **EVALUATED),
-    "three ahead, streamed, replaced": lambda: engine(
-        generation_batches_ahead=3, **stream(dynamic_sampling=True)
+    "three batches ahead": lambda: engine(generation_batches_ahead=3, **EVALUATED),
+    "two ahead, streamed, replaced": lambda: engine(
+        generation_batches_ahead=2, **stream(dynamic_sampling=True)
     ),
     "overlap, masked": lambda: engine(
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
