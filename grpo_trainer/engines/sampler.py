@@ -63,7 +63,7 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
 class Sampler:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
-    Weights are sent, and completions made at once, only when nothing runs that was started before.
+    When weights are sent, and by ``generate``, what was started before is waited for.
     """
 
     engine: RolloutEngine
@@ -72,7 +72,7 @@ class Sampler:
     step: Callable[[], int]  # optimizer steps taken
     name: str  # of the engine
     _version: object = field(default=None, init=False)  # of the weights that the engine has
-    _running: list[Started] = field(default_factory=list, init=False)  # or over since
+    _running: list[Started] = field(default_factory=list, init=False)  # or has ended since
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

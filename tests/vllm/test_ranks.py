@@ -27,6 +27,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
     "sharded": ("fsdp2", {}),
     "overlap": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 1}),
+    "two ahead": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 2}),
     "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
     "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "generation_batches_ahead": 1}),
 }
@@ -92,8 +93,8 @@ def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
     seen = [one.pop("seen") for one in found]
     assert all(seen[0] != other for other in seen[1:])  # they draw different random numbers
     assert all(one == found[0] for one in found)
-    overlaps = "overlap" in mode
-    assert (found[0]["mismatch"] < CLOSE) != overlaps  # there completions are older
-    assert found[0]["staleness"] == ([0, 1, 1] if overlaps else [])
+    ahead = changes.get("generation_batches_ahead", 0)
+    assert (found[0]["mismatch"] < CLOSE) != bool(ahead)  # there completions are older
+    assert found[0]["staleness"] == ([], [0, 1, 1], [0, 1, 2])[ahead]
     sharded = "FSDP" if placement == "fsdp2" else "MULTI_CPU"
     assert found[0]["placement"] == f"DistributedType.{sharded}"
