@@ -91,8 +91,8 @@ def _engines(config: TrainingConfig) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "vllm-server": ("a vLLM server on the same machine", server),
         "vllm-server-overlap": (
-            "the same with overlap_generation: what is left of the wait",
-            {**server, "overlap_generation": True},
+            "the same with generation_batches_ahead=1: what is left of the wait",
+            {**server, "generation_batches_ahead": 1},
         ),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, set_s
 
 from grpo_kernels import LossConfig, linear_policy_loss
 from grpo_kernels.hf import add_fused_head, check_fused_head
+from grpo_kernels.losses import Metrics
 from grpo_trainer.agents import (
     EnvironmentFactory,
     Environments,
@@ -47,9 +49,9 @@ from grpo_trainer.engines import (
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     AdvantageFunction,
+    BatchesAhead,
     Collector,
     Curriculum,
-    NextBatch,
     RolloutFunction,
     Scored,
     check_rollout_func,
@@ -146,7 +148,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     _prompts: PromptStream | Curriculum  # where training takes its prompts from
     _buffer: RolloutBuffer  # of the current generation batch
     _entropy: AdaptiveEntropy | None = None
-    _next_batch: NextBatch | None = None
+    _ahead: BatchesAhead | None = None
+    _completed_at: float | None = None  # when the last generation batch was there
     _reward_log: RewardLog  # of the completions that are being scored
     _pack: Pack | None = None  # once the policy is checked
 
@@ -278,27 +281,39 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
         args, metrics = self.args, self._metrics[True]
+        taken = self._buffer.position // args.micro_steps_per_generation
+        left = self.generation_batches() - taken - 1
         self._settings.take_effect()
         with phase("score"):
-            if self._next_batch is None:
+            if self._ahead is None:
                 scored = self._draw_and_score(args.prompts_per_generation)
             else:
-                samples = self._next_batch.take(self.state, metrics)
+                samples = self._ahead.take(left, metrics)
                 scored = self._score(samples, args.num_generations)
             if args.dynamic_sampling:
                 scored, counts = self._collector.fill(scored, self._draw_and_score)
                 metrics.add(counts)
-                if self._next_batch is not None:  # the engine was needed until now
-                    self._next_batch.begin(self.state)
+                if self._ahead is not None:  # the engine was needed until now
+                    self._ahead.begin(left)
             if isinstance(self._prompts, Curriculum):
                 totals = scored.compared.rewards
                 self._prompts.rewrite(scored.samples, totals, args.num_generations)
             self._keep_completions(scored)
+            metrics.add(self._rate(scored.samples))
             assert args.steps_per_generation is not None  # set on construction
             batches = self._collector.slices(scored, args.steps_per_generation)
         self.state.num_input_tokens_seen += int(scored.num_tokens)
         moves = args.policy_moves_within_generation and not self.loss_config.bypasses
         return [self._with_logprobs(batch, old=moves) for batch in batches]
+
+    def _rate(self, samples: list[Sample]) -> Metrics:
+        """Return the completions' tokens per second since the generation batch before."""
+        before, self._completed_at = self._completed_at, time.perf_counter()
+        if before is None:
+            return Metrics({})
+        tokens = self.accelerator.num_processes * sum(sum(one.by_policy) for one in samples)
+        rate = tokens / (self._completed_at - before)
+        return value_metric("completions/tokens_per_second", rate, self.accelerator.device)
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
         """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
@@ -467,6 +482,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         args = self.args
         assert args.steps_per_generation is not None  # set on construction
         self.start_logs()
+        self._completed_at = None
         self._buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
         self._parts = {
             "slices": self._buffer,
@@ -484,10 +500,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         if self.train_dataset is not None:
             self._prompts = training_prompts(self.train_dataset, args, self.accelerator)
             self._parts["prompts"] = self._prompts
-            if args.overlap_generation:
+            if args.generation_batches_ahead:
                 assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                self._next_batch = NextBatch(self._prompts, self._collector)
-                self._parts["ahead"] = self._next_batch
+                self._parts["ahead"] = self._ahead = BatchesAhead(self._prompts, self._collector)
 
     def stop(self) -> None:
         close_progress(self)

@@ -69,10 +69,10 @@ class Settings:
         Raises:
             ValueError: the run cannot go on with it.
         """
-        if name in _OF_SAMPLING and self.args.overlap_generation:
+        if name in _OF_SAMPLING and self.args.generation_batches_ahead:
             raise ValueError(
-                f"{name}: expected no other value with overlap_generation, whose next completions "
-                f"are being drawn, got {value!r}"
+                f"{name}: expected no other value with generation_batches_ahead, whose next "
+                f"completions are being drawn, got {value!r}"
             )
         if name == "beta" and value != 0 and self._began.beta == 0:
             raise ValueError(

@@ -30,6 +30,7 @@ from grpo_trainer.config.fields import (
 
 # deprecated fields, and those that took their place
 OLD_NAMES = {
+    "overlap_generation": "generation_batches_ahead",
     "wandb_log_unique_prompts": "log_unique_prompts",
     "use_liger_loss": None,
     "use_transformers_paged": "use_transformers_continuous_batching",
@@ -75,12 +76,12 @@ _RELATIONS = {
     "settings they are",
     "use_sampling_mask with use_transformers_continuous_batching": "which does not report what its "
     "filters left",
-    "overlap_generation without vllm_importance_sampling_correction": "which corrects for "
+    "generation_batches_ahead without vllm_importance_sampling_correction": "which corrects for "
     "completions of older weights",
-    "on_bad_image with overlap_generation": "which draws the rows of a checkpoint's completions "
-    "once more and has to find the same ones",
-    "dynamic_prompts_fn with overlap_generation": "which needs the next prompts before the current "
-    "completions are scored",
+    "on_bad_image with generation_batches_ahead": "which draws the rows of a checkpoint's "
+    "completions once more and has to find the same ones",
+    "dynamic_prompts_fn with generation_batches_ahead": "which needs the next prompts before the "
+    "current completions are scored",
     "dynamic_prompts_form without dynamic_prompts_fn": "whose form it is",
 }
 # what generation shares with the loss is set once, in the field named here
@@ -166,7 +167,8 @@ def adopt_old_names(args: TrainingArguments) -> None:
                 f"{name}, {new}: expected one of them (they are the same), "
                 f"got {value!r} and {getattr(args, new)!r}"
             )
-        setattr(args, new, value)
+        counts = type(_default(args, new)) is int
+        setattr(args, new, int(value) if counts and isinstance(value, bool) else value)
     if args.top_k is None:
         deprecated("top_k", "use 0 for None")
         args.top_k = 0

@@ -188,7 +188,7 @@ class GRPOFields:
     transformers_continuous_batching_config: Options = None
     ds3_gather_for_generation: bool = True
     cache_implementation: str | None = None
-    overlap_generation: bool = False
+    generation_batches_ahead: Count = 0
     use_sampling_mask: bool = False
     use_vllm: bool = False
     vllm_mode: Annotated[str, choice(("colocate", "server"))] = "colocate"
@@ -258,6 +258,7 @@ class GRPOFields:
     write_report: bool = True
 
     # OLD_NAMES; each is None after construction
+    overlap_generation: bool | None = None
     wandb_log_unique_prompts: bool | None = None
     use_liger_loss: bool | None = None
     use_transformers_paged: bool | None = None

@@ -330,6 +330,14 @@ class GroupTrainer(Trainer):
         steps_per_epoch = math.ceil(self._micro_steps() / args.gradient_accumulation_steps)
         return math.ceil(args.num_train_epochs * steps_per_epoch)
 
+    def generation_batches(self) -> int:
+        """Return those of a whole run. The last step of a pass may have fewer micro-batches."""
+        args, of_pass = self.args, self._micro_steps()
+        steps_of_pass = math.ceil(of_pass / args.gradient_accumulation_steps)
+        passes, steps = divmod(self.steps(), steps_of_pass)
+        rest = min(steps * args.gradient_accumulation_steps, of_pass)
+        return math.ceil((passes * of_pass + rest) / args.micro_steps_per_generation)
+
     def _micro_steps(self) -> int:
         """Return those of a pass over the training prompts; of a stream all that there are."""
         args, dataset = self.args, self.train_dataset

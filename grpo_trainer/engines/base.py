@@ -222,8 +222,12 @@ class BackgroundEngine(RolloutEngine, Protocol):
     def start(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Pending:
-        """Generate, but return at once. Nothing else is asked of the engine until
-        ``result`` or ``cancel`` was called."""
+        """Generate, but return at once.
+
+        It may be called again before that has ended, up to ``generation_batches_ahead`` times: the
+        engine works on all at the same time, or on one after the other, by the same weights.
+        Nothing else is asked of it until ``result`` or ``cancel`` of each was called.
+        """
         ...
 
 

@@ -65,7 +65,7 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
 class Sampler:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
-    An engine does one thing at a time: whoever asks for the next waits for what runs.
+    When weights are sent, and by ``generate``, what was started before is waited for.
     """
 
     engine: RolloutEngine
@@ -75,7 +75,7 @@ class Sampler:
     name: str  # of the engine
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _sent: int = field(default=0, init=False)  # bytes of the last update
-    running: Started | None = field(default=None, init=False)  # until somebody takes it
+    _running: list[Started] = field(default_factory=list, init=False)  # or has ended since
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -93,25 +93,26 @@ class Sampler:
         Raises:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
+        self._wait()
         more = self._ready(images)
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
         return self._checked(self.engine.generate(prompt_ids, sampling, **more), len(prompt_ids))
 
-    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> None:
+    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
         assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
         more = self._ready(images)
         pending = self.engine.start(prompt_ids, self.sampling, **more)
         checked = partial(self._checked, count=len(prompt_ids))
-        self.running = Started(self.step(), pending, checked)
+        self._running.append(Started(self.step(), pending, checked))
+        return self._running[-1]
 
     def cancel(self) -> None:
-        """End what was started, if it still runs."""
-        running, self.running = self.running, None
-        if running is not None:
-            running.cancel()
+        """End what was started and still runs."""
+        while self._running:
+            self._running.pop().cancel()
 
     def close(self) -> None:
         self.cancel()
@@ -121,17 +122,22 @@ class Sampler:
         """Send the weights before the next generation in any case: they were loaded."""
         self._version = None
 
+    def _wait(self) -> None:
+        """Wait for what was started."""
+        for started in self._running:
+            started.result()
+        self._running.clear()
+
     def _ready(self, images: Images) -> dict[str, Images]:
         """Send the weights if they have changed, but never while the engine generates: wait for
         that. Return its argument for ``images``, if there are any."""
-        if self.running is not None:
-            self.running.result()
         policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, placement))
         keeps = getattr(self.engine, "keeps_weights", True)
         adapter = getattr(self.engine, "takes_adapter", False)
         if self._version != version or not keeps:
+            self._wait()
             source = partial(policy_weights, policy, placement, merged=not adapter)
             with phase("sync"):
                 if not adapter or not keeps or self._version is None:
@@ -242,11 +248,11 @@ def make_sampler(
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
     else:
         name = type(engine).__name__
-    if args.overlap_generation and not isinstance(engine, BackgroundEngine):
+    if args.generation_batches_ahead and not isinstance(engine, BackgroundEngine):
         raise ValueError(
-            "overlap_generation: expected an engine with weights of its own, which can generate "
-            "while the policy trains (use_vllm with vllm_mode='server', or one with the method "
-            f"`start`), got {type(engine).__name__}"
+            "generation_batches_ahead: expected 0, or an engine with weights of its own, which can "
+            "generate while the policy trains (use_vllm with vllm_mode='server', or one with the "
+            f"method `start`), got {type(engine).__name__}"
         )
     return Sampler(engine, context, sampling, step, name)
 

@@ -15,5 +15,5 @@ from grpo_trainer.experience.comparisons import (
     rloo,
 )
 from grpo_trainer.experience.curriculum import Curriculum, training_prompts
-from grpo_trainer.experience.overlap import NextBatch
+from grpo_trainer.experience.overlap import BatchesAhead
 from grpo_trainer.experience.rollout_func import RolloutFunction, check_rollout_func, samples_by

@@ -1,10 +1,9 @@
-"""Overlap: the next generation batch is sampled while the current one trains."""
+"""Overlap: the next generation batches are sampled while the current one trains."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
-
-from transformers import TrainerState
 
 from grpo_trainer.data import PromptStream, Sample
 from grpo_trainer.engines import Completions, Started
@@ -12,11 +11,14 @@ from grpo_trainer.experience.collector import Collector, prompts_of
 from grpo_trainer.monitor import MetricLog, phase, value_metric
 
 
-class NextBatch:
-    """Draws the rows of the next generation batch, and has an engine start on them.
+class BatchesAhead:
+    """Draws the rows of the next generation batches, and has an engine start on them.
 
-    Training on a batch begins when its completions are there; by then the policy has trained on the
-    batch before, which is how old the completions are: one generation batch, never more.
+    They are begun in rounds of ``generation_batches_ahead``: when the completions of a round's last
+    batch are there, the weights are sent and the next round is begun, before the policy trains on
+    that batch. So the completions of a round come from the same weights, of which those of its
+    first batch are one generation batch old when training on them begins, those of its last batch
+    ``generation_batches_ahead``, and none are ever older.
 
     Args:
         prompts: the training prompts.
@@ -30,63 +32,64 @@ class NextBatch:
         self._collector = collector
         self._sampler = collector.sampler
         self._args = self._sampler.context.args
-        self._samples: list[Sample] = []
-        self._before: dict[str, int] = {}  # where the prompts stood when the rows were drawn
+        # where the prompts stood before its rows were drawn, the rows, and their completions
+        self._begun: deque[tuple[dict[str, int], list[Sample], Started]] = deque()
 
-    def take(self, state: TrainerState, metrics: MetricLog) -> list[Sample]:
-        """Return this process's part of the batch that was begun last, or else of the next one.
+    def take(self, left: int, metrics: MetricLog) -> list[Sample]:
+        """Return this process's part of the next batch, after which training takes ``left`` more.
 
-        With dynamic sampling the engine may be asked for more; otherwise it begins on the batch
-        after that.
+        With dynamic sampling the engine may be asked for more; otherwise it begins on the next
+        round, if this was the last batch of one.
         """
-        if self._sampler.running is None:
-            self._begin()
-        started, self._sampler.running = self._sampler.running, None
-        assert started is not None
-        samples = self._samples
+        if not self._begun:
+            self._begin(1)
+        _, samples, started = self._begun.popleft()
         with phase("generate"):
             completions = started.result()
         if completions.logprobs is None:
             raise ValueError(
-                "overlap_generation: expected an engine that reports log-probabilities, by which "
-                "the loss corrects for its older weights, got none"
+                "generation_batches_ahead: expected an engine that reports log-probabilities, by "
+                "which the loss corrects for its older weights, got none"
             )
-        age = float(state.global_step - started.step)
+        age = float(self._sampler.step() - started.step)
         metrics.add(value_metric("sampling/staleness", age, self._args.device))
         if not self._args.dynamic_sampling:
-            self.begin(state)
+            self.begin(left)
         self._collector.complete(samples, completions)
         return samples
 
-    def begin(self, state: TrainerState) -> None:
-        """Send the weights and start on the next rows, if training goes on for so long."""
-        args = self._args
-        steps = args.micro_steps_per_generation // args.gradient_accumulation_steps
-        if state.global_step + steps < state.max_steps:
-            self._begin()
+    def begin(self, left: int) -> None:
+        """Begin a round, if none waits, of at most the ``left`` batches that are trained on."""
+        if not self._begun:
+            self._begin(min(self._args.generation_batches_ahead, left))
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> list[dict[str, Any]]:
         """Wait for what was begun: a resumed run trains on the same completions."""
-        started = self._sampler.running
-        if started is None:
-            return None
-        completions = started.result()._asdict()
-        return {"before": self._before, "step": started.step, "completions": completions}
+        return [
+            {"before": before, "step": started.step, "completions": started.result()._asdict()}
+            for before, _, started in self._begun
+        ]
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from there. The rows are drawn again from the prompts."""
-        if state is not None:
-            self._prompts.restore(state["before"])
-            self._draw()
-            completions = Completions(**state["completions"])
-            self._sampler.running = Started(state["step"], completions=completions)
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on from there. The rows, which were drawn one after the other, are drawn again."""
+        now = self._prompts.state()
+        for batch in state:
+            if not self._begun:
+                self._prompts.restore(batch["before"])
+            completions = Completions(**batch["completions"])
+            started = Started(batch["step"], completions=completions)
+            self._begun.append((batch["before"], self._draw(), started))
+        if self._prompts.state() != now:  # with dynamic sampling others were drawn since
+            self._prompts.restore(now)
 
-    def _begin(self) -> None:
-        self._draw()
-        self._sampler.start(*prompts_of(self._samples))
+    def _begin(self, count: int) -> None:
+        for _ in range(count):
+            before, samples = self._prompts.state(), self._draw()
+            started = self._sampler.start(*prompts_of(samples))
+            self._begun.append((before, samples, started))
 
-    def _draw(self) -> None:
-        self._before = self._prompts.state()
+    def _draw(self) -> list[Sample]:
         rows = self._collector.draw(self._prompts, self._args.prompts_per_generation)
-        self._samples = self._collector.read(rows)
-        self._sampler.context.encode(self._samples)
+        samples = self._collector.read(rows)
+        self._sampler.context.encode(samples)
+        return samples

@@ -39,10 +39,11 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
                 "rollout_func: expected neither tools nor environment_factory with it: the "
                 "function makes whole completions"
             )
-    if args.overlap_generation and (several_turns or function is not None):
+    if args.generation_batches_ahead and (several_turns or function is not None):
         raise ValueError(
-            "overlap_generation: expected False with tools, environment_factory and "
-            "rollout_func, whose completions need the engine more than once"
+            "generation_batches_ahead: expected 0 with tools, environment_factory and "
+            "rollout_func, whose completions need the engine more than once, got "
+            f"{args.generation_batches_ahead}"
         )
 
 

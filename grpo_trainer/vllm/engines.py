@@ -9,9 +9,10 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -257,8 +258,6 @@ class VLLMServer(BackgroundEngine):
     def __init__(self, context: EngineContext) -> None:
         self._accelerator = context.accelerator
         self.client: VLLMClient | None = None  # on the first process
-        self._running: Future[list[Any]] | None = None  # there, too
-        self._mine = slice(0)  # of its completions, those of this process
         sharded = context.placement.sharded
         self._on_first = partial(on_first_process, context.accelerator, sharded)
         self.takes_adapter = self._on_first(lambda _: self._connect(context)) > 0
@@ -268,51 +267,40 @@ class VLLMServer(BackgroundEngine):
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
         """Complete this process's prompts; those of all processes are sent together."""
+        pending = self.start(prompt_ids, sampling, images)
         try:
-            return self.start(prompt_ids, sampling, images).result()
+            return pending.result()
         finally:
-            self.cancel()  # where it was interrupted
+            pending.cancel()  # where it was interrupted
 
     def start(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Pending:
-        """Have the first process ask; only ``result`` talks to the others."""
+        """Have the first process ask; until ``result`` it talks to no other.
+
+        What was started before still runs: the server takes all in the order that they come.
+        """
         params = vllm_params(sampling)
         parts = gather_object([requests_of(prompt_ids, images)])
-        requests, self._mine = joined(parts, self._accelerator.process_index)
+        requests, mine = joined(parts, self._accelerator.process_index)
+        answers = None
         if self.client is not None:
             # almost always one part: every prompt has as many completions
-            self._running = start(
+            answers = start(
                 [
                     self._complete(self.client, [one for one, _ in part], params | {"n": n})
                     for n, part in groupby(requests, key=lambda pair: pair[1])
                 ]
             )
-        return self  # nothing else is asked of it meanwhile
-
-    def result(self) -> Completions:
-        """Return this process's share of what the first one has."""
-        answers = self._on_first(lambda _: self._running.result())  # type: ignore[union-attr]
-        self._running = None
-        token_ids, logprobs, mask = (
-            [row for answer in answers for row in answer.get(name, ())][self._mine]
-            for name in ("completion_ids", "logprobs", "sampling_mask")
-        )
-        return Completions(token_ids, logprobs, mask or None)
+        return _Requests(answers, mine, self._on_first)
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         self._on_first(lambda source: self.client.update_weights(source, adapter), weights)  # type: ignore[union-attr]
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self.cancel()
         if self.client is not None:
             self.client.close()
-
-    def cancel(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-        self._running = None
 
     def _connect(self, context: EngineContext) -> int:
         args = context.args
@@ -343,3 +331,25 @@ class VLLMServer(BackgroundEngine):
         for request, as_read in zip(requests, answer["prompt_ids"], strict=True):
             request.check(as_read)
         return answer
+
+
+@dataclass(eq=False)
+class _Requests:
+    """What a server was asked to complete."""
+
+    answers: Future[list[Any]] | None  # on the first process
+    mine: slice  # of their completions, those of this process
+    on_first: Callable[[Callable[[Any], Any]], Any]
+
+    def result(self) -> Completions:
+        """Return this process's share of what the first one has."""
+        answers = self.on_first(lambda _: self.answers.result())  # type: ignore[union-attr]
+        token_ids, logprobs, mask = (
+            [row for answer in answers for row in answer.get(name, ())][self.mine]
+            for name in ("completion_ids", "logprobs", "sampling_mask")
+        )
+        return Completions(token_ids, logprobs, mask or None)
+
+    def cancel(self) -> None:
+        if self.answers is not None:
+            self.answers.cancel()

@@ -151,8 +151,8 @@ def test_values_that_cannot_be_set(make_trainer, name, value, changes, message):
 
 
 def test_sampling_stays_with_overlap(make_trainer, tokenizer):
-    trainer = make_trainer(engine=BackgroundEngine(tokenizer), overlap_generation=True)
-    with pytest.raises(ValueError, match="top_p: .* with overlap_generation, .* got 0.9"):
+    trainer = make_trainer(engine=BackgroundEngine(tokenizer), generation_batches_ahead=1)
+    with pytest.raises(ValueError, match="top_p: .* with generation_batches_ahead, .* got 0.9"):
         trainer.top_p = 0.9
     trainer.epsilon_low = 0.1
     assert trainer.epsilon_low == 0.1

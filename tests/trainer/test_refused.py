@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 LORA = dict(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 TUNED = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
 HEAD_WITH_DROPOUT = LORA | dict(target_modules=["lm_head"], lora_dropout=0.1)
-OVERLAP = {"overlap_generation": True}
+OVERLAP = {"generation_batches_ahead": 1}
 
 
 class Processor(ProcessorMixin):
@@ -98,12 +98,16 @@ REFUSED = [
     ({"use_adaptive_entropy": True, "entropy_coef": 2.0},
      "entropy_coef: expected a number >= 0 and <= 1, got 2.0"),
     (OVERLAP | {"on_bad_image": "skip", "use_vllm": True, "vllm_mode": "server"},
-     "on_bad_image: expected 'error' with overlap_generation"),
-    (OVERLAP, "overlap_generation: .*own.*got TransformersEngine"),
+     "on_bad_image: expected 'error' with generation_batches_ahead"),
+    (OVERLAP, "generation_batches_ahead: .*own.*got TransformersEngine"),
     (OVERLAP | {"use_transformers_continuous_batching": True},
-     "overlap_generation: .*got ContinuousBatchingEngine"),
+     "generation_batches_ahead: .*got ContinuousBatchingEngine"),
     (OVERLAP | {"vllm_importance_sampling_correction": False},
-     "overlap_generation: .*importance_sampling_correction"),
+     "generation_batches_ahead: .*importance_sampling_correction"),
+    ({"generation_batches_ahead": -1}, "batches_ahead: expected an integer >= 0, got -1"),
+    ({"generation_batches_ahead": 1.5}, "batches_ahead: expected an integer >= 0, got 1.5"),
+    ({"overlap_generation": "sometimes"}, "batches_ahead: expected an .* got 'sometimes'"),
+    ({"generation_batches_ahead": 3}, "batches_ahead: expected 0, or .* got TransformersEngine"),
     ({"rollout_func": later}, "rollout_func: expected a plain function"),
     ({"rollout_func": 3}, "rollout_func: expected a plain function"),
     ({"rollout_func": len, "tools": [tool]}, "rollout_func: expected neither tools nor"),
@@ -134,7 +138,7 @@ UNTRAINABLE = [
      r"4\), got 61 tokens from '111"),
     ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
-     "overlap_generation: .*reports log-probabilities"),
+     "generation_batches_ahead: .*reports log-probabilities"),
     ({"loss_type": "dppo_tv"}, "rollout_logprobs: .*ratio of dppo_tv is against"),
 ]  # fmt: skip
 

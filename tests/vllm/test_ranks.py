@@ -29,13 +29,17 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ddp", {}),
     "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
     "sharded": ("fsdp2", {}),
-    "overlap": ("ddp", {"vllm_mode": "server", "overlap_generation": True}),
+    "overlap": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 1}),
+    "two ahead": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 2}),
     "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
-    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "overlap_generation": True}),
+    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "generation_batches_ahead": 1}),
     "parallel, adapter": ("ddp", {"vllm_tensor_parallel_size": 2, "lora": LORA}),
     "sharded, adapter": ("fsdp2", {"lora": LORA}),
     "sharded, server, adapter": ("fsdp2", {"vllm_mode": "server", "lora": LORA}),
-    "overlap, adapter": ("ddp", {"vllm_mode": "server", "overlap_generation": True, "lora": LORA}),
+    "overlap, adapter": (
+        "ddp",
+        {"vllm_mode": "server", "generation_batches_ahead": 1, "lora": LORA},
+    ),
 }
 NODES = ("sharded, server", "sharded, overlap", "sharded, server, adapter")
 
@@ -117,9 +121,9 @@ def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
     seen = [one.pop("seen") for one in found]
     assert all(seen[0] != other for other in seen[1:])  # they draw different random numbers
     assert all(one == found[0] for one in found)
-    overlaps = "overlap" in mode
-    assert (found[0]["mismatch"] < CLOSE) != overlaps  # there completions are older
-    assert found[0]["staleness"] == ([0, 1, 1] if overlaps else [])
+    ahead = changes.get("generation_batches_ahead", 0)
+    assert (found[0]["mismatch"] < CLOSE) != bool(ahead)  # there completions are older
+    assert found[0]["staleness"] == ([], [0, 1, 1], [0, 1, 2])[ahead]
     sent, factors = found[0]["bytes"], found[0]["factors"]
     assert len(sent) == 1 and (sent == [factors] if factors else sent[0] > 0)
     sharded = "FSDP" if placement == "fsdp2" else "MULTI_CPU"

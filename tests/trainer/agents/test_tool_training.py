@@ -84,8 +84,8 @@ def _padding(batch):
 
 
 def test_overlap_is_refused(make_args):
-    with pytest.raises(ValueError, match="overlap_generation: expected False with tools"):
-        make_trainer(make_args(overlap_generation=True), ROWS, print, tools=[add])
+    with pytest.raises(ValueError, match="generation_batches_ahead: expected 0 with tools"):
+        make_trainer(make_args(generation_batches_ahead=1), ROWS, print, tools=[add])
 
 
 TEXT = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()

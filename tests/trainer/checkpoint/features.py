@@ -208,7 +208,7 @@ def taught(kind: str, **changes: Any) -> Changes:
     return {"teacher": make_policy(make_tokenizer(), seed=5), "distillation": kind} | changes
 
 
-OVERLAP = {"overlap_generation": True}
+OVERLAP = {"generation_batches_ahead": 1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 FILTERS = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3}
@@ -254,6 +254,10 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "overlap, replaced": lambda: engine(**OVERLAP, dynamic_sampling=True),
     "overlap, evaluated": lambda: engine(**OVERLAP, **EVALUATED),
     "overlap, streamed": lambda: engine(**OVERLAP, **stream()),
+    "three batches ahead": lambda: engine(generation_batches_ahead=3, **EVALUATED),
+    "two ahead, streamed, replaced": lambda: engine(
+        generation_batches_ahead=2, **stream(dynamic_sampling=True)
+    ),
     "overlap, masked": lambda: engine(
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
     ),

@@ -233,6 +233,7 @@ def test_warnings(make_args, recwarn, changes, message):
     [
         ({"wandb_log_unique_prompts": True}, {"log_unique_prompts": True}),
         ({"use_liger_loss": True}, {}),
+        ({"overlap_generation": True}, {"generation_batches_ahead": 1}),
         ({"use_transformers_paged": True}, {"use_transformers_continuous_batching": True}),
         ({"top_k": None}, {"top_k": 0}),
     ],
@@ -254,10 +255,24 @@ def test_the_old_name_of_dtype(make_args):
     assert "torch_dtype" in given
 
 
-def test_an_old_name_beside_the_new_one(make_args):
-    both = {"wandb_log_unique_prompts": False, "log_unique_prompts": True}
-    with pytest.raises(ValueError, match="one of them"), pytest.warns(FutureWarning):
+@pytest.mark.parametrize(
+    ("both", "message"),
+    [
+        ({"wandb_log_unique_prompts": False, "log_unique_prompts": True}, "one of them"),
+        ({"overlap_generation": True, "generation_batches_ahead": 2}, "one of .* got True and 2"),
+        ({"overlap_generation": False, "generation_batches_ahead": 1}, "one of .* got False and 1"),
+    ],
+)
+def test_an_old_name_beside_the_new_one(make_args, both, message):
+    with pytest.raises(ValueError, match=message), pytest.warns(FutureWarning):
         make_args(**both)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_old_name_beside_the_new_one_that_says_the_same(make_args):
+    for old, new in (True, 1), (False, 0):
+        args = make_args(overlap_generation=old, generation_batches_ahead=new)
+        assert type(args.generation_batches_ahead) is int and args.generation_batches_ahead == new
 
 
 def test_defaults_in_the_documents():

@@ -201,7 +201,7 @@ def test_the_config_takes_a_function_or_its_path(make_args, train):
         ("harder", {}, "fn: expected package.module.function, got 'harder'"),
         (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of groups, samples"),
         (None, GROUPS, "form: expected 'samples' without dynamic_prompts_fn"),
-        (harder, {"overlap_generation": True}, "fn: .* with overlap_generation"),
+        (harder, {"generation_batches_ahead": 1}, "fn: .* with generation_batches_ahead"),
     ],
 )
 def test_wrong_settings(train, function, changes, message):

@@ -1,12 +1,14 @@
-"""overlap_generation: by which weights, in which order, and what becomes of errors."""
+"""generation_batches_ahead: by which weights, in which order, and what becomes of errors."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import time
+from itertools import pairwise
 
 import pytest
+from datasets import Dataset
 from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
@@ -22,7 +24,7 @@ DIFFERENCE = "sampling/sampling_logp_difference/max"
 @pytest.fixture
 def make(make_trainer, policy):
     def run(engine=None, reward=digits_reversal_reward, **changes) -> GRPOTrainer:
-        settings = {"overlap_generation": True, "report_to": "none", "max_steps": 4}
+        settings = {"generation_batches_ahead": 1, "report_to": "none", "max_steps": 4}
         settings |= {"rollout_engine": engine} | changes
         return make_trainer(reward, copy.deepcopy(policy), **settings)
 
@@ -64,8 +66,99 @@ def test_one_generation_batch_old(make, engine):
     assert weights[0] == pytest.approx(1, abs=1e-4)
 
 
-def test_evaluation_is_by_the_weights_as_they_are(make, engine):
-    trainer = make(engine, eval_strategy="steps", eval_steps=1)
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_completions_are_at_most_as_many_batches_old(make, engine, policy, ahead):
+    """The engine's weights are the policy's from before as many steps as the log says."""
+    trained, sampled, prompts = [], [], []
+
+    def first_weights(model) -> list[float]:
+        return model.lm_head.weight[0].tolist()
+
+    def reward(**columns):
+        trained.append(first_weights(trainer.model))
+        prompts.append(columns["prompts"][0])
+        return digits_reversal_reward(**columns)
+
+    engine.work = lambda prompt_ids: sampled.append(first_weights(engine._model))
+    trainer = make(engine, reward, generation_batches_ahead=ahead, max_steps=8)
+    trainer.train()
+    ages = of_steps(trainer, STALENESS)
+    assert ages == [0, *(1 + batch % ahead for batch in range(7))]
+    for step, age in enumerate(ages):
+        assert sampled[step] == trained[step - int(age)]
+    assert all(a != b for a, b in pairwise(trained))
+    # a round is begun when the one before has ended; the last has what training takes
+    rounds = [ahead] * (7 // ahead) + [7 % ahead] * (7 % ahead > 0)
+    calls = ["update", "start", "end"]
+    for number, size in enumerate(rounds):
+        calls += ["update"] * (number > 0) + ["start"] * size + ["end"] * size
+    assert engine.calls == calls
+    assert prompts == in_order(make)
+
+
+def in_order(make) -> list[str]:
+    """Return the prompts of eight batches of a run that generates nothing ahead."""
+    prompts = []
+
+    def reward(**columns):
+        prompts.append(columns["prompts"][0])
+        return digits_reversal_reward(**columns)
+
+    make(reward=reward, generation_batches_ahead=0, max_steps=8).train()
+    return prompts
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 6},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_steps": 3},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2},
+        # an epoch of three batches, whose second step has one micro-batch
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_train_epochs": 2},
+        {"dynamic_sampling": True, "max_steps": 5},
+    ],
+)
+def test_none_is_begun_that_is_not_trained_on(make, engine, ahead, changes):
+    scored = []
+
+    def reward(prompts, **columns):
+        scored.append(prompts)
+        return [float(row) for row, _ in enumerate(prompts)]
+
+    if "num_train_epochs" in changes:
+        rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(3)]
+        changes = {"max_steps": -1, "train_dataset": Dataset.from_list(rows)} | changes
+    trainer = make(engine, reward, generation_batches_ahead=ahead, **changes)
+    trainer.train()
+    batches = trainer.generation_batches()
+    assert trainer.state.global_step == trainer.state.max_steps
+    assert engine.calls.count("start") == engine.calls.count("end") == len(scored) == batches
+    assert "cancel" not in engine.calls
+
+
+def test_further_rounds_wait_for_what_was_begun(make, engine):
+    """Those of dynamic sampling are by the weights as they are, the batches begun by theirs."""
+    asked = []
+
+    def reward(prompts, **columns):
+        asked.append(engine.calls[-1])
+        return [1.0] * 4 if len(asked) == 3 else [1.0, 2.0, 3.0, 4.0]
+
+    changes = {"dynamic_sampling": True, "generation_batches_ahead": 3, "max_steps": 4}
+    trainer = make(engine, reward, **changes)
+    trainer.train()
+    first, second = ["update", "start", "end"], ["start"] * 3
+    # the third batch has nothing to learn from, while the fourth may still be running
+    assert engine.calls == [*first, *second, "end", "end", "end", "update", "generate"]
+    assert asked[3] == "generate" and len(asked) == 5
+    assert of_steps(trainer, STALENESS) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_evaluation_is_by_the_weights_as_they_are(make, engine, ahead):
+    trainer = make(engine, eval_strategy="steps", eval_steps=1, generation_batches_ahead=ahead)
     trainer.train()
     name = f"eval_{DIFFERENCE}"
     evaluated = [row[name] for row in trainer.state.log_history if name in row]
@@ -110,21 +203,23 @@ def test_it_generates_while_the_policy_trains(make, engine):
 @pytest.mark.parametrize(
     "error, said", [(KeyboardInterrupt, "stopped after step 0"), (RuntimeError, "enough")]
 )
-def test_an_interrupted_run_ends_the_generation(make, engine, error, said):
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_an_interrupted_run_ends_the_generation(make, engine, error, said, ahead):
     def reward(**columns):
-        if engine.calls.count("start") == 2:
+        if engine.calls.count("start") == 1 + ahead:
             raise error("enough")
         return digits_reversal_reward(**columns)
 
     def never(prompt_ids):
-        if engine.calls.count("start") == 2:
+        if engine.calls.count("start") > 1:
             engine.may_end.clear()
 
     engine.work = never
-    trainer = make(engine, reward)
+    trainer = make(engine, reward, generation_batches_ahead=ahead)
     with pytest.raises(error, match=said):
         trainer.train()
-    assert engine.calls[-1] == "cancel"
+    assert engine.calls[-ahead:] == ["cancel"] * ahead
+    engine.work = lambda prompt_ids: None
     trainer.train()  # starts again
     assert trainer.state.global_step == 4
 
@@ -135,6 +230,21 @@ def stub(monkeypatch):
     server = StubServer()
     yield server
     server.close()
+
+
+def test_a_server_is_asked_for_all_batches_of_a_round_at_once(make, stub):
+    together = threading.Barrier(2)
+
+    def answer(meet: bool = True):
+        if meet:
+            together.wait(30)  # for the other one
+        return 200, {"choices": choices(stub.asked[0][1]["prompt"], 4)}
+
+    stub.script[COMPLETE] = [lambda: answer(False), answer, answer]
+    trainer = make(generation_batches_ahead=2, max_steps=3, **on_a_server(stub))
+    trainer.train()
+    assert of_steps(trainer, STALENESS) == [0, 1, 2]
+    trainer.rollouts.close()
 
 
 def on_a_server(stub: StubServer, **changes) -> dict:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 import math
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pyarrow import parquet
@@ -146,6 +149,23 @@ def test_missing_rewards_do_not_count(make_trainer):
     assert evaluation["eval_calls"] == pytest.approx(
         sum(range(3, len(calls) + 1)) / (len(calls) - 2)
     )
+
+
+def test_the_rate_of_completions(make_trainer, monkeypatch):
+    """Tokens of a generation batch over the seconds since that before; the first has no rate."""
+    clock = SimpleNamespace(perf_counter=partial(next, count(10.0, 2.5)))
+    monkeypatch.setattr("grpo_trainer.trainer.time", clock)
+    tokens = []
+
+    def counting(completion_ids, **kwargs):
+        tokens.append(sum(map(len, completion_ids)))
+        return [0.0] * len(completion_ids)
+
+    trainer = make_trainer(counting, engine=CannedEngine(), max_steps=4, steps_per_generation=2)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    rates = [row.get("completions/tokens_per_second") for row in rows]
+    assert rates == [None, None, pytest.approx(tokens[1] / 2.5), None]
 
 
 def test_seconds_are_counted_once(make_trainer):

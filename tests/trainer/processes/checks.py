@@ -203,7 +203,7 @@ def refused(placement: str, folder: str) -> Found:
             "use_transformers_continuous_batching": True,
             "ds3_gather_for_generation": False,
         },
-        "overlap": {"overlap_generation": True},
+        "overlap": {"generation_batches_ahead": 1},
     }
     found = {
         name: refusal(

@@ -121,7 +121,7 @@ def stream() -> Changes:
 def overlap() -> Changes:
     tokenizer = make_tokenizer()
     engine = BackgroundEngine(tokenizer, plain().eval(), rank())
-    return {"overlap_generation": True, "rollout_engine": engine, **EVALUATED, "eval_steps": 1}
+    return {"generation_batches_ahead": 1, "rollout_engine": engine, **EVALUATED, "eval_steps": 1}
 
 
 def plain() -> PreTrainedModel:
@@ -208,6 +208,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "curriculum": {"dynamic_prompts_fn": longer_prompts, "dynamic_prompts_form": "groups"},
     "stream": stream,
     "overlap": overlap,
+    "two batches ahead": lambda: overlap() | {
+        "generation_batches_ahead": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1,
+    },
     # completions are logged to the folder that cannot be made
     "evaluation": {
         **EVALUATED, "eval_steps": 1, "log_completions": True, "num_completions_to_print": 0,
