@@ -197,7 +197,11 @@ class Aggregation(NamedTuple):
 
 def _sequence_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
-    return batch.segments.expand((lengths * (counted.sequences or 1)).reciprocal())
+    return batch.segments.expand((lengths * _sequences(batch, counted)).reciprocal())
+
+
+def _sequences(batch: TokenBatch, counted: Counted) -> Tensor | float:
+    return _divisor(batch.num_sequences_in_micro_batch, counted.sequences)
 
 
 def token_mean(
@@ -223,23 +227,28 @@ def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) ->
     return share * _inverse(batch.num_prompts, prompts)
 
 
-def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
-    """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
+def _divisor(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    """Return the count that is ``given``, or 1 for one of 0: a tensor only on a device."""
     count = otherwise if given is None else host.number(given)
     # 0 only when no process has a token; a fraction is a share of processes or steps
     if isinstance(count, Tensor):
-        return torch.where(count > 0, count.double(), 1.0).reciprocal()
-    return 1.0 / count if count > 0 else 1.0
+        return torch.where(count > 0, count.double(), 1.0)
+    return count if count > 0 else 1.0
+
+
+def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    count = _divisor(given, otherwise)
+    return count.reciprocal() if isinstance(count, Tensor) else 1.0 / count
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
     "sequence_sum": Aggregation(
-        lambda batch, counted, _: 1.0 / (counted.sequences or 1), by_sequence=True
+        lambda batch, counted, _: 1.0 / _sequences(batch, counted), by_sequence=True
     ),
     "token_mean": Aggregation(token_mean, counts_tokens=True),
     "fixed_length": Aggregation(
-        lambda batch, counted, length: 1.0 / ((counted.sequences or 1) * length),
+        lambda batch, counted, length: 1.0 / (_sequences(batch, counted) * length),
         divides_by_max_length=True,
     ),
     "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False, counts_tokens=True),
