@@ -218,10 +218,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "iterations": {"num_iterations": 3, "logging_steps": 3},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "beta": 0.1},
     "a long generation": {"steps_per_generation": 3, "num_iterations": 2, "logging_steps": 3},
-    # five micro-steps of optimizer steps of two, each with several micro-batches
     "token budget": {
         "max_tokens_per_micro_batch": 14, "gradient_accumulation_steps": 2, "beta": 0.1,
-        "steps_per_generation": 4, "num_iterations": 2, "logging_steps": 3,
+        "steps_per_generation": 4, "num_iterations": 3, "logging_steps": 3,
     },
     "token budget across generations": {
         "max_tokens_per_micro_batch": 14, "gradient_accumulation_steps": 2,

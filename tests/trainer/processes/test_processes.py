@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 FILES = launch.ROOT / "grpo_trainer" / "accelerate_configs"
 SHARDED = ("fsdp2", "zero3")
 # ZeRO-1 and 2 differ from plain data parallelism by the engine alone
-FEW = {"zero1": ("clipped", "reference"), "zero2": ("adam", "lora")}
+FEW = {"zero1": ("clipped", "reference", "token budget"), "zero2": ("adam", "lora", "token budget")}
 # of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
 ATOL = {"adam": 1e-5}
 SELDOM = ("accumulated", "iterations")  # log their two steps together
