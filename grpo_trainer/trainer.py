@@ -436,28 +436,20 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._entropy.add(metrics)
         if routers is None:
             return loss
-        routers = inputs.share * routers
-        of_routers = value_metric("aux_loss", routers, self.accelerator.device, inputs.share)
-        self._metrics[training].add(of_routers)
-        return loss + self._router_coef / steps * routers
+        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
+        return loss + self._router_coef * inputs.share / steps * routers
 
     def training_step(
-        self,
-        model: nn.Module,
-        inputs: list[int] | MicroBatch,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        metrics = self._metrics[True]
+        metrics, step = self._metrics[True], super().training_step
         model.train()  # as Trainer does, but before completions are sampled
         self.optimizer.train()
         with metrics.timing(), phase("loss"):
             *others, last = self._prepare_inputs(inputs)
-            losses = []
-            for batch in others:
-                with self._placement.accumulating(model):
-                    losses.append(super().training_step(model, batch, num_items_in_batch))
-            losses.append(super().training_step(model, last, num_items_in_batch))
-            loss = torch.stack(losses).sum()
+            with self._placement.accumulating(model):
+                losses = [step(model, batch, num_items_in_batch) for batch in others]
+            loss = torch.stack([*losses, step(model, last, num_items_in_batch)]).sum()
         self._buffer.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
         metrics.add(value_metric("loss", loss, loss.device, count=int(stepping)))

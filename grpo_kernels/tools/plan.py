@@ -284,12 +284,8 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
         largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
     yield "largest", largest
-    [most, *_] = [
-        line["largest_micro_batch_tokens"]
-        for line in facts["implementations"]
-        if line["implementation"] == facts["default"]
-    ]
-    if most:
+    ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
+    if most := ours["largest_micro_batch_tokens"]:
         budget = f"max_tokens_per_micro_batch = {most} of the trainer takes no more at the head"
         yield "budget", f"{budget}; the body's activations, which grow with it, are in --reserved"
     if shard:

@@ -201,8 +201,7 @@ class RolloutBuffer:
     """Gives out a generation batch's micro-batches in turn, and asks for the next when it is used.
 
     Args:
-        slices: micro-steps that a generation batch is dealt to, with as many micro-batches each, or
-            one more.
+        slices: micro-steps that a generation batch serves once; they share its micro-batches.
         iterations: how often each is used.
     """
 

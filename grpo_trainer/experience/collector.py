@@ -305,19 +305,12 @@ class Collector:
         # what the batches divide by is averaged over the processes, as their gradients are
         local = torch.tensor(counts, dtype=torch.float64, device=device)
         tokens = self._accelerator.reduce(local, "mean") / pooled
-        parts, metrics = pools, Metrics({})
-        if budget:
-            parts, metrics = self._cut(samples, pools, budget, pooled)
+        cut = self._cut(samples, pools, budget, pooled) if budget else (pools, Metrics({}))
+        parts, metrics = cut
         indices = [torch.tensor(part, device=device) for part in parts]
-        numbers = tokens.repeat_interleave(len(parts) // len(pools))
+        numbers, mean = tokens.repeat_interleave(len(parts) // len(pools)), tokens.mean()
         batches = [
-            collate(
-                [samples[i] for i in part],
-                advantages[index],
-                tokens.mean(),
-                number,
-                *self._padding,
-            )
+            collate([samples[i] for i in part], advantages[index], mean, number, *self._padding)
             for part, index, number in zip(parts, indices, numbers, strict=True)
         ]
         if budget:

@@ -145,9 +145,7 @@ def _seconds(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def value_metric(
-    name: str, value: float | Tensor, device: torch.device, count: float = 1
-) -> Metrics:
+def value_metric(name: str, value: float | Tensor, device: torch.device, count: int = 1) -> Metrics:
     """Return the sum of ``count`` samples of a number, averaged over the window; with 0 it is a
     part of the next one."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()

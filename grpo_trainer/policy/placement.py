@@ -69,18 +69,14 @@ class Placement:
 
     @contextmanager
     def accumulating(self, policy: nn.Module) -> Iterator[None]:
-        """Take a backward inside for none that ends an optimizer step, as transformers does."""
+        """Take no backward inside for the last of an optimizer step, as transformers does."""
         state = self._accelerator.gradient_state
-        if not state.sync_gradients:  # transformers has done so
-            yield
-            return
-        waits = self.unsynced and not state.plugin_kwargs.get("sync_each_batch", False)
+        last = state.sync_gradients  # else transformers has seen to it
+        waits = last and self.unsynced and not state.plugin_kwargs.get("sync_each_batch", False)
         state._set_sync_gradients(False)
-        try:
-            with self._accelerator.no_sync(policy) if waits else nullcontext():
-                yield
-        finally:
-            state._set_sync_gradients(True)
+        with self._accelerator.no_sync(policy) if waits else nullcontext():
+            yield
+        state._set_sync_gradients(last)
 
     def weights(
         self, module: nn.Module, chosen: Callable[[str], bool] = lambda name: True
