@@ -273,7 +273,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
     # slices are used num_iterations times.
 
-    def _prepare_inputs(self, inputs: Any) -> MicroBatch:
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return the micro-batches of a micro-step, or that of an evaluation; one is ready."""
+        if isinstance(inputs, MicroBatch):
+            return inputs
         if self.model.training:
             return self._buffer.current(self._generation_batch)
         return self._evaluation_batch(inputs)
@@ -301,10 +304,18 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._keep_completions(scored)
             metrics.add(self._rate(scored.samples))
             assert args.steps_per_generation is not None  # set on construction
-            batches = self._collector.slices(scored, args.steps_per_generation)
+            budget = args.max_tokens_per_micro_batch
+            batches, cut = self._collector.slices(scored, args.steps_per_generation, budget)
+            metrics.add(cut)
         self.state.num_input_tokens_seen += int(scored.num_tokens)
         moves = args.policy_moves_within_generation and not self.loss_config.bypasses
-        return [self._with_logprobs(batch, old=moves) for batch in batches]
+        batches = [self._with_logprobs(batch, old=moves) for batch in batches]
+        if budget is not None and self.loss_config.exclude_zero_variance:
+            active = torch.stack([batch.num_active() for batch in batches]).double().sum()
+            active = self.accelerator.reduce(active, "mean") / args.steps_per_generation
+            for batch in batches:
+                batch.num_sequences = active
+        return batches
 
     def _rate(self, samples: list[Sample]) -> Metrics:
         """Return the completions' tokens per second since the generation batch before."""
@@ -321,7 +332,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._settings.take_effect()
         scored = self._generate_and_score(rows, self.args.eval_group_size)
         self._keep_completions(scored)
-        return self._with_logprobs(self._collector.slices(scored, 1)[0])
+        [batch], _ = self._collector.slices(scored, 1)
+        return self._with_logprobs(batch)
 
     def _draw_and_score(self, count: int) -> Scored:
         rows = self._collector.draw(self._prompts, count)
@@ -406,7 +418,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         if teacher is not None:
             with phase("ref"):
                 apart = teacher.add_to_advantages(batch, self.model)
-            self._metrics[self.model.training].add(value_metric("teacher_kl", apart, apart.device))
+            self._metrics[self.model.training].add(apart)
         return batch
 
     # The loss, and the step.
@@ -430,7 +442,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         scale = self._entropy.scale if self._entropy is not None else None
         teacher = self._teacher
         divergence = teacher.divergence(inputs, self.model, steps) if teacher is not None else None
-        loss, metrics, routers, apart = policy_loss_of(
+        loss, metrics, routers = policy_loss_of(
             model,
             inputs,
             inputs.token_batch(steps, scale),
@@ -440,21 +452,24 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             divergence=divergence,
         )
         self._metrics[training].add(metrics)
-        if apart is not None:
-            self._metrics[training].add(value_metric("teacher_kl", apart, apart.device))
         if self._entropy is not None and training:
             self._entropy.add(metrics)
         if routers is None:
             return loss
         self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
-        return loss + self._router_coef / steps * routers
+        return loss + self._router_coef * inputs.share / steps * routers
 
     def training_step(
         self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        metrics = self._metrics[True]
+        metrics, step = self._metrics[True], super().training_step
+        model.train()  # as Trainer does, but before completions are sampled
+        self.optimizer.train()
         with metrics.timing(), phase("loss"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            *others, last = self._prepare_inputs(inputs)
+            with self._placement.accumulating(model):
+                losses = [step(model, batch, num_items_in_batch) for batch in others]
+            loss = torch.stack([*losses, step(model, last, num_items_in_batch)]).sum()
         self._buffer.position += 1
         stepping = self.accelerator.sync_gradients  # the optimizer steps now
         metrics.add(value_metric("loss", loss, loss.device, count=int(stepping)))

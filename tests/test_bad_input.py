@@ -59,6 +59,7 @@ def right(name: str) -> dict[str, Any]:
         **{f"{name}_logprobs": -torch.rand(2, 3) for name in ("old", "ref", "rollout")},
         "num_items_in_batch": 5,
         "num_tokens_in_micro_batch": 5,
+        "num_sequences_in_micro_batch": 2,
         "num_prompts": 1.5,
         "prompt_tokens": torch.tensor([4, 3]),
         "entropy_scale": 1.0,
@@ -157,7 +158,12 @@ ANY_SIZE = (
     "slots",
     "size",
 )
-FRACTIONS = ("num_items_in_batch", "num_tokens_in_micro_batch", "num_prompts")
+FRACTIONS = (
+    "num_items_in_batch",
+    "num_tokens_in_micro_batch",
+    "num_sequences_in_micro_batch",
+    "num_prompts",
+)
 # meta tensors have no values that a host could compare
 ON_NO_DEVICE = ("context_parallel_rows",)
 

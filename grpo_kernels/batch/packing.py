@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights")
-SCALAR_FIELDS = ("num_items_in_batch", "num_tokens_in_micro_batch", "num_prompts", "entropy_scale")
+SCALAR_FIELDS = (
+    "num_items_in_batch",
+    "num_tokens_in_micro_batch",
+    "num_sequences_in_micro_batch",
+    "num_prompts",
+    "entropy_scale",
+)
 COUNT_FIELDS = ("lengths", "active_lengths")
 UNKNOWN = -1  # a count that the host does not know
 _NO_ID = f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)"
@@ -43,6 +49,7 @@ class OptionalFields(TypedDict, total=False):
     sampling_mask: SamplingMask | None
     num_items_in_batch: Tensor | float | None
     num_tokens_in_micro_batch: Tensor | float | None
+    num_sequences_in_micro_batch: Tensor | float | None
     num_prompts: Tensor | float | None
     prompt_tokens: Tensor | None
     entropy_scale: Tensor | float | None

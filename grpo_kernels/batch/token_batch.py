@@ -43,7 +43,8 @@ class TokenBatch:
     sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
     prompt_tokens: Tensor | None = None  # (B,) fp64, of all sequences of each one's prompt
     num_items_in_batch: Tensor | None = None  # (); on the CPU if given as a number
-    num_tokens_in_micro_batch: Tensor | None = None  # likewise, as the next two
+    num_tokens_in_micro_batch: Tensor | None = None  # likewise, as the next three
+    num_sequences_in_micro_batch: Tensor | None = None
     num_prompts: Tensor | None = None
     entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
@@ -76,6 +77,9 @@ class TokenBatch:
                 of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
                 ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the entropy
                 bonus) divide by, its valid tokens likewise; None: those here.
+                ``num_sequences_in_micro_batch``: what the means over its sequences (grpo, dr_grpo,
+                gspo) divide by, empty ones too, likewise; None: those here. Where a micro-batch is
+                computed in pieces, each is given the numbers of the whole.
                 ``prompt_tokens``: (B,), which ``prompt_mean`` divides by: the valid tokens of all
                 completions of the sequence's prompt, wherever they are: shuffled micro-batches are
                 right. ``num_prompts``: how many prompts the accumulation window has on all

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 class Counted(NamedTuple):
     """What a mean divides by, in this micro-batch and per rank."""
 
-    sequences: float
+    sequences: Tensor | float
     tokens: float
     tokens_of: Tensor | None = None  # (T,) fp64, 1 for those that count; None: all do
 
@@ -173,13 +174,14 @@ class Counted(NamedTuple):
     def of(cls, batch: TokenBatch, with_zero_variance: bool) -> Counted:
         """Count a batch's sequences, or those of them that have an advantage."""
         segments, ranks = batch.segments, batch.num_ranks
+        sequences = partial(_divisor, batch.num_sequences_in_micro_batch)
         if with_zero_variance:
-            return cls(batch.num_sequences / ranks, segments.num_tokens / ranks)
+            return cls(sequences(batch.num_sequences / ranks), segments.num_tokens / ranks)
         lengths, active = host.values(batch.whole_counts)  # known: checked at the API edge
         kept = [length for length, few in zip(lengths, active, strict=True) if few]
         advantages = segments.sum((batch.advantages != 0).double())
         tokens_of = segments.expand((advantages > 0).double())
-        return cls(len(kept) / ranks, sum(kept) / ranks, tokens_of)
+        return cls(sequences(len(kept) / ranks), sum(kept) / ranks, tokens_of)
 
 
 class Aggregation(NamedTuple):
@@ -197,7 +199,7 @@ class Aggregation(NamedTuple):
 
 def _sequence_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
     lengths = batch.segments.lengths.clamp(min=1).double()
-    return batch.segments.expand((lengths * (counted.sequences or 1)).reciprocal())
+    return batch.segments.expand((lengths * counted.sequences).reciprocal())
 
 
 def token_mean(
@@ -223,23 +225,28 @@ def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) ->
     return share * _inverse(batch.num_prompts, prompts)
 
 
-def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
-    """Return ``1 / given``, or 1 for a count of 0: a tensor only where it is on a device."""
+def _divisor(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    """Return the count that is ``given``, or 1 for one of 0: a tensor only on a device."""
     count = otherwise if given is None else host.number(given)
     # 0 only when no process has a token; a fraction is a share of processes or steps
     if isinstance(count, Tensor):
-        return torch.where(count > 0, count.double(), 1.0).reciprocal()
-    return 1.0 / count if count > 0 else 1.0
+        return torch.where(count > 0, count.double(), 1.0)
+    return count if count > 0 else 1.0
+
+
+def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    count = _divisor(given, otherwise)
+    return count.reciprocal() if isinstance(count, Tensor) else 1.0 / count
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(_sequence_mean, by_sequence=True),
     "sequence_sum": Aggregation(
-        lambda batch, counted, _: 1.0 / (counted.sequences or 1), by_sequence=True
+        lambda batch, counted, _: 1.0 / counted.sequences, by_sequence=True
     ),
     "token_mean": Aggregation(token_mean, counts_tokens=True),
     "fixed_length": Aggregation(
-        lambda batch, counted, length: 1.0 / ((counted.sequences or 1) * length),
+        lambda batch, counted, length: 1.0 / (counted.sequences * length),
         divides_by_max_length=True,
     ),
     "window_token_mean": Aggregation(_window_token_mean, per_micro_batch=False, counts_tokens=True),

@@ -284,6 +284,10 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
         largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
     yield "largest", largest
+    ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
+    if most := ours["largest_micro_batch_tokens"]:
+        budget = f"max_tokens_per_micro_batch = {most} of the trainer takes no more at the head"
+        yield "budget", f"{budget}; the body's activations, which grow with it, are in --reserved"
     if shard:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
         yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)

@@ -82,6 +82,8 @@ _RELATIONS = {
     "completions once more and has to find the same ones",
     "dynamic_prompts_fn with generation_batches_ahead": "which needs the next prompts before the "
     "current completions are scored",
+    "top_entropy_quantile with max_tokens_per_micro_batch": "whose micro-batches have rows of much "
+    "the same length, while the quantile is that of a micro-batch",
     "dynamic_prompts_form without dynamic_prompts_fn": "whose form it is",
 }
 # what generation shares with the loss is set once, in the field named here
@@ -263,6 +265,19 @@ def set_padding(args: TrainingArguments) -> None:
         whole = isinstance(value, int)
         check_number(name, value, "an integer >= 1, auto or none", lambda n: whole and n >= 1)
     args.pad_to_multiple_of = value
+
+
+def check_token_budget(args: TrainingArguments) -> None:
+    """Raise ValueError unless a micro-batch can hold the longest completion with its prompt."""
+    budget, prompt = args.max_tokens_per_micro_batch, args.max_prompt_length
+    longest = (prompt or 1) + args.max_completion_length
+    longest += -longest % (args.pad_to_multiple_of or 1)
+    if budget is not None and budget < longest:
+        raise ValueError(
+            f"max_tokens_per_micro_batch: expected at least {longest}, for a completion of "
+            f"max_completion_length = {args.max_completion_length} tokens and a prompt of "
+            f"{f'max_prompt_length = {prompt}' if prompt else 'one'}, got {budget}"
+        )
 
 
 def check_engine(args: TrainingArguments, loss: LossConfig) -> None:

@@ -167,6 +167,7 @@ class GRPOFields:
     max_completion_length: AtLeastOne = 512
     pad_to_multiple_of: int | str | None = "auto"
     packing: Annotated[str, choice(("auto", "padded", "packed"))] = "auto"
+    max_tokens_per_micro_batch: AtLeastOne | None = None
     chat_template_kwargs: Options = None
 
     # images that rows may name

@@ -21,6 +21,7 @@ from grpo_trainer.config.checks import (
     check_engine,
     check_fields,
     check_inherited,
+    check_token_budget,
     parse_json_fields,
     set_generation_batch,
     set_padding,
@@ -84,6 +85,7 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
         set_padding(self)
+        check_token_budget(self)
         check_inherited(self)
         set_generation_batch(self)
         if self.eval_strategy != "no":

@@ -1,6 +1,13 @@
 """What is trained on: prompts and their order, completions, micro-batches."""
 
-from grpo_trainer.data.batch import MicroBatch, RolloutBuffer, Sample, collate
+from grpo_trainer.data.batch import (
+    MicroBatch,
+    RolloutBuffer,
+    Sample,
+    collate,
+    computed_tokens,
+    cut_rows,
+)
 from grpo_trainer.data.images import (
     PROMPT_COLUMNS,
     ImageError,

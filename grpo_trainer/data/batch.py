@@ -75,8 +75,16 @@ class MicroBatch:
     # for a mean over prompts: (B,) int64 tokens in the loss of each one's prompt,
     prompt_tokens: Tensor | None = None
     num_prompts: Tensor | None = None  # and () how many prompts, per micro-batch of the window
+    # where a micro-step has several: its share of one, and what means over sequences divide by
+    share: float = 1.0
+    num_sequences: Tensor | float | None = None
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
+
+    def num_active(self) -> Tensor:  # ()
+        """Count the completions with a token in the loss whose advantage is not 0."""
+        advantages = self.advantages.view(len(self.target), -1)
+        return ((self.target != IGNORE_INDEX) & (advantages != 0)).any(1).sum()
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None
@@ -92,11 +100,41 @@ class MicroBatch:
             sampling_mask=self.sampling_mask,
             num_items_in_batch=self.num_items * steps,
             num_tokens_in_micro_batch=self.num_tokens,
+            num_sequences_in_micro_batch=self.num_sequences,
             prompt_tokens=self.prompt_tokens,
             num_prompts=None if prompts is None else prompts * steps,
             entropy_scale=entropy_scale,
             gradient_accumulation_steps=steps,
         )
+
+
+def padded_length(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
+    """Return how many tokens wide the micro-batch of these rows is."""
+    return max(lengths) + -max(lengths) % (pad_to_multiple_of or 1)
+
+
+def computed_tokens(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
+    """Return how many tokens the model's body computes for the micro-batch of these rows."""
+    return len(lengths) * padded_length(lengths, pad_to_multiple_of)
+
+
+def cut_rows(
+    rows: Sequence[int], cost: Callable[[list[int]], int], budget: int, least: int
+) -> list[list[int]]:
+    """Cut rows, in their order, into parts that cost at most ``budget`` each, or are one row.
+
+    There are as few as that takes, but at least ``least``, for which the costliest are halved.
+    """
+    parts: list[list[int]] = [[]]
+    for row in rows:
+        if parts[-1] and cost([*parts[-1], row]) > budget:
+            parts.append([])
+        parts[-1].append(row)
+    while len(parts) < least:
+        index = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1) * cost(parts[i]))
+        part = parts[index]
+        parts[index : index + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
 
 
 def collate(
@@ -112,7 +150,7 @@ def collate(
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
     lengths = [len(row) for row in rows]
     starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
-    place = torch.arange(max(lengths) + -max(lengths) % (pad_to_multiple_of or 1))
+    place = torch.arange(padded_length(lengths, pad_to_multiple_of))
     filled = place < torch.tensor(lengths)[:, None]
     completion = filled & (place >= starts[:, None])
     input_ids = torch.full(filled.shape, pad_token_id)
@@ -165,7 +203,7 @@ class RolloutBuffer:
     """Gives out a generation batch's micro-batches in turn, and asks for the next when it is used.
 
     Args:
-        slices: micro-batches of a generation batch.
+        slices: micro-steps that a generation batch serves once; they share its micro-batches.
         iterations: how often each is used.
     """
 
@@ -175,11 +213,12 @@ class RolloutBuffer:
         self.position = 0  # micro-steps taken
         self.batches: list[MicroBatch] = []
 
-    def current(self, make: Callable[[], list[MicroBatch]]) -> MicroBatch:
-        """Return the micro-batch of this micro-step."""
+    def current(self, make: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+        """Return the micro-batches of this micro-step."""
         if not self.batches or self.position % self._uses == 0:
             self.batches = make()
-        return self.batches[self.position % self._slices]
+        step, count = self.position % self._slices, len(self.batches)
+        return self.batches[step * count // self._slices : (step + 1) * count // self._slices]
 
     def state(self) -> dict[str, Any]:
         return {"position": self.position, "batches": [_plain(batch) for batch in self.batches]}

@@ -26,6 +26,8 @@ from grpo_trainer.data import (
     Sample,
     check_prompt,
     collate,
+    computed_tokens,
+    cut_rows,
     has_images,
     open_images,
     own_copy,
@@ -109,7 +111,9 @@ class Collector:
                 "generation_config or in generation_kwargs), got none, so that no completion "
                 "would end"
             )
-        self._padding = pad_token_id(context.tokenizer)
+        multiple = context.args.pad_to_multiple_of
+        assert not isinstance(multiple, str)  # on construction auto became a number or None
+        self._padding = pad_token_id(context.tokenizer), multiple
         self._parser = TurnParser(context.tokenizer, sampler.eos_token_ids)
 
     def draw(self, prompts: PromptStream | Curriculum, count: int) -> list[Row]:
@@ -284,33 +288,78 @@ class Collector:
         compared = self.compare(rewards, samples, size)
         return Scored(samples, rewards, compared, num_tokens), metrics
 
-    def slices(self, scored: Scored, count: int) -> list[MicroBatch]:
-        """Deal completions to ``count`` micro-batches; several of them are shuffled first."""
+    def slices(
+        self, scored: Scored, count: int, budget: int | None = None
+    ) -> tuple[list[MicroBatch], Metrics]:
+        """Deal completions to ``count`` micro-steps; those of several are shuffled first.
+
+        Each has one micro-batch. With a ``budget`` the completions of micro-steps of one optimizer
+        step are pooled, and cut into micro-batches of at most so many tokens.
+        """
         samples, device = scored.samples, self._accelerator.device
         advantages = scored.compared.advantages[self.own(scored)]
         order = torch.randperm(len(samples)) if count > 1 else torch.arange(len(samples))
-        parts = order.chunk(count)
-        dealt = [[samples[i] for i in part.tolist()] for part in parts]
-        counts = [sum(chain(*(sample.in_loss for sample in part))) for part in dealt]
+        pooled = math.gcd(count, self._args.gradient_accumulation_steps) if budget else 1
+        pools = [pool.tolist() for pool in order.chunk(count // pooled)]
+        counts = [sum(chain(*(samples[i].in_loss for i in pool))) for pool in pools]
         # what the batches divide by is averaged over the processes, as their gradients are
         local = torch.tensor(counts, dtype=torch.float64, device=device)
-        tokens = self._accelerator.reduce(local, "mean")
-        multiple = self._args.pad_to_multiple_of
-        assert not isinstance(multiple, str)  # on construction auto became a number or None
-        padding = self._padding, multiple
+        tokens = self._accelerator.reduce(local, "mean") / pooled
+        cut = self._cut(samples, pools, budget, pooled) if budget else (pools, Metrics({}))
+        parts, metrics = cut
+        indices = [torch.tensor(part, device=device) for part in parts]
+        numbers, mean = tokens.repeat_interleave(len(parts) // len(pools)), tokens.mean()
         batches = [
-            collate(part, advantages[index.to(device)], tokens.mean(), number, *padding)
-            for part, index, number in zip(dealt, parts, tokens, strict=True)
+            collate([samples[i] for i in part], advantages[index], mean, number, *self._padding)
+            for part, index, number in zip(parts, indices, numbers, strict=True)
         ]
+        if budget:
+            for batch in batches:
+                batch.share, batch.num_sequences = count / len(parts), len(samples) / count
         if self._by_prompt:
             own = torch.tensor([sum(sample.in_loss) for sample in samples], device=device)
             groups = self._accelerator.gather(own).view(len(scored.compared.signal), -1).sum(1)
             size = len(scored.rewards) // len(groups)
             each = groups.repeat_interleave(size)[self.own(scored)]
             number = (groups > 0).sum() / (count * self._accelerator.num_processes)
-            for batch, index in zip(batches, parts, strict=True):
-                batch.prompt_tokens, batch.num_prompts = each[index.to(device)], number
-        return batches
+            for batch, index in zip(batches, indices, strict=True):
+                batch.prompt_tokens, batch.num_prompts = each[index], number
+        return batches, metrics
+
+    def _cut(
+        self, samples: list[Sample], pools: list[list[int]], budget: int, least: int
+    ) -> tuple[list[list[int]], Metrics]:
+        """Cut pools of completions, the longest first, into micro-batches of at most ``budget``
+        tokens: equally many of each pool and on each process, since their collectives go together.
+
+        Raises:
+            ValueError: a completion with its prompt has more tokens; on all processes.
+        """
+        lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples]
+
+        def cost(part: list[int]) -> int:
+            return computed_tokens([lengths[i] for i in part], self._padding[1])
+
+        def cut(least: int) -> list[list[list[int]]]:
+            ordered = (sorted(pool, key=lambda i: -lengths[i]) for pool in pools)
+            return [cut_rows(pool, cost, budget, least) for pool in ordered]
+
+        needed = [max(map(len, cut(least))), max(cost([i]) for i in range(len(samples)))]
+        device = self._accelerator.device
+        everyone = self._accelerator.gather(torch.tensor([needed], device=device))
+        number, longest = everyone.amax(0).tolist()
+        if longest > budget:
+            raise ValueError(
+                f"max_tokens_per_micro_batch: expected at least {longest}, the tokens of the "
+                f"longest completion with its prompt, got {budget}; raise it, or lower "
+                "max_completion_length or max_prompt_length"
+            )
+        parts = [*chain(*cut(number))]
+        computed = sum(map(cost, parts))
+        each_step = number * self._args.gradient_accumulation_steps // least
+        padding = value_metric("micro_batches/padding", computed - sum(lengths), device, computed)
+        numbers = value_metric("micro_batches/number", each_step, device)
+        return parts, Metrics.merge([padding, numbers])
 
     def own(self, scored: Scored) -> slice:
         """Return which of the N completions are this process's."""

@@ -65,7 +65,7 @@ _NOT_DRAWN = (
 # of whole families, which a run or a loss may add to
 _FAMILIES = (
     "backward_", "clip_ratio/", "completions/", "dynamic_sampling/", "entropy/", "eval_",
-    "profiling/", "ratio/", "rewards/", "sampling/", "tools/", "train_", "vespo/",
+    "micro_batches/", "profiling/", "ratio/", "rewards/", "sampling/", "tools/", "train_", "vespo/",
 )  # fmt: skip
 _OWN = {*_NOT_DRAWN, *(name for chart in EVERY_CHART for name in chart.metrics())} - {
     "tokens_per_second"  # the report computes it

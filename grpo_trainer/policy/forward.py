@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from grpo_kernels import Head, LossConfig, Metrics, TokenBatch, linear_logprobs,
 from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
+from grpo_kernels.losses import Stat
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch
 from grpo_trainer.policy.placement import Placement
@@ -33,27 +35,36 @@ def policy_loss_of(
     options: dict[str, Any],
     with_router_loss: bool = False,
     divergence: HeadFn | None = None,
-) -> tuple[Tensor, Metrics, Tensor | None, Tensor | None]:
-    """Return the policy loss of ``batch`` with ``tokens``, its metrics, the routers' loss, and the
-    mean of the tokens' divergence from a teacher, whose loss is added where it is given.
+) -> tuple[Tensor, Metrics, Tensor | None]:
+    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss.
 
-    ``options`` are those of ``linear_policy_loss``.
+    ``options`` are those of ``linear_policy_loss``. Where the ``divergence`` from a teacher is
+    given, its loss is added.
     """
     metrics: list[Metrics] = []
-    apart: list[Tensor] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
-        loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
-        metrics.append(of_loss)
+        loss, found = linear_policy_loss(hidden, head, tokens, config, **options)
+        metrics.append(found)
         if divergence is not None:
-            found = divergence(hidden, head)
-            apart.append(found.divergence.sum() / (batch.target != IGNORE_INDEX).sum().clamp(min=1))
-            loss = loss + found.loss
+            of_teacher = divergence(hidden, head)
+            loss = loss + of_teacher.loss
+            metrics[-1] = Metrics.merge([found, teacher_kl(of_teacher.divergence, batch)])
         return loss
 
     more = {"output_router_logits": True} if with_router_loss else {}
     output = run(model, batch, head_fn, **more)
-    return output.head, metrics[-1], output.aux_loss, apart[-1] if apart else None
+    found = metrics[-1]
+    if batch.share != 1 and (sample := found.stats.get("policy_loss")) is not None:
+        sample = replace(sample, count=sample.count * batch.share)  # one for each micro-step
+        found = Metrics({**found.stats, "policy_loss": sample})
+    return output.head, found, output.aux_loss
+
+
+def teacher_kl(divergence: Tensor, batch: MicroBatch) -> Metrics:
+    """Return the mean divergence of tokens from a teacher; it is 0 at others."""
+    count = (batch.target != IGNORE_INDEX).double().sum()
+    return Metrics({"teacher_kl": Stat("mean", divergence.detach().double().sum(), count)})
 
 
 def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:

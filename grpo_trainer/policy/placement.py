@@ -34,6 +34,7 @@ class Placement:
     name: str | None = None  # of how it is sharded
     sharded = False  # a process alone cannot read the parameters
     late = False  # training places the policy when it begins, and then loads a checkpoint
+    unsynced = True  # gradients stay on their process until the last backward of a step
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self._accelerator: Any = accelerator
@@ -65,6 +66,17 @@ class Placement:
 
     def at_rest(self, model: nn.Module) -> None:
         """Free what a forward has left gathered: ``parameters()`` are the trained ones again."""
+
+    @contextmanager
+    def accumulating(self, policy: nn.Module) -> Iterator[None]:
+        """Take no backward inside for the last of an optimizer step, as transformers does."""
+        state = self._accelerator.gradient_state
+        last = state.sync_gradients  # else transformers has seen to it
+        waits = last and self.unsynced and not state.plugin_kwargs.get("sync_each_batch", False)
+        state._set_sync_gradients(False)
+        with self._accelerator.no_sync(policy) if waits else nullcontext():
+            yield
+        state._set_sync_gradients(last)
 
     def weights(
         self, module: nn.Module, chosen: Callable[[str], bool] = lambda name: True
@@ -203,6 +215,7 @@ class Zero(Placement):
     modules that run, and its shard lies beside it."""
 
     late = True
+    unsynced = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)

@@ -16,13 +16,13 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_kernels import Head, linear_divergence
+from grpo_kernels import Head, Metrics, linear_divergence
 from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import MicroBatch
-from grpo_trainer.policy.forward import Reference, run, target_logprobs
+from grpo_trainer.policy.forward import Reference, run, target_logprobs, teacher_kl
 from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
 
@@ -97,7 +97,7 @@ class Teacher:
             return []
         return [(base_policy(one.model), one.running(policy))]
 
-    def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:
+    def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Metrics:
         """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
         estimated KL(policy, teacher)."""
         assert batch.old_logprobs is not None  # computed for it
@@ -106,7 +106,7 @@ class Teacher:
         if batch.advantages.dim() == 1:
             batch.advantages = batch.advantages[:, None].expand(batch.target.shape)
         batch.advantages = batch.advantages + self._args.distillation_coef * gain
-        return -gain.sum() / in_loss.sum().clamp(min=1)
+        return teacher_kl(-gain, batch)
 
     def _logprobs(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:  # (B, L)
         if self._reference is not None:

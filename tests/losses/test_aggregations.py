@@ -82,6 +82,25 @@ def test_shuffled_micro_batches_of_prompts_add_up() -> None:
     torch.testing.assert_close(sum(parts), loss_of(config("prompt_mean"), EVERY))
 
 
+@pytest.mark.parametrize("excludes", (False, True))
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_pieces_of_a_micro_batch_add_up(name: str, excludes: bool) -> None:
+    """Unequal ones, each of which is told the numbers of the whole."""
+    settings: dict[str, Any] = {"exclude_zero_variance": excludes}
+    kept = [i for i in EVERY if ADVANTAGES[i] or not excludes]
+    tokens, steps = sum(LENGTHS[i] for i in kept), 2
+    told: dict[str, Any] = {
+        "num_tokens_in_micro_batch": tokens,
+        "num_items_in_batch": steps * tokens,
+        "num_sequences_in_micro_batch": torch.tensor(len(kept)),
+        "num_prompts": steps * (2 if excludes else 3),
+        "gradient_accumulation_steps": steps,
+    }
+    parts = [loss_of(config(name, **settings), part, **told) for part in ([5], [0, 2, 4, 1], [3])]
+    whole = loss_of(config(name, **settings), EVERY) / steps
+    torch.testing.assert_close(sum(parts), whole)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_another_aggregation_is_as_that_of_a_loss_that_has_it(name: str) -> None:
     if LOSSES[name].surrogate is not LOSSES["grpo"].surrogate:

@@ -160,6 +160,7 @@ class Rollout:
     rollout_weights: Tensor | None = None
     num_items: float | None = None
     num_tokens: float | None = None
+    num_sequences: float | None = None
     prompt_tokens: tuple[int, ...] | None = None  # of all sequences of each one's prompt
     num_prompts: float | None = None
     entropy_scale: float = 1.0
@@ -509,6 +510,7 @@ def _token_weights(x: Rollout, c: SimpleNamespace) -> Tensor:
     if c.exclude_zero_variance:
         kept = (x.sums((x.advantages != 0).double()) > 0).double()
     sequences, tokens = max(float(kept.sum()), 1.0), float((kept * lengths).sum())
+    sequences = sequences if x.num_sequences is None else x.num_sequences
     each = x.expand(kept)
     by = aggregation(c)
     if by == "sequence_mean":

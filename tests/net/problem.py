@@ -206,7 +206,10 @@ def _rollout(case: Case, problem: Problem) -> Rollout:
     def valid(name: str) -> Tensor | None:
         return fields[name].flatten()[keep] if name in fields else None
 
-    counts = dict(num_items=17.5, num_tokens=11.0, num_prompts=4.5, entropy_scale=0.5, steps=3)
+    counts = dict(
+        num_items=17.5, num_tokens=11.0, num_sequences=6.5, num_prompts=4.5, entropy_scale=0.5,
+        steps=3,
+    )  # fmt: skip
     # of neighbours, and of some tokens in another micro-batch
     prompts = [sum(lengths[i - i % 2 : i - i % 2 + 2]) + i % 4 // 2 for i in range(len(lengths))]
     return Rollout(

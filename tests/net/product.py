@@ -160,6 +160,7 @@ def _fields(posed: Problem) -> dict[str, Any]:
         fields |= dict(
             num_items_in_batch=x.num_items,
             num_tokens_in_micro_batch=x.num_tokens,
+            num_sequences_in_micro_batch=x.num_sequences,
             entropy_scale=x.entropy_scale,
             num_prompts=x.num_prompts,
             gradient_accumulation_steps=x.steps,

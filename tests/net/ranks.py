@@ -110,10 +110,12 @@ class SequenceRanks:
         count = x.num_items and x.num_items / self.size
         tokens = x.num_tokens and x.num_tokens / self.size
         prompts = x.num_prompts and x.num_prompts / self.size
+        sequences = x.num_sequences and x.num_sequences / self.size
+        told = {"num_items": count, "num_tokens": tokens, "num_prompts": prompts}
         return replace(
             self.problem,
             mask=self.problem.mask & (self.owner == rank),
-            rollout=replace(x, num_items=count, num_tokens=tokens, num_prompts=prompts),
+            rollout=replace(x, num_sequences=sequences, **told),
         )
 
     def options(self, posed: Problem) -> dict[str, Any]:

@@ -253,8 +253,15 @@ def test_reserved_memory(capsys) -> None:
     less = plan_data(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "512MiB")
     for line, half in zip(everything, less["implementations"], strict=True):
         assert 0 < half["largest_micro_batch_tokens"] < line["largest_micro_batch_tokens"]
+    [most, *_] = [
+        line["largest_micro_batch_tokens"]
+        for line in less["implementations"]
+        if line["implementation"] == less["default"]
+    ]
+    said = plan(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "512MiB")
+    assert f"max_tokens_per_micro_batch = {most} of the trainer" in said
     none = plan(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "1GiB")
-    assert "not one token" in none
+    assert "not one token" in none and "max_tokens" not in none
     plan(capsys, "--hidden", "1", "--vocab", "2", "--gpu-memory", "16TiB")  # is found at once
 
 

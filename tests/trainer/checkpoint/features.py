@@ -220,6 +220,14 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "iterations": {"num_iterations": 3, "logging_steps": 3},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "beta": 0.1},
     "a long generation": {"steps_per_generation": 3, "num_iterations": 2, "logging_steps": 3},
+    "token budget": {
+        "max_tokens_per_micro_batch": 14, "gradient_accumulation_steps": 2, "beta": 0.1,
+        "steps_per_generation": 4, "num_iterations": 3, "logging_steps": 3,
+    },
+    "token budget across generations": {
+        "max_tokens_per_micro_batch": 14, "gradient_accumulation_steps": 2,
+        "steps_per_generation": 3, "use_adaptive_entropy": True, "entropy_target": 2.4,
+    },
     "part of an epoch": {"generation_batch_size": 12, "num_generations": 4},
     "length in epochs": {"num_train_epochs": 7 / 4, "max_steps": -1, "generation_batch_size": 8},
     "a teacher's log-probabilities": lambda: taught("logprobs", steps_per_generation=3),

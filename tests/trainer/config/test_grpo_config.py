@@ -101,7 +101,7 @@ num_iterations max_prompt_length max_completion_length max_resampling_rounds ste
 generation_batch_size ref_model_sync_steps num_generations_eval per_device_train_batch_size
 per_device_eval_batch_size gradient_accumulation_steps temperature repetition_penalty tool_timeout
 vllm_server_timeout vllm_request_timeout vllm_max_model_length vllm_tensor_parallel_size
-vllm_importance_sampling_clip_max
+vllm_importance_sampling_clip_max max_tokens_per_micro_batch
 """
 SHARES = "top_p vllm_gpu_memory_utilization top_entropy_quantile backward_tolerance"
 # just below or above the range of a number, by field; values of another kind are generated
@@ -188,6 +188,21 @@ RELATIONS = [
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
     ({"entropy_coef": 0.1} | TOLERANCE, "backward_tolerance", "None with entropy_coef, .* 0.01"),
     ({"seed": 1 << 32} | TOLERANCE, "seed", "an int in"),
+    (
+        {"max_tokens_per_micro_batch": 4},
+        "max_tokens_per_micro_batch",
+        "at least 5, .* of one, got 4",
+    ),
+    (
+        {"max_tokens_per_micro_batch": 15, "max_prompt_length": 7, "pad_to_multiple_of": 8},
+        "max_tokens_per_micro_batch",
+        "at least 16, .* max_completion_length = 4 .* max_prompt_length = 7, got 15",
+    ),
+    (
+        {"max_tokens_per_micro_batch": 64, "top_entropy_quantile": 0.2},
+        "top_entropy_quantile",
+        r"expected 1\.0 with max_tokens_per_micro_batch, .* got 0\.2",
+    ),
     ({"backward_exact_weight": False}, "backward_exact_weight", "True without backward_tolerance"),
     ({"sync_ref_model": True}, "sync_ref_model", "False without beta"),
     ({"entropy_coef_min": 1.5}, "entropy_coef_max", ">= 1.5"),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, TrainerCallback
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.data import computed_tokens, cut_rows
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.engines import WeightSource, on_first_process, policy_weights
 from grpo_trainer.policy import loading_whole, placement_of
@@ -239,6 +240,20 @@ def found_by_one(placement: str, folder: str) -> Found:
     (out / "checkpoint-2" / "process_state_0.pt").unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     return {"locked": locked, "part": refusal(lambda: trainer.train(resume_from_checkpoint=True))}
+
+
+def budgeted(placement: str, folder: str) -> Found:
+    """Return what each process cut its completions into, what it would take alone, and an error."""
+    trainer = make_trainer("token budget", placement, folder)
+    trainer.train()
+    lengths = [batch.attention_mask.sum(1).tolist() for batch in trainer._buffer.batches]
+    budget = trainer.args.max_tokens_per_micro_batch
+    rows = sorted((length for batch in lengths for length in batch), reverse=True)
+    alone = cut_rows(
+        range(len(rows)), lambda part: computed_tokens([rows[i] for i in part]), budget, 1
+    )
+    trainer = make_trainer("token budget", placement, f"{folder}/2", max_tokens_per_micro_batch=9)
+    return {"lengths": lengths, "alone": len(alone), "error": refusal(trainer.train)}
 
 
 def death(placement: str, folder: str) -> None:

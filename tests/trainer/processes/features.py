@@ -128,6 +128,11 @@ def plain() -> PreTrainedModel:
     return make_policy(make_tokenizer(), seed=0)
 
 
+def unequal() -> Dataset:
+    """Return prompts of which those of the first of two processes are longer."""
+    return Dataset.from_list([{"prompt": "7" * (9 - 4 * (i % 4 // 2) - i % 2)} for i in range(20)])
+
+
 def tied() -> PreTrainedModel:
     policy = plain()
     policy.config.tie_word_embeddings = True
@@ -204,6 +209,10 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
     "masked": {"mask_truncated_completions": True, "loss_type": "bnpo"},
     "dynamic": DYNAMIC,
+    "token budget": {
+        "max_tokens_per_micro_batch": 26, "gradient_accumulation_steps": 2, "entropy_coef": 0.1,
+        "loss_type": "grpo", "beta": 0.05, "train_dataset": unequal(), "shuffle_dataset": False,
+    },
     "groups over processes": {"num_generations": 16},
     "curriculum": {"dynamic_prompts_fn": longer_prompts, "dynamic_prompts_form": "groups"},
     "stream": stream,

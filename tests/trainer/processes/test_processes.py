@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 FILES = launch.ROOT / "grpo_trainer" / "accelerate_configs"
 SHARDED = ("fsdp2", "zero3")
 # ZeRO-1 and 2 differ from plain data parallelism by the engine alone
-FEW = {"zero1": ("clipped", "reference"), "zero2": ("adam", "lora")}
+FEW = {"zero1": ("clipped", "reference", "token budget"), "zero2": ("adam", "lora", "token budget")}
 # of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
 ATOL = {"adam": 1e-5}
 SELDOM = ("accumulated", "iterations")  # log their two steps together
@@ -38,11 +38,13 @@ SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
     **dict.fromkeys(["evaluation", "stream", "tools"], lambda log: "eval_reward" in log[-1]),
     "clipped": lambda log: log[0]["grad_norm"] > FEATURES["clipped"]["max_grad_norm"],
     "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
+    "token budget": lambda log: log[0]["micro_batches/number"] > 2,
     "adaptive entropy": lambda log: log[0]["entropy_coef"] < log[1]["entropy_coef"],
     "overlap": lambda log: staleness(log) == [0, 1],
     "two batches ahead": lambda log: staleness(log) == [0, 0.5],  # two in a step
 }
-OF_PADDING = "frac_rows_skipped"  # padding is to the longest row of a process
+# padding is to the longest row of a process
+OF_PADDING = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
 
 Found = Any
 
@@ -183,6 +185,20 @@ def test_what_one_process_finds_all_raise(tmp_path):
     every = launch.run(checks.found_by_one, "ddp", str(tmp_path))
     assert all("expected a folder without a run in it" in found["locked"] for found in every)
     assert all("checkpoint-2 has no process_state_0.pt" in found["part"] for found in every)
+
+
+def test_completions_are_cut_into_as_many_micro_batches_on_each_process(tmp_path):
+    every = launch.run(checks.budgeted, "ddp", str(tmp_path))
+    first, second = (found["lengths"] for found in every)
+    assert len(first) == len(second) == max(found["alone"] for found in every)
+    assert every[0]["alone"] > every[1]["alone"] > 1
+    for part in (*first, *second):
+        assert 0 < len(part) * max(part) <= 26
+    assert sum(map(len, first)) == sum(map(len, second)) == 8
+    longest = max(map(max, first))  # which the second process has not
+    assert longest > max(map(max, second))
+    for found in every:
+        assert f"max_tokens_per_micro_batch: expected at least {longest}, " in found["error"]
 
 
 def test_a_process_that_dies_ends_the_run(tmp_path):

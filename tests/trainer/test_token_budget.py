@@ -1,0 +1,225 @@
+"""Micro-batches of at most so many tokens: the loss, its gradient and the log are those of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_kernels.losses import AGGREGATIONS, LOSSES
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.data import MicroBatch, computed_tokens, cut_rows
+from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support.trainer import BackgroundEngine, lengths_reward, logged, parameters
+from tests.trainer.checkpoint import features
+from tests.trainer.checkpoint.features import agents, experts, images
+
+BUDGET = 24
+# of how the batch is cut, and of rounding in fp32 tables
+OF_CUT = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "weight_decay": 0.0}
+WHOLE = {"per_device_train_batch_size": 8}
+CUT = WHOLE | {"max_tokens_per_micro_batch": BUDGET}
+CUTS: dict[str, dict[str, Any]] = {
+    "one micro-step": CUT,
+    "two micro-steps": CUT | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "padded": CUT | {"max_tokens_per_micro_batch": 16, "pad_to_multiple_of": 8},
+}
+NEEDED = {"trm": {"trm_threshold": 0.5}, "vaco": {"vaco_threshold": 0.5}}
+NEEDED |= {"cispo": {"epsilon_high": 5.0}}
+
+
+def lengths_of(batch: MicroBatch) -> list[int]:
+    lengths: list[int] = batch.attention_mask.sum(1).tolist()
+    return lengths
+
+
+def varied(row: int) -> str:
+    return "7" * (1 + row * 5 % 8) + "="
+
+
+def uneven(completion_ids, prompts, **kwargs):
+    """Reward one group alike, so that it has no advantage."""
+    values = zip(completion_ids, prompts, strict=True)
+    return [1.0 if len(prompt) > 8 else len(ids) + ids[0] % 3 for ids, prompt in values]
+
+
+def by_ids(completion_ids, **kwargs):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def made(folder: Path, changes: dict[str, Any]) -> GRPOTrainer:
+    """Return a trainer of a policy in fp64, whose engine reports log-probabilities of its own."""
+    tokenizer = make_tokenizer()
+    model = make_policy(tokenizer, seed=0).double()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+    engine = BackgroundEngine(tokenizer, make_policy(tokenizer, seed=0).eval())
+    engine.noise = 0.05
+    usual = {
+        "model": model, "rollout_engine": engine, "reward_funcs": uneven, "shuffle_dataset": False,
+        "train_dataset": Dataset.from_list([{"prompt": varied(row)} for row in range(16)]),
+        "max_steps": 2, "num_iterations": 2, "save_strategy": "no", "log_completions": False,
+        "vllm_importance_sampling_mode": "token_mask", **SGD,
+    }  # fmt: skip
+    return features.trainer(usual | changes, folder)
+
+
+def trained(folder: Path, changes: dict[str, Any]) -> tuple[GRPOTrainer, list[dict[str, float]]]:
+    """Train, and return the trainer with what it logged of each step."""
+    trainer = made(folder, changes)
+    trainer.train()
+    return trainer, [row for row in logged(trainer) if "loss" in row]
+
+
+def assert_same(
+    folder: Path, make: Callable[[], dict[str, Any]], cut: dict[str, Any], rtol: float = 1e-7
+) -> None:
+    whole, expected = trained(folder / "whole", make() | WHOLE)
+    pieces, found = trained(folder / "cut", make() | cut)
+    assert len(whole._buffer.batches) == 1 < 2 < len(pieces._buffer.batches)
+    rows = [length for batch in pieces._buffer.batches for length in lengths_of(batch)]
+    assert sorted(rows) == sorted(lengths_of(whole._buffer.batches[0]))
+    start = parameters(made(folder / "start", make()).model)
+    step, other = (parameters(each.model) - start for each in (whole, pieces))
+    assert step.norm() > 1e-3
+    assert (step - other).norm() < rtol * step.norm()
+    assert len(found) == len(expected) == 2
+    steps = pieces.args.gradient_accumulation_steps
+    for row, one in zip(found, expected, strict=True):
+        if "policy_loss" in one and not pieces.loss_config.aggregation.per_micro_batch:
+            one["policy_loss"] /= steps  # as in TRL it is that of a micro-step
+        assert row.keys() - set(OF_CUT) == one.keys() - set(OF_CUT)
+        for name in one.keys() - set(OF_CUT):
+            assert row[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
+    assert found[0]["micro_batches/number"] == len(pieces._buffer.batches)
+    computed = sum(batch.input_ids.numel() for batch in pieces._buffer.batches)
+    assert found[0]["micro_batches/padding"] == pytest.approx(1 - sum(rows) / computed)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss(tmp_path: Path, loss_type: str, cut: str) -> None:
+    terms = {"beta": 0.1, "entropy_coef": 0.1} if cut != "padded" else {}
+    settings = {"loss_type": loss_type, **NEEDED.get(loss_type, {}), **terms}
+    assert_same(tmp_path, lambda: settings, CUTS[cut])
+
+
+@pytest.mark.parametrize("excludes", (False, True))
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_aggregation(tmp_path: Path, aggregation: str, excludes: bool) -> None:
+    if excludes and AGGREGATIONS[aggregation].counts_tokens:
+        return  # which is refused with any micro-batches
+    settings = {"loss_aggregation": aggregation, "exclude_zero_variance": excludes}
+    settings |= {"entropy_coef": 0.1, "loss_type": "grpo"}
+    assert_same(tmp_path, lambda: settings, CUT)
+
+
+def teacher(kind: str) -> dict[str, Any]:
+    return {"teacher": make_policy(make_tokenizer(), seed=5).double(), "distillation": kind}
+
+
+def masked() -> dict[str, Any]:
+    tokenizer = make_tokenizer()
+    engine = BackgroundEngine(tokenizer, make_policy(tokenizer, seed=0).eval(), masks=True)
+    return {"rollout_engine": engine, "use_sampling_mask": True, "top_k": 5, "beta": 0.1}
+
+
+WITH = {
+    "tools": (
+        lambda: agents(tools=[features.tools.add], reward_funcs=by_ids), 400, 1e-3,
+    ),
+    "images": (
+        lambda: images(beta=0.1, rollout_engine=None, reward_funcs=lengths_reward), 92, 1e-3,
+    ),
+    "a teacher's log-probabilities": (lambda: teacher("logprobs"), BUDGET, 1e-7),
+    "a teacher's distributions": (lambda: teacher("jsd"), BUDGET, 1e-7),
+    "a sampling mask": (masked, BUDGET, 1e-7),
+    "what was truncated left out": (
+        lambda: {"mask_truncated_completions": True, "loss_type": "grpo"}, BUDGET, 1e-7,
+    ),
+    "adaptive entropy": (
+        lambda: {"use_adaptive_entropy": True, "entropy_target": 9.0, "loss_type": "bnpo"},
+        BUDGET, 1e-7,
+    ),
+    "advantages of tokens": (
+        lambda: {"advantages": lambda rewards, weights, group_size, completion_ids: [
+            [n - rewards[row].item() for n, _ in enumerate(ids)]
+            for row, ids in enumerate(completion_ids)
+        ]}, BUDGET, 1e-7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", WITH)
+def test_with(tmp_path: Path, feature: str) -> None:
+    make, budget, rtol = WITH[feature]
+    assert_same(tmp_path, make, CUT | {"max_tokens_per_micro_batch": budget}, rtol)
+
+
+def test_the_loss_of_routers_counts_alike(tmp_path: Path) -> None:
+    changes = experts() | {"rollout_engine": None, "reward_funcs": lambda prompts, **_: [1.0] * 8}
+    _, [first, _] = trained(tmp_path, changes | CUT)
+    assert first["micro_batches/number"] > 2
+    assert first["loss"] == pytest.approx(0.5 * first["aux_loss"], rel=1e-5) and first["loss"] > 0
+
+
+def test_a_micro_step_syncs_gradients_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last micro-batch, and the optimizer steps after the last of a step."""
+    trainer = made(tmp_path, CUTS["two micro-steps"])
+    syncs: list[bool] = []
+    backward = trainer.accelerator.backward
+
+    def noted(loss: Any, **options: Any) -> None:
+        syncs.append(trainer.accelerator.sync_gradients)
+        backward(loss, **options)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", noted)
+    trainer.train()
+    count = len(trainer._buffer.batches)
+    assert count > 2 and syncs == 2 * [*[False] * (count - 1), True]
+
+
+def test_micro_batches_keep_to_the_budget(tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 1}
+    trainer, rows = trained(tmp_path, CUT | changes | {"per_device_train_batch_size": 8})
+    batches = trainer._buffer.batches
+    assert len(batches) > 4 and len(rows) == 2
+    half = len(batches) // 2
+    for part in (batches[:half], batches[half:]):  # of an optimizer step each
+        assert sum(len(batch.input_ids) for batch in part) == 16
+        lengths = [length for batch in part for length in lengths_of(batch)]
+        assert lengths == sorted(lengths, reverse=True)
+        assert sum(batch.share for batch in part) == pytest.approx(2)
+    for batch in batches:
+        assert computed_tokens(lengths_of(batch)) == batch.input_ids.numel() <= BUDGET
+
+
+def test_as_few_parts_as_the_budget_takes() -> None:
+    lengths = [9, 8, 5, 5, 4, 2, 2, 1]
+    cost = lambda part: computed_tokens([lengths[i] for i in part])  # noqa: E731
+    assert cut_rows(range(8), cost, 16, 1) == [[0], [1, 2], [3, 4, 5], [6, 7]]
+    assert cut_rows(range(8), cost, 100, 1) == [[*range(8)]]
+    assert cut_rows(range(8), cost, 100, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert cut_rows(range(8), cost, 1, 1) == [[row] for row in range(8)]
+    assert [computed_tokens([3, 5], multiple) for multiple in (None, 1, 4)] == [10, 10, 16]
+
+
+def test_a_row_that_is_longer_than_the_budget(tmp_path: Path) -> None:
+    trainer = made(tmp_path, CUT | {"max_tokens_per_micro_batch": 9, "pad_to_multiple_of": 3})
+    message = "expected at least 15, the tokens of the longest completion .*, got 9; raise it"
+    with pytest.raises(ValueError, match=f"max_tokens_per_micro_batch: {message}"):
+        trainer.train()
+
+
+def test_evaluation_and_runs_without_a_budget_are_not_cut(tmp_path: Path) -> None:
+    trainer, [row, _] = trained(tmp_path, {"eval_strategy": "steps", "eval_steps": 1})
+    [batch] = trainer._buffer.batches
+    assert (batch.share, batch.num_sequences) == (1.0, None)
+    assert not [name for name in row if name.startswith("micro_batches/")]
+    cut = made(tmp_path / "cut", CUT | {"per_device_eval_batch_size": 4})
+    assert cut.evaluate()["eval_reward"] == trainer.evaluate()["eval_reward"]
