@@ -75,9 +75,15 @@ CASES = {
 }
 
 
-def _build(package: str, case: Case, device: str, **changes: Any) -> Any:
-    """Build a trainer whose completions are given: random tokens of the case's lengths."""
+def _build(package: str, case: Case, device: str, budget: bool = False, **changes: Any) -> Any:
+    """Build a trainer whose completions are given: random tokens of the case's lengths.
+
+    A ``budget`` is of as many tokens as two of the longest rows have.
+    """
     config = case.config
+    if budget:
+        longest = config.prompt_tokens + config.completion_tokens
+        changes["max_tokens_per_micro_batch"] = 2 * longest
     lengths = iter(case.lengths)
     draw = random.Random(training.SEED)
 
@@ -106,6 +112,14 @@ PROVIDERS = (
     _trainer("trl", "trl.GRPOTrainer", "trl"),
     _trainer("ours-padded", "packing='padded'", "grpo_trainer", packing="padded"),
     _trainer("ours-packed", "packing='packed'", "grpo_trainer", packing="packed"),
+    _trainer(
+        "ours-budget",
+        "padded, micro-batches of so many tokens",
+        "grpo_trainer",
+        packing="padded",
+        budget=True,
+    ),
+    _trainer("ours", "both", "grpo_trainer", budget=True),
 )
 _BY_NAME = {provider.name: provider for provider in PROVIDERS}
 

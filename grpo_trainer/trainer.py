@@ -405,7 +405,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
         assert self._pack is not None  # the policy is checked before it runs
-        batch.packed = self._pack(batch)
+        batch.packed, batch.shares_prompts = self._pack(batch)
         temperature = self.loss_config.temperature
         teacher = self._teacher if self._teacher and self._teacher.by_logprobs else None
         if old or teacher is not None:
@@ -536,7 +536,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             check_images_run(self.processing_class, runs, self.accelerator.device)
             other = [] if self._teacher is None else self._teacher.own_model(self.model)
             images = isinstance(self.processing_class, ProcessorMixin)
-            self._pack = make_pack(self.args, [(policy, nullcontext(runs)), *other], images)
+            models = [(policy, nullcontext(runs)), *other]
+            self._pack = make_pack(self.args, models, images, bool(self._router_coef))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
         if self._placement.late or not load_saved(self.model, Path(resume_from_checkpoint)):

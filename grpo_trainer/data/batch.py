@@ -80,6 +80,9 @@ class MicroBatch:
     num_sequences: Tensor | float | None = None
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
+    # (2, B) int64: tokens of each row's prompt, and the first row with the same one
+    prompts: Tensor | None = None
+    shares_prompts: bool = False  # the packed rows have each of these once
 
     def num_active(self) -> Tensor:  # ()
         """Count the completions with a token in the loss whose advantage is not 0."""
@@ -165,6 +168,8 @@ def collate(
         of_tokens = [values[: len(sample.completion_ids)] for values, sample in pairs]
         advantages = _at_targets(of_tokens, completion).to(device)
     images = [sample.images for sample in samples]
+    numbers: dict[tuple[int, ...], int] = {}
+    first = [numbers.setdefault(tuple(one.prompt_ids), row) for row, one in enumerate(samples)]
     return MicroBatch(
         input_ids.to(device),
         filled.long().to(device),
@@ -175,6 +180,7 @@ def collate(
         rollout_logprobs=rollout_logprobs,
         sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
         inputs=model_inputs(images, lengths, input_ids.shape[1], device),
+        prompts=torch.stack([starts, torch.tensor(first)]).to(device),
     )
 
 

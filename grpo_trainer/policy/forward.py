@@ -103,7 +103,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
     """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
 
-    The body runs without padding where the batch is ``packed``; ``head_fn`` gets the hidden states,
+    The body runs without padding where the batch is ``packed``, perhaps on each prompt once;
+    ``head_fn`` gets the hidden states,
     (B, L, D), in the places of padded rows, and at padding any that are finite.
     """
     if batch.packed is None:
@@ -113,17 +114,45 @@ def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) ->
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
     places = torch.zeros_like(elements)
     places[packed.flatten()] = torch.arange(packed.numel(), device=packed.device)
+    places, inputs = places[:-1].view(-1, width), {}
+    if batch.shares_prompts:
+        inputs["attention_mask"] = _mask_of_shared(batch)
+        assert batch.prompts is not None  # else there are none to share
+        column = torch.arange(width, device=packed.device)
+        own = torch.arange(len(places), device=packed.device)[:, None]
+        prompt, first = batch.prompts[:, :, None]
+        row = torch.where(column < prompt, first, own)
+        places = places[row, column]
 
     def of_padded(hidden: Tensor, head: Head) -> Tensor:
-        return head_fn(hidden.flatten(0, 1)[places[:-1].view(-1, width)], head)
+        return head_fn(hidden.flatten(0, 1)[places], head)
 
     return model(
         input_ids=elements[packed],
         position_ids=packed % width,
+        **inputs,
         head_fn=of_padded,
         router_mask=(packed < batch.input_ids.numel()).long(),
         **options,
     )
+
+
+def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
+    """Return who sees whom: tokens of a row what is before them in it, its prompt included."""
+    assert batch.packed is not None and batch.prompts is not None
+    width = batch.input_ids.shape[1]
+    row, position = batch.packed // width, batch.packed % width
+    # what fills up is a row of its own
+    prompt = functional.pad(batch.prompts[0], (0, 1))[row]
+    first = functional.pad(batch.prompts[1], (0, 1), value=len(batch.input_ids))[row]
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:  # of those who see, and of those seen
+        return x[:, :, None], x[:, None, :]
+
+    (sees, seen), (own, other) = both(row), both(first)
+    of_prompt = (own == other) & (position < prompt)[:, None, :]
+    before = position[:, None, :] <= position[:, :, None]
+    return (before & ((sees == seen) | of_prompt))[:, None]
 
 
 class Reference(TrainerCallback):

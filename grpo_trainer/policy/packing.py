@@ -28,7 +28,8 @@ from grpo_trainer.policy.load import MISMATCH
 
 logger = logging.getLogger(__name__)
 
-Pack: TypeAlias = Callable[[MicroBatch], Tensor | None]  # gives a batch's ``packed``
+# gives a batch's ``packed``, and whether it ``shares_prompts``
+Pack: TypeAlias = Callable[[MicroBatch], tuple[Tensor | None, bool]]
 # a model, and what enters the one that is called to run it
 Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 
@@ -36,96 +37,142 @@ _LENGTHS = (13, 5, 16, 1, 7)  # of the rows that are tried
 _SHARE = 0.25  # of what changes if rows see each other
 
 
-def make_pack(args: GRPOConfig, models: Sequence[Runs], images: bool) -> Pack:
+def make_pack(
+    args: GRPOConfig, models: Sequence[Runs], images: bool, routers: bool = False
+) -> Pack:
     """Return what packs micro-batches for all ``models``, as ``args.packing`` says.
 
-    Those with ``images`` stay padded: images belong to rows in their order.
+    Those with ``images`` stay padded: images belong to rows in their order. Prompts that several
+    rows begin with are computed once where the models let us say who sees whom; not with a loss
+    of ``routers``, which counts every token.
 
     Raises:
         ValueError: ``packing`` is ``packed``, and something needs padded rows.
     """
     if args.packing == "padded":
-        return lambda batch: None
+        return lambda batch: (None, False)
     multiple, always = args.pad_to_multiple_of, args.packing == "packed"
     assert not isinstance(multiple, str)  # on construction auto became a number or None
     one_row = is_flash_attention_requested(models[0][0].config)
-    found = [_why_padded(args, *runs, one_row) for runs in models]
-    reason = next(filter(None, found), "images" if images else None)
+    found = [_try_both(args, *runs, one_row) for runs in models]
+    needed = next((why for why, _ in found if why), None)
+    reason = needed or ("images" if images else None)
     if reason and always:
         raise ValueError(f"packing: expected 'auto' or 'padded' with {reason}; got 'packed'")
     if reason:
         logger.warning("packing: rows are padded with %s", reason)
-    if any(found):
-        return lambda batch: None
+    if needed:
+        return lambda batch: (None, False)
+    shares = not routers and all(once for _, once in found)
 
-    def pack(batch: MicroBatch) -> Tensor | None:
+    def pack(batch: MicroBatch) -> tuple[Tensor | None, bool]:
         if batch.inputs:
-            return None
-        ids, lengths = batch.input_ids, batch.attention_mask.sum(1).tolist()
-        packed = packed_rows(lengths, ids.shape[1], one_row, multiple)
-        return packed.to(ids.device) if packed.numel() < ids.numel() or always else None
+            return None, False
+        ids, lengths = batch.input_ids, batch.attention_mask.sum(1)
+        (count, width), device = ids.shape, ids.device
+        assert batch.prompts is not None  # collate says so
+        table = torch.stack([lengths, *batch.prompts]).tolist()
+        packed, shared = packed_rows(table[0], width, one_row, multiple), False
+        if shares and table[2] != [*range(count)]:
+            fewer = packed_rows(table[0], width, one_row, multiple, table[1:])
+            area = fewer.numel() * fewer.shape[1]
+            if fewer.numel() < packed.numel() and area <= count * width**2:
+                packed, shared = fewer, True
+        saves = packed.numel() < ids.numel()
+        return (packed.to(device), shared) if saves or always else (None, False)
 
     return pack
 
 
 def packed_rows(
-    lengths: Sequence[int], width: int, one_row: bool = False, multiple: int | None = None
+    lengths: Sequence[int],
+    width: int,
+    one_row: bool = False,
+    multiple: int | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # (R, W) int64
     """Return which elements of padded rows, (B, ``width``), stand where without padding.
 
     What fills up a row is ``B * width``. Where masks are dense, attention takes the square of a
     row's width: rows are as many as make ``R * W**2`` least, which is no more than padded ones
-    take. With ``one_row`` there is one.
+    take. With ``one_row`` there is one. With ``prompts``, those of :class:`MicroBatch`, rows that
+    share one stand together, and it stands there once.
     """
-    counts = [1] if one_row else range(1, len(lengths) + 1)
-    dealt = min((_dealt(lengths, count) for count in counts), key=lambda x: len(x) * max(x)[0] ** 2)
+    own = [0] * len(lengths), range(len(lengths))
+    together: dict[int, list[Tensor]] = {}  # by their first row
+    for row, (length, prompt, first) in enumerate(zip(lengths, *(prompts or own), strict=True)):
+        start = prompt if first != row else 0
+        part = torch.arange(row * width + start, row * width + length)
+        together.setdefault(first, []).append(part)
+    units = [torch.cat(parts) for parts in together.values()]
+    counts = [1] if one_row else range(1, len(units) + 1)
+    dealt = min((_dealt(units, count) for count in counts), key=lambda x: len(x) * max(x)[0] ** 2)
     most = max(dealt)[0]
     packed = torch.full((len(dealt), most + -most % (multiple or 1)), len(lengths) * width)
-    for place, (total, _, rows) in zip(packed, dealt, strict=True):
-        parts = [torch.arange(row * width, row * width + lengths[row]) for row in rows]
-        place[:total] = torch.cat(parts)
+    for place, (total, _, chosen) in zip(packed, dealt, strict=True):
+        place[:total] = torch.cat([units[unit] for unit in chosen])
     return packed
 
 
-def _dealt(lengths: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]:
-    """Deal rows, the longest first, each to what is shortest: its length, its number, its rows."""
+def _dealt(units: Sequence[Tensor], count: int) -> list[tuple[int, int, list[int]]]:
+    """Deal the longest first, each to what is shortest: its length, its number, its units."""
     heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        total, number, rows = heap[0]
-        heapreplace(heap, (total + lengths[row], number, [*rows, row]))
+    for unit in sorted(range(len(units)), key=lambda unit: -len(units[unit])):
+        total, number, chosen = heap[0]
+        heapreplace(heap, (total + len(units[unit]), number, [*chosen, unit]))
     return heap
 
 
-def _why_padded(
+def _try_both(
     args: GRPOConfig, model: PreTrainedModel, runs: AbstractContextManager[nn.Module], one_row: bool
-) -> str | None:
-    """Return what needs padded rows and why, or None: a few rows are tried both ways."""
+) -> tuple[str | None, bool]:
+    """Try a few rows both ways. Return what needs padded rows and why, or None, and whether rows
+    may share prompts."""
     name = type(model).__name__
     if args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha, whose noise depends on the width of rows"
+        return "neftune_noise_alpha, whose noise depends on the width of rows", False
     if model._is_stateful:
-        return f"{name}, whose layers carry a state from one row on to the next"
+        return f"{name}, whose layers carry a state from one row on to the next", False
     if is_flash_attention_requested(model.config) != one_row:
-        return f"{name}, whose attention ({model.config._attn_implementation}) is not the policy's"
+        attention = model.config._attn_implementation
+        return f"{name}, whose attention ({attention}) is not the policy's", False
     batch = _tried(model)
-    packed = packed_rows(_LENGTHS, max(_LENGTHS), one_row).to(batch.input_ids.device)
+    assert batch.prompts is not None  # collate says so
+    width, device = max(_LENGTHS), batch.input_ids.device
+    packed = packed_rows(_LENGTHS, width, one_row).to(device)
+    once = packed_rows(_LENGTHS, width, prompts=batch.prompts.tolist()).to(device)
     ids = batch.input_ids[batch.attention_mask.bool()][None]  # rows that see each other
     joined = replace(batch, input_ids=ids, attention_mask=torch.ones_like(ids))
+    shared = None
     with runs as called, evaluating(called):
         padded, mixed = _hidden(called, batch), _hidden(called, joined)
         try:
             hidden = _hidden(called, replace(batch, packed=packed))
+            if _takes_masks(model):
+                shared = _hidden(called, replace(batch, packed=once, shares_prompts=True))
         except torch.OutOfMemoryError:
             raise
         except MISMATCH as error:
-            return f"{name}, which fails without padding: {type(error).__name__}: {error}"
+            return f"{name}, which fails without padding: {type(error).__name__}: {error}", False
     largest = padded.abs().max().float()
-    wrong, apart = (float((x - padded).abs().max() / largest) for x in (hidden, mixed))
-    allowed = min(TOLERANCE[padded.dtype], _SHARE * apart)
-    if wrong <= allowed:
-        return None
+
+    def error_of(x: Tensor) -> float:
+        return float((x - padded).abs().max() / largest)
+
+    allowed = min(TOLERANCE[padded.dtype], _SHARE * error_of(mixed))
+    if (wrong := error_of(hidden)) <= allowed:
+        return None, shared is not None and error_of(shared) <= allowed
     found = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
-    return f"{name}, whose positions do not keep rows apart: {found}"
+    return f"{name}, whose positions do not keep rows apart: {found}", False
+
+
+def _takes_masks(model: PreTrainedModel) -> bool:
+    """Return whether a mask alone says who sees whom: ``sdpa``, in layers without windows."""
+    config = model.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
+    windows = ("sliding_window", "attention_chunk_size")
+    whole = kinds == {"full_attention"} and not any(getattr(config, x, None) for x in windows)
+    return whole and config._attn_implementation == "sdpa"
 
 
 def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
@@ -144,6 +191,12 @@ def _tried(model: PreTrainedModel) -> MicroBatch:
     configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
     special = [config[name] for config in configs for name in config if "_token_i" in name]
     words = cycle(i for i in range(min(64, configs[1]["vocab_size"])) if i not in special)
-    rows = [Sample("", [*islice(words, length)]) for length in _LENGTHS]
+    prompt = [*islice(words, 5)]  # of all rows that are longer
+    rows = [
+        Sample("", prompt, completion_ids=[*islice(words, length - 5)])
+        if length > 5
+        else Sample("", [*islice(words, length)])
+        for length in _LENGTHS
+    ]
     one = torch.ones((), device=model.get_input_embeddings().weight.device)
     return collate(rows, one.expand(len(rows)), one, one, pad_token_id=0)

@@ -147,6 +147,79 @@ def test_gradients_are_those_of_padded_rows(
         assert (x - y).norm() <= close * y.norm()
 
 
+def groups(prompts: tuple[int, ...] = (7, 7, 3, 7, 3, 5), longest: int = 6) -> MicroBatch:
+    """Return rows whose prompts are the same where they are of a length."""
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 99, (64,), generator=draw).tolist()
+    samples = [
+        Sample("", ids[n : 2 * n], None, torch.randint(3, 99, (1 + row % longest,)).tolist())
+        for row, n in enumerate(prompts)
+    ]
+    count = torch.tensor(float(sum(len(one.completion_ids) for one in samples)))
+    return collate(samples, torch.linspace(-1, 2, len(prompts)), count, count, pad_token_id=0)
+
+
+def packed_by(pack: Any, batch: MicroBatch) -> MicroBatch:
+    places, shared = pack(batch)
+    return MicroBatch(**vars(batch) | {"packed": places, "shares_prompts": shared})
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "gpt2"))
+def test_a_prompt_is_computed_once(family: str, dtype: torch.dtype, make_args: Any) -> None:
+    model, batch = tiny(family).to(dtype), groups()
+    pack = make_pack(make_args(), [(model, nullcontext(model))], images=False)
+    once = packed_by(pack, batch)
+    kept = once.packed[once.packed < batch.input_ids.numel()]
+    assert once.shares_prompts and len(kept) == batch.attention_mask.sum() - (2 * 7 + 3)
+    expected, found = (loss_and_gradient(model, each) for each in (batch, once))
+    close = 1e-5 if dtype == torch.float32 else 1e-6  # rotary embeddings are fp32
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).norm() <= close * y.norm()
+    options = (once.token_batch(1), LossConfig(), {})
+    losses = [policy_loss_of(model, each, *options)[0] for each in (batch, once)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-7)
+
+
+def test_a_prompt_stands_once_in_its_row() -> None:
+    chance = random.Random(1)
+    for _ in range(50):
+        prompts = tuple(chance.choice((1, 2, 5, 8, 13)) for _ in range(chance.randint(1, 12)))
+        batch = groups(prompts, 9)
+        lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
+        places = packed_rows(lengths, width, prompts=batch.prompts.tolist())
+        row_of = {}
+        for number, line in enumerate(places.tolist()):
+            for element in line:
+                assert (
+                    element == len(prompts) * width or row_of.setdefault(element, number) == number
+                )
+        kept = places[places < len(prompts) * width]
+        assert len(kept.unique()) == len(kept) == sum(lengths) - sum(prompts) + sum({*prompts})
+        for row, n in enumerate(prompts):  # a completion stands where its prompt does
+            first = prompts.index(n)
+            assert row_of[row * width + n] == row_of[first * width] == row_of[first * width + n - 1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"attention": "eager"},
+        {"family": "mistral"},
+        {"family": "gemma3_text"},
+        {"family": "llama4_text"},
+        {"routers": True},
+        {"batch": lambda: groups((3, 4, 5, 6))},  # all are different
+        {"batch": lambda: groups((2,) * 12, 12)},  # a mask as large as no padded ones are
+    ],
+)
+def test_where_prompts_are_not_shared(case: dict[str, Any], make_args: Any) -> None:
+    model = tiny(case.get("family", "llama"), case.get("attention", "sdpa"))
+    models = [(model, nullcontext(model))]
+    pack = make_pack(make_args(), models, images=False, routers=case.get("routers", False))
+    assert pack(case.get("batch", groups)())[1] is False
+
+
 def flash_functions(*_: Any, **__: Any) -> Any:
     """Return what transformers takes from flash attention, in plain torch."""
 
@@ -176,7 +249,7 @@ def test_flash_attention_takes_one_row(monkeypatch: pytest.MonkeyPatch, make_arg
     expected = loss_and_gradient(model, batch)
     model.config._attn_implementation = "flash_attention_2"
     pack = make_pack(make_args(packing="packed"), [(model, nullcontext(model))], images=False)
-    places = pack(batch)
+    places, _ = pack(batch)
     assert places is not None and places.shape == (1, sum(LENGTHS))
     batch.packed = places
     for x, y in zip(loss_and_gradient(model, batch), expected, strict=True):
@@ -234,7 +307,7 @@ def test_models_that_need_padding(case: str, make_args: Any, caplog: Any) -> Non
     models = [(model, nullcontext(model))]
     with pytest.raises(ValueError, match=f"packing: expected 'auto' or 'padded' with {said}"):
         make_pack(make_args(packing="packed", **changes), models, images=False)
-    assert make_pack(make_args(**changes), models, images=False)(batch_of()) is None
+    assert make_pack(make_args(**changes), models, images=False)(batch_of()) == (None, False)
     [record] = caplog.records
     assert record.getMessage().startswith("packing: rows are padded with ")
 
@@ -275,9 +348,9 @@ def test_models_that_take_images(family: str, make_args: Any) -> None:
         make_pack(make_args(packing="packed"), models, images=True)
     pack = make_pack(make_args(), models, images=True)
     batch = batch_of()
-    assert (pack(batch) is None) == (family == "qwen2_5_vl")  # positions in three dimensions
+    assert (pack(batch)[0] is None) == (family == "qwen2_5_vl")  # positions in three dimensions
     batch.inputs = {"pixel_values": torch.zeros(1)}
-    assert pack(batch) is None
+    assert pack(batch) == (None, False)
 
 
 def test_auto_packs_where_that_saves(make_args: Any) -> None:
@@ -286,8 +359,8 @@ def test_auto_packs_where_that_saves(make_args: Any) -> None:
     alike, full = batch_of((WIDTH,) * 3), batch_of()
     for packing, expected in {"auto": (True, False), "packed": (True, True)}.items():
         pack = make_pack(make_args(packing=packing), models, images=False)
-        assert (pack(full) is not None, pack(alike) is not None) == expected
-    assert make_pack(make_args(packing="padded"), models, images=False)(full) is None
+        assert (pack(full)[0] is not None, pack(alike)[0] is not None) == expected
+    assert make_pack(make_args(packing="padded"), models, images=False)(full) == (None, False)
 
 
 CHANGES: dict[str, Any] = {
