@@ -64,7 +64,7 @@ def made(folder: Path, changes: dict[str, Any]) -> GRPOTrainer:
         "model": model, "rollout_engine": engine, "reward_funcs": uneven, "shuffle_dataset": False,
         "train_dataset": Dataset.from_list([{"prompt": varied(row)} for row in range(16)]),
         "max_steps": 2, "num_iterations": 2, "save_strategy": "no", "log_completions": False,
-        "vllm_importance_sampling_mode": "token_mask", **SGD,
+        "vllm_importance_sampling_mode": "token_mask", "packing": "padded", **SGD,
     }  # fmt: skip
     return features.trainer(usual | changes, folder)
 
@@ -99,6 +99,11 @@ def assert_same(
     assert found[0]["micro_batches/number"] == len(pieces._buffer.batches)
     computed = sum(batch.input_ids.numel() for batch in pieces._buffer.batches)
     assert found[0]["micro_batches/padding"] == pytest.approx(1 - sum(rows) / computed)
+
+
+def test_packed_rows_and_shared_prompts(tmp_path: Path) -> None:
+    """Positions enter in fp32, at other places of the packed rows."""
+    assert_same(tmp_path, lambda: {"packing": "auto", "beta": 0.1}, CUT, 1e-6)
 
 
 @pytest.mark.parametrize("cut", CUTS)
