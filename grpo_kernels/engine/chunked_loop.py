@@ -156,7 +156,8 @@ def _read_once(rows: Rows, buffer: Tensor, logits: Tensor | None, route: Route) 
     for part in ranges(rows.count, route.formed_rows or rows.count):
         some = rows.narrow(part)
         formed = _project(some, tile if logits is None else logits, route)
-        of_some = Tile(formed.logits[: some.count], some.target, some.head.transform)
+        its_logits = narrowed(formed.logits, slice(0, some.count))
+        of_some = Tile(its_logits, some.target, some.head.transform)
         out = None if logits is None else tile[part]
         found.append(route.backend.logp_gradient_(of_some, out=out))
     stats, gradients = zip(*found, strict=True)

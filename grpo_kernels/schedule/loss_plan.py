@@ -206,8 +206,8 @@ def make_plan(
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     summing = _summing(route, head, needs)
-    tokens, kept = active.batch.num_tokens, most_kept_rows(summing, head, needs)
-    if _can_read_once(route, batch, config) and summing.tile_rows < tokens <= kept:
+    tokens = active.batch.num_tokens
+    if _can_read_once(route, batch, config) and keeps_gradients(summing, head, needs, tokens):
         rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS
         summing = replace(summing, tile_rows=rows, formed_rows=FORMED_ROWS)
     chunks, why_two = _chunks(active.batch, config, summing)
@@ -270,18 +270,20 @@ def _can_read_once(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
     return given and plain and _why_exact(batch, config) is None
 
 
-def most_kept_rows(route: Route, head: Head, needs: Needs) -> int:
-    """Return of how many rows one pass at most keeps the gradients of all logits.
+def keeps_gradients(route: Route, head: Head, needs: Needs, tokens: int) -> bool:
+    """Return whether one pass that reads once keeps the gradients of all logits of the tokens.
 
-    By default of as many as take no more than the fp32 sum of the weight's gradient, which then is
-    one GEMM: chunks would have to add to it, and round it at the end.
+    It does by default, of more than a tile, where they take no more than the fp32 sum of the
+    weight's gradient, which then is one GEMM: chunks would have to add to it, and round it at the
+    end.
     """
     options, dtype, (_, depth) = route.options, route.dtype, head.weight.shape
     if options.max_workspace_bytes is not None or options.batch_invariant:
-        return 0
+        return False
     summed = needs.weight and needs.main_grad is None and not needs.wide
     narrow = route.logits.itemsize > dtype.itemsize and head.weight.dtype == dtype
-    return depth * route.logits.itemsize // dtype.itemsize if summed and narrow else 0
+    fits = tokens * dtype.itemsize <= depth * route.logits.itemsize
+    return summed and narrow and fits and tokens > route.tile_rows
 
 
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:

@@ -15,7 +15,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
 from grpo_kernels.head import Head, leading_dim
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import FORMED_ROWS, Plan, most_kept_rows, planned_rows
+from grpo_kernels.schedule import FORMED_ROWS, Plan, keeps_gradients, planned_rows
 from grpo_kernels.tools.machine import native_isas
 
 FP16 = torch.float16
@@ -203,7 +203,7 @@ def _kept_gradients(call: Call, pitch: int) -> int:
     """Estimate one pass that keeps the gradients of all logits, as with Triton, or return 0."""
     plan, width = call.plan, call.dtype.itemsize
     readable = call.dtype in BACKENDS["triton"].logp_gradients and call.options.bounded is None
-    kept = plan.route.tile_rows < call.tokens <= most_kept_rows(plan.route, plan.head, plan.needs)
+    kept = keeps_gradients(plan.route, plan.head, plan.needs, call.tokens)
     if not (kept and readable) or call.device == "cpu":
         return 0
     logits = pitch * (FORMED_ROWS + call.tokens * width / plan.route.logits.itemsize)

@@ -103,38 +103,43 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
     """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
 
-    The body runs without padding where the batch is ``packed``, perhaps on each prompt once;
-    ``head_fn`` gets the hidden states,
-    (B, L, D), in the places of padded rows, and at padding any that are finite.
+    The body runs without padding where the batch is ``packed``, perhaps on each prompt once.
+    ``head_fn`` gets the hidden states, (B, L, D), in the places of padded rows, and at padding any
+    that are finite.
     """
     if batch.packed is None:
         inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
         return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
-    (_, width), packed = batch.input_ids.shape, batch.packed
+    packed, places = batch.packed, _places(batch)
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
-    places = torch.zeros_like(elements)
-    places[packed.flatten()] = torch.arange(packed.numel(), device=packed.device)
-    places, inputs = places[:-1].view(-1, width), {}
-    if batch.shares_prompts:
-        inputs["attention_mask"] = _mask_of_shared(batch)
-        assert batch.prompts is not None  # else there are none to share
-        column = torch.arange(width, device=packed.device)
-        own = torch.arange(len(places), device=packed.device)[:, None]
-        prompt, first = batch.prompts[:, :, None]
-        row = torch.where(column < prompt, first, own)
-        places = places[row, column]
+    inputs = {"attention_mask": _mask_of_shared(batch)} if batch.shares_prompts else {}
 
     def of_padded(hidden: Tensor, head: Head) -> Tensor:
         return head_fn(hidden.flatten(0, 1)[places], head)
 
     return model(
         input_ids=elements[packed],
-        position_ids=packed % width,
+        position_ids=packed % places.shape[1],
         **inputs,
         head_fn=of_padded,
         router_mask=(packed < batch.input_ids.numel()).long(),
         **options,
     )
+
+
+def _places(batch: MicroBatch) -> Tensor:  # (B, L) int64
+    """Return where the elements of padded rows stand among the packed ones, padding anywhere."""
+    assert batch.packed is not None
+    elements, device = batch.input_ids.numel(), batch.packed.device
+    places = torch.zeros(elements + 1, dtype=torch.int64, device=device)
+    places[batch.packed.flatten()] = torch.arange(batch.packed.numel(), device=device)
+    places = places[:-1].view(batch.input_ids.shape)
+    if not batch.shares_prompts:
+        return places
+    assert batch.prompts is not None  # else there are none to share
+    row, column = (torch.arange(size, device=device) for size in places.shape)
+    prompt, first = batch.prompts[:, :, None]
+    return places[torch.where(column < prompt, first, row[:, None]), column]
 
 
 def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
@@ -145,14 +150,9 @@ def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
     # what fills up is a row of its own
     prompt = functional.pad(batch.prompts[0], (0, 1))[row]
     first = functional.pad(batch.prompts[1], (0, 1), value=len(batch.input_ids))[row]
-
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:  # of those who see, and of those seen
-        return x[:, :, None], x[:, None, :]
-
-    (sees, seen), (own, other) = both(row), both(first)
-    of_prompt = (own == other) & (position < prompt)[:, None, :]
+    of_prompt = (first[:, :, None] == first[:, None, :]) & (position < prompt)[:, None, :]
     before = position[:, None, :] <= position[:, :, None]
-    return (before & ((sees == seen) | of_prompt))[:, None]
+    return (before & ((row[:, :, None] == row[:, None, :]) | of_prompt))[:, None]
 
 
 class Reference(TrainerCallback):

@@ -206,7 +206,10 @@ def test_micro_batches_keep_to_the_budget(tmp_path: Path) -> None:
 
 def test_as_few_parts_as_the_budget_takes() -> None:
     lengths = [9, 8, 5, 5, 4, 2, 2, 1]
-    cost = lambda part: computed_tokens([lengths[i] for i in part])  # noqa: E731
+
+    def cost(part: list[int]) -> int:
+        return computed_tokens([lengths[i] for i in part])
+
     assert cut_rows(range(8), cost, 16, 1) == [[0], [1, 2], [3, 4, 5], [6, 7]]
     assert cut_rows(range(8), cost, 100, 1) == [[*range(8)]]
     assert cut_rows(range(8), cost, 100, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
