@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels.losses import LOSSES
+from tests.support.documents import DOCS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "examples"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
@@ -79,5 +80,4 @@ def test_two_processes_say_how_they_are_started(monkeypatch):
 
 
 def test_the_documents_name_every_example():
-    text = (FOLDER.parent / "trainer.md").read_text()
-    assert [name for name in SCRIPTS if f"examples/{name}.py" not in text] == []
+    assert [name for name in SCRIPTS if f"examples/{name}.py" not in DOCS] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import operator
 import re
@@ -33,12 +34,9 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.report.page import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
+from tests.support.documents import DOCS, README, ROOT, block, blocks, code, python_block, section
 from tests.support.vllm_stub import StubServer
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-KERNELS, TRAINER = ((ROOT / "docs" / name).read_text() for name in ("kernels.md", "trainer.md"))
-SHARDING = (ROOT / "docs" / "sharding.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 # what stands in the place of a user's own arguments, and makes a run tiny
@@ -48,28 +46,11 @@ TINY = (
 )
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def python_block(text: str, mentioning: str) -> str:
-    (block,) = [block for block in blocks(text, "python") if mentioning in block]
-    return block
-
-
 def commands(text: str) -> list[list[str]]:
     """Return the words of each ``grpo-train`` command."""
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     return [words[1:] for words in split if words[:1] == ["grpo-train"]]
-
-
-def code(text: str) -> set[str]:
-    return set(re.findall(r"`(\w+)`", text))
-
-
-def section(text: str, title: str) -> str:
-    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture
@@ -87,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_policy(tmp_path / "path" / "to" / "model", seed=0)
     rows = [{"prompt": f"{n:03d}=", "answer": f"{n}"} for n in range(100, 116)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "run.yaml").write_text(blocks(TRAINER, "yaml")[0])
+    (tmp_path / "run.yaml").write_text(block(DOCS, "yaml", "soft_punish_cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -141,12 +122,12 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         (README, ["FusedLinearGRPOLoss(", "explain("], "model.lm_head.weight"),
         (README, ["SamplingMask.from_padded("], None),
         (README, ["linear_divergence("], "model.lm_head.weight"),
-        (KERNELS, [" policy_loss("], "logits"),
-        (KERNELS, ["SamplingMask, explain_logprobs"], None),
-        (KERNELS, ["linear_divergence("], "lm_head.weight"),
-        (KERNELS, ["warm_up("], None),
-        (KERNELS, ["HeadLoRA("], "lora_b.weight"),
-        (KERNELS, ["active_lengths=", "main_grad="], "weight"),
+        (DOCS, [" policy_loss("], "logits"),
+        (DOCS, ["SamplingMask, explain_logprobs"], None),
+        (DOCS, ["linear_divergence("], "lm_head.weight"),
+        (DOCS, ["warm_up("], None),
+        (DOCS, ["HeadLoRA("], "lora_b.weight"),
+        (DOCS, ["active_lengths=", "main_grad="], "weight"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
 )
@@ -166,8 +147,8 @@ def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
         "hidden": torch.empty(4096, 896, dtype=torch.bfloat16, requires_grad=True),
         "weight": torch.empty(151936, 896, dtype=torch.bfloat16, requires_grad=True),
     }
-    exec(python_block(KERNELS, "Bounded("), names)
-    (said,) = blocks(section(KERNELS, "Which backward for whom"), "text")
+    exec(python_block(DOCS, "Bounded("), names)
+    (said,) = blocks(section(DOCS, "Which backward for whom"), "text")
     assert capsys.readouterr().out == said
 
 
@@ -189,7 +170,7 @@ def test_sequences_over_several_ranks(names: dict[str, Any], group: dist.Process
         "config": LossConfig(loss_type="gspo"),
         "cp_group": group,
     }
-    exec(python_block(KERNELS, "sequence_group="), names)
+    exec(python_block(DOCS, "sequence_group="), names)
     assert names["loss"].isfinite() and names["weight"].grad.any()
 
 
@@ -198,13 +179,13 @@ def test_sharded_heads(names: dict[str, Any], group: dist.ProcessGroup) -> None:
     names["batch"] = TokenBatch.from_padded(ids[:, 1:], names["advantages"])
     names |= {"teacher_hidden": torch.randn(*ids[:, 1:].shape, 8)}
     names |= {"teacher_weight": torch.randn(len(own), 8)}
-    exec(python_block(SHARDING, "import FusedHead"), names)
+    exec(python_block(DOCS, "import FusedHead"), names)
     assert names["distilled"] > 0
     right = names["logits"].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(names["logprobs"], right)
     loss = names["loss"]
     names |= {"weight": own, "tp_group": group}
-    exec(python_block(SHARDING, "import VocabShard"), names)
+    exec(python_block(DOCS, "import VocabShard"), names)
     torch.testing.assert_close(names["loss"], loss)
     assert names["model"].lm_head.weight is own
 
@@ -212,7 +193,7 @@ def test_sharded_heads(names: dict[str, Any], group: dist.ProcessGroup) -> None:
 @pytest.fixture
 def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLoss]:
     """Register the loss in the docs' block on a loss of one's own."""
-    (tmp_path / "own_loss.py").write_text(python_block(KERNELS, "class PowerClip"))
+    (tmp_path / "own_loss.py").write_text(python_block(DOCS, "class PowerClip"))
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("own_loss")
     assert module.config.surrogate == module.PowerClip(power=2.0)
@@ -226,7 +207,7 @@ def test_trainer(folder: Path) -> None:
     assert names["trainer"].state.global_step == 1
     names |= {"dataset": load_prompts("prompts.jsonl")}
     tiny = TINY.replace('"out"', '"other"')
-    exec(python_block(TRAINER, "async def").replace('output_dir="out"', tiny), names)
+    exec(python_block(DOCS, "async def").replace('output_dir="out"', tiny), names)
     names["trainer"].train()
     assert "judged/best" in names["trainer"].state.log_history[0]
 
@@ -238,12 +219,13 @@ def test_run_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [*commands(README), *commands(TRAINER)], ids=lambda words: " ".join(words)
+    "words", [*commands(README), *commands(DOCS)], ids=lambda words: " ".join(words)
 )
 def test_commands(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, own_loss: NamedLoss
 ) -> None:
     if words[0] == "serve":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
         assert "path/to/model" in serve_command(words[1:]).words
         return
     if words[0] == "report":
@@ -262,12 +244,12 @@ def test_lists_are_complete() -> None:
     losses = section(README, "Which losses").partition("\nAny of them")[0]
     listed = {name for row in losses.splitlines() for name in re.findall(r"`(\w+)`", row[:20])}
     assert listed - {"loss_type"} == set(LOSSES)
-    assert {*OUTPUTS, *BOUNDED} <= code(section(KERNELS, "Log-probabilities"))
-    assert set(BUILTIN_REWARDS) <= code(section(TRAINER, "Rewards"))
-    assert set(CORRECTION_MODES) <= code(section(TRAINER, "Where completions come from"))
-    assert set(OLD_NAMES) <= code(section(TRAINER, "Runs from files"))
+    assert {*OUTPUTS, *BOUNDED} <= code(section(DOCS, "Log-probabilities"))
+    assert set(BUILTIN_REWARDS) <= code(section(DOCS, "Rewards"))
+    assert set(CORRECTION_MODES) <= code(section(DOCS, "Where completions come from"))
+    assert set(OLD_NAMES) <= code(section(DOCS, "Runs from files"))
     assert set(BACKENDS) <= code(section(README, "Backends"))
-    families = section(TRAINER, "Models").partition("\n> ")[2].partition("\n\n")[0]
+    families = section(DOCS, "Models").partition("\n> ")[2].partition("\n\n")[0]
     assert set(re.findall(r"\w+", families)) == set(FAMILIES)
 
 
@@ -280,7 +262,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def test_what_scripts_for_trl_import_is_here_and_there() -> None:
     trl = pytest.importorskip("trl")
-    text = TRAINER.partition("### Scripts written for TRL\n")[2]
+    text = DOCS.partition("### Scripts written for TRL\n")[2]
     named = code(text.partition(" and the rewards of")[0]) - {"trl"}
     named -= {"grpo_trainer", "VLLMClient"}  # theirs is deeper inside
     assert len(named) > 5
@@ -290,21 +272,23 @@ def test_what_scripts_for_trl_import_is_here_and_there() -> None:
 
 
 def test_settings_are_fields() -> None:
-    """Every setting with an underscore that docs/trainer.md names by a prefix of ours exists."""
+    """Every setting with an underscore that the docs name by a prefix of ours exists."""
     prefixes = ("vllm_", "use_", "ref_model_", "max_", "sync_", "router_", "dynamic_", "cast_")
     prefixes += ("activation_",)
-    named = {name for name in code(TRAINER) if name.startswith(prefixes)}
-    fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"}
-    assert named - fields == set()
+    named = {name for name in code(DOCS) if name.startswith(prefixes)}
+    fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
+    fields |= set(inspect.signature(linear_policy_loss).parameters)
+    of_skyrl = {"use_kl_loss", "use_entropy_loss"}
+    assert named - fields == of_skyrl
 
 
 def test_the_client_of_a_server(model, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     server = StubServer()
-    block = python_block(TRAINER, "VLLMClient(")
+    client = python_block(DOCS, "VLLMClient(")
     namespace: dict[str, Any] = {"model": model}
-    exec(block.replace("http://127.0.0.1:8000", server.url), namespace)
+    exec(client.replace("http://127.0.0.1:8000", server.url), namespace)
     assert len(namespace["answer"]["completion_ids"]) == 8
     assert server.loaded and "/v1/chat/completions" in server.paths()
     namespace["client"].close()
@@ -316,10 +300,9 @@ def test_a_script_for_trl(tmp_path, monkeypatch):
         "sys.argv", ["train.py", "--output_dir", "out", "--lora_r", "8", "--use_peft"]
     )
     namespace: dict[str, Any] = {}
-    exec(python_block(TRAINER, "TrlParser("), namespace)
+    exec(python_block(DOCS, "TrlParser("), namespace)
     assert namespace["model_args"].lora_r == 8 and namespace["training_args"].output_dir == "out"
-    [block] = [block for block in blocks(TRAINER, "yaml") if "datasets:" in block]
-    (tmp_path / "run.yaml").write_text(block)
+    (tmp_path / "run.yaml").write_text(block(DOCS, "yaml", "datasets:"))
     words = ["--config", str(tmp_path / "run.yaml")]
     [mixture] = TrlParser(DatasetMixtureConfig).parse_args_and_config(words)
     assert [item.fraction for item in mixture.datasets] == [0.7, 0.3]

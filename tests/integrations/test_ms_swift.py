@@ -7,7 +7,6 @@ of its class that has the attributes they read.
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
@@ -30,10 +29,10 @@ from swift.rlhf_trainers import grpo_trainer
 from swift.utils import import_external_file
 
 from grpo_kernels.integrations import lazy_scorers, liger, ms_swift
+from tests.support.documents import DOCS, python_block
 from tests.support.tiny_models import rounded_model, tiny_model
 
 B, L, T = 3, 9, 6
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.0, "kl_in_reward": True},
     "dapo": {"temperature": 0.7},
@@ -45,15 +44,10 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch it on by the file of docs/integrations.md, imported as ms-swift imports it."""
+    """Switch it on by the file of the docs, imported as ms-swift imports it."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # its folder is put there
-    (plugin,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        if "import ms_swift" in block
-    )
     file = tmp_path / "grpo_kernels_plugin.py"
-    file.write_text(plugin)
+    file.write_text(python_block(DOCS, "import ms_swift"))
     import_external_file(str(file))
     assert ms_swift.SWITCH.on
     ms_swift.disable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from torch import Tensor
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.data import MicroBatch
 from grpo_trainer.trl_names import _INSTEAD, CALLED
+from tests.support.documents import DOCS
 
 
 def test_every_field_of_a_micro_batch_is_documented():
-    text = Path(__file__).parents[2].joinpath("docs", "trainer.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [line for line in DOCS.splitlines() if line.startswith("| ")]
     for item in fields(MicroBatch):
         assert any(f"| `{item.name}`" in row for row in rows), item.name
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from datasets import Dataset
 
 from grpo_trainer import GRPOConfig
 from tests.support.batches import BatchTrainer
+from tests.support.documents import DOCS, python_block
 from tests.support.tools import (
     add,
     call,
@@ -88,16 +87,12 @@ def test_overlap_is_refused(make_args):
         make_trainer(make_args(generation_batches_ahead=1), ROWS, print, tools=[add])
 
 
-TEXT = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
 TINY = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none", logging_steps=1, '
 TINY += "save_strategy='no', max_completion_length=300"
 
 
 def block(mentioning: str) -> str:
-    (found,) = [
-        part for part in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if mentioning in part
-    ]
-    return found.replace('output_dir="out"', TINY)
+    return python_block(DOCS, mentioning).replace('output_dir="out"', TINY)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -22,6 +21,7 @@ from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
 from grpo_trainer.config.checks import OLD_NAMES
+from tests.support.documents import DOCS
 
 HINTS = get_type_hints(GRPOConfig)
 INHERITED = get_type_hints(TrainingArguments)
@@ -291,9 +291,8 @@ def test_an_old_name_beside_the_new_one_that_says_the_same(make_args):
 
 
 def test_defaults_in_the_documents():
-    text = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text()
     rows = re.findall(
-        r"^\| `(\w+)` \| `(.+?)` \| `(.+?)`", text.split("| older documents |")[1], re.M
+        r"^\| `(\w+)` \| `(.+?)` \| `(.+?)`", DOCS.split("| older documents |")[1], re.M
     )
     assert len(rows) > 5
     assert {name: ast.literal_eval(here) for name, _, here in rows} == {
