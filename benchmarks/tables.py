@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import text
+from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import RESULTS, Group, Row
 from benchmarks.shapes import DTYPES, MODELS, SPREADS, WORKS
@@ -19,7 +20,6 @@ from benchmarks.text import Lines
 
 BARE = "bare-gemms"
 QUOTED = ("ours", "ours-input")  # ours with exact logits, and with logits rounded as baselines do
-_FIRST = (BARE, *QUOTED)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def lines(groups: Sequence[Group], layout: Layout) -> Lines:
 
 
 def _rank(group: Group, row: Row) -> tuple[int, float]:
-    """Return where a row stands: by time, else by how exact it is."""
+    """Return where a row stands: defaults before variants, by time, else by how exact it is."""
     size = row.median
     if size is None:
         size = row.errors.get("dhidden", row.info.get("ratio noise", [None])[0])
@@ -111,7 +111,10 @@ def _rank(group: Group, row: Row) -> tuple[int, float]:
 
 
 def _place(provider: str) -> int:
-    return _FIRST.index(provider) if provider in _FIRST else len(_FIRST)
+    """Place the bare GEMMs first, then ours, the defaults of the others, and variants."""
+    if provider in (BARE, "ours"):
+        return (BARE, "ours").index(provider)
+    return 2 if provider in PROVIDERS and PROVIDERS[provider].default else 3
 
 
 def _name(provider: str) -> str:

@@ -30,6 +30,7 @@ class Provider:
     name: str
     note: str  # what exactly is run
     run: Callable[[Problem], Result]  # the work of the problem's case
+    default: bool = True  # False: a setting or a second function of a library that has a default
     limits: tuple[Limit, ...] = ()  # works that it has not
     packages: tuple[str, ...] = ()  # the distributions that have to be installed
     gpu: bool = False  # whether it needs one

@@ -115,6 +115,7 @@ EAGER = (
         note="the same, and in a loss the mean entropy for the log, which ours and trl also "
         "compute",
         run=run_with(_head, entropy_metric=True),
+        default=False,
         limits=(("as eager", lambda case: case.work.kind != "loss"),),
     ),
     Provider(
@@ -130,6 +131,7 @@ EAGER = (
         "chooses itself are of a few rows, and slow), else its defaults; per-token values in the "
         "input dtype",
         run=run_cross_entropy(_torch_lce),
+        default=False,
         limits=(NO_ENTROPY, NO_SOFTCAP),
         missing=lambda device: (
             None

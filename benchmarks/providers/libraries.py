@@ -220,6 +220,7 @@ def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
         name=name,
         note=f"cut_cross_entropy.linear_cross_entropy, masked tokens as ignored targets, {note}",
         run=run_cross_entropy(lambda *call: _cce(*call, **settings)),
+        default=not settings,
         limits=(
             (
                 "gradients of 16-bit inputs only",
@@ -255,6 +256,7 @@ LIBRARIES = (
         note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
         "LigerFusedLinearCrossEntropyLoss with its defaults",
         run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
+        default=False,
         limits=(NO_ENTROPY,),
         packages=("liger-kernel",),
         gpu=True,
@@ -264,6 +266,7 @@ LIBRARIES = (
         note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "
         "loss; dweight is computed for a frozen head too",
         run=run_with(_liger_sm90),
+        default=False,
         limits=(("bf16 only", _in_fp32), NO_SOFTCAP),
         packages=("liger-kernel", "nvidia-cutlass-dsl", "cuda-bindings"),
         capability=(9, 0),

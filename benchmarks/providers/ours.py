@@ -81,6 +81,7 @@ def _ours(name: str, note: str, settings: dict[str, Any], **rest: Any) -> Provid
     if "schedule" in settings:
         rest["limits"] = (("the same as ours: it has no schedule", _no_schedule),)
     info = partial(_schedule, **settings)
+    rest["default"] = not settings
     return Provider(name=name, note=note, run=partial(run, **settings), info=info, **rest)
 
 
