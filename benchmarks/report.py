@@ -2,8 +2,8 @@
 
 By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
 ``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
-the blocks of README, ``benchmarks/README.md`` and ``docs/integrations.md`` are made anew: cog runs
-what stands in their markers.
+the figure of README and the blocks of the documents are made anew: cog runs what stands in their
+markers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from benchmarks import tables, text
+from benchmarks import figure, tables, text
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, load
@@ -25,6 +26,10 @@ from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
+_DRAWN: tuple[dict[str, Any], ...] = (
+    {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
+    {"kind": "cpu", "work": "dapo", "model": "qwen2.5-0.5b", "tokens": 1024, "dtype": "bf16"},
+)
 _VIEWS = {
     "standings": ("Everybody over all cases", tables.standings),
     "cases": ("A case in a line", tables.cases),
@@ -44,16 +49,20 @@ def show(block: str, kind: str) -> str:
 
 def headline(kind: str, work: str, model: str, tokens: int) -> str:
     """Write one case of the heads in every dtype: the defaults of ours beside everybody else."""
-    case = {"benchmark": "heads", "work": work, "model": model, "tokens": tokens}
     found = [
         replace(group, rows=[row for row in group.rows if tables.is_quoted(row.provider)])
-        for group in tables.in_order(newest(kind)[1])
-        if case.items() <= {**group.facts, "benchmark": group.benchmark}.items()
+        for group in _heads(kind, work=work, model=model, tokens=tokens)
     ]
     if not found:
         return NOT_MEASURED
     shown = text.markdown(tables.lines(found, tables.LAYOUTS["heads"]))
     return f"{tables.caption(found)}\n\n{shown}"
+
+
+def _heads(kind: str, **facts: str | int) -> list[Group]:
+    """Return the cases of the heads of the newest device of a kind that have these facts."""
+    found = [group for group in newest(kind)[1] if group.benchmark == "heads"]
+    return tables.in_order(group for group in found if facts.items() <= group.facts.items())
 
 
 def plots(kind: str, folder: str) -> str:
@@ -98,9 +107,17 @@ def providers() -> str:
 
 
 def write_documents(check: bool = False) -> int:
-    """Fill the blocks, or only check them; not 0 where one is not as it would be."""
+    """Draw the figure and fill the blocks, or only check them; not 0 where one would change."""
     from cogapp import Cog
 
+    drawn = [group for case in _DRAWN for group in _heads(**case)]
+    for theme in figure.THEMES:
+        path, picture = ROOT / "docs" / "images" / f"head-{theme}.svg", figure.draw(theme, drawn)
+        if not check:
+            path.write_text(picture)
+        elif path.read_text() != picture:
+            print(f"{path.relative_to(ROOT)}: would change")
+            return 1
     paths = [str(ROOT / name) for name in DOCUMENTS]
     options = ["--check" if check else "-r", "-P", "-p", "from benchmarks.report import *"]
     return Cog().main(["cog", *options, *paths])
