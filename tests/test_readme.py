@@ -119,9 +119,7 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "parts", "left"),
     [
-        (README, ["FusedLinearGRPOLoss(", "explain("], "model.lm_head.weight"),
-        (README, ["SamplingMask.from_padded("], None),
-        (README, ["linear_divergence("], "model.lm_head.weight"),
+        (README, ["FusedLinearGRPOLoss("], "model.lm_head.weight"),
         (DOCS, [" policy_loss("], "logits"),
         (DOCS, ["SamplingMask, explain_logprobs"], None),
         (DOCS, ["linear_divergence("], "lm_head.weight"),
@@ -210,6 +208,18 @@ def test_trainer(folder: Path) -> None:
     exec(python_block(DOCS, "async def").replace('output_dir="out"', tiny), names)
     names["trainer"].train()
     assert "judged/best" in names["trainer"].state.log_history[0]
+
+
+def test_getting_started(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(python_block(DOCS, "def hidden_states()"), {})
+    assert len(re.findall(r"^loss [+-]", capsys.readouterr().out, re.M)) == 2
+    script = python_block(DOCS, "fused.enable()").replace('output_dir="trl-out"', TINY)
+    names: dict[str, Any] = {}
+    try:
+        exec(script, names)
+    finally:
+        names["fused"].disable()
+    assert names["trainer"].state.global_step == 1
 
 
 def test_run_file(folder: Path) -> None:
