@@ -2,7 +2,7 @@
 
 By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
 ``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
-the blocks of README, ``benchmarks/README.md`` and ``docs/integrations.md`` are made anew: cog runs
+the blocks of README, ``benchmarks/README.md`` and ``docs/guides/trl.md`` are made anew: cog runs
 what stands in their markers.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.shapes import MODELS, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/guides/trl.md")
 _VIEWS = {
     "standings": ("Everybody over all cases", tables.standings),
     "cases": ("A case in a line", tables.cases),
