@@ -25,7 +25,7 @@ from benchmarks.shapes import MODELS, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
+DOCUMENTS = ("benchmarks/README.md", "docs/guides/trl.md")
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
     {"kind": "cpu", "work": "dapo", "model": "qwen2.5-0.5b", "tokens": 1024, "dtype": "fp32"},

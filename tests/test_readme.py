@@ -288,8 +288,8 @@ def test_settings_are_fields() -> None:
     named = {name for name in code(DOCS) if name.startswith(prefixes)}
     fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
     fields |= set(inspect.signature(linear_policy_loss).parameters)
-    of_skyrl = {"use_kl_loss", "use_entropy_loss"}
-    assert named - fields == of_skyrl
+    of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio"}
+    assert named - fields == of_others
 
 
 def test_the_client_of_a_server(model, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. What differs from Liger's, docs/integrations.md says. Settings and their errors are
+    tokens. What differs from Liger's, docs/guides/liger.md says. Settings and their errors are
     those of :class:`grpo_kernels.LossConfig`.
     """
 

@@ -1,0 +1,178 @@
+"""The guides to other loops and trainers: their blocks run, both halves of a diff do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_kernels import FusedHead
+from grpo_kernels.integrations import trl as our_trl
+from grpo_trainer.demo.policy import write_policy
+from tests.support.documents import ROOT, blocks
+
+B, P, L, V, D = 4, 4, 5, 50, 16
+# what stands in the place of a user's own arguments of TRL, and makes a run tiny
+TINY = (
+    'output_dir="out", max_steps=1, logging_steps=1, max_completion_length=4, use_cpu=True, '
+    'bf16=False, save_strategy="no", report_to="none"'
+)
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+
+
+def halves(diff: str) -> list[str]:
+    """Return the code before and after a diff."""
+    lines = diff.splitlines()
+    return ["\n".join(x[1:] for x in lines if x[0] in marks) for marks in (" -", " +")]
+
+
+def make_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=D, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """Return what the blocks of a loop of one's own take as given."""
+    ids = torch.randint(0, V, (B, P + L), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([5, 3, 4, 5])
+    mask = (torch.arange(L) < lengths[:, None]).long()
+    model = make_model(0)
+    with torch.no_grad():
+        logits = model(ids).logits[:, P - 1 : -1]
+    own = logits.log_softmax(-1).gather(-1, ids[:, P:, None])[..., 0]
+    moved = 0.3 * torch.randn(B, L, generator=torch.Generator().manual_seed(1))
+    return {
+        "torch": torch,
+        "model": model,
+        "reference": make_model(1),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "prompt_length": P,
+        "completion_ids": ids[:, P:],
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.3]),
+        "old_logprobs": own + moved,
+    }
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the gradients, and take them from the model."""
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def run(code: str, names: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    exec(code, names)
+    return names["loss"].detach(), gradients(names["model"])
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_loop_of_ones_own(
+    names: dict[str, Any], group: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run the page from top to bottom: the loss stays that of the eager loop."""
+    text = page("plain-loop")
+    (diff,) = blocks(text, "diff")
+    before, after = halves(diff)
+    eager = run(before, names)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= eager[1].keys()
+    torch.testing.assert_close(run(after, names), eager)
+    assert names["metrics"]["clip_ratio/region_mean"] > 0
+    theirs = names["old_logprobs"]
+    sampled, reference, packed, plan, accumulated, processes, check = blocks(text, "python")
+    exec(sampled, names)
+    exec(check, names)
+    torch.testing.assert_close(names["old_logprobs"], names["theirs"])
+    names["old_logprobs"] = theirs
+    exec(reference, names)
+    assert (names["ref_logprobs"] - names["theirs"]).abs().mean() > 0.1
+    exec(packed, names | _packed())
+    exec(plan, names)
+    assert "schedule" in capsys.readouterr().out
+    for code in (accumulated, processes):
+        loss, found = run(code, names)
+        torch.testing.assert_close(found, eager[1])
+    torch.testing.assert_close(loss, eager[0])
+
+
+def _packed() -> dict[str, Any]:
+    ids = torch.randint(0, V, (10,))
+    return {
+        "packed_ids": ids,
+        "cu_seqlens": torch.tensor([0, 4, 10]),
+        "packed_mask": torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1]),
+        "packed_advantages": torch.tensor([1.0, -1.0]),
+        "packed_old": -torch.rand(10),
+        "run_packed": lambda ids, cu_seqlens: torch.nn.Embedding(V, D)(ids),
+    }
+
+
+def test_from_liger(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_kernel.chunked_loss")
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # which theirs does by default
+    model = names["model"]
+    hidden = model.model(names["input_ids"]).last_hidden_state[:, P - 1 : -1]
+    names["ref_logprobs"] = names["old_logprobs"] + 0.1
+    (diff,) = blocks(page("liger"), "diff")
+    theirs, ours = (run(code, names | {"hidden": hidden.detach()}) for code in halves(diff))
+    torch.testing.assert_close(ours, theirs)
+    assert theirs[1]["lm_head.weight"].any()
+
+
+def test_a_script_that_scores_tokens(names: dict[str, Any]) -> None:
+    (diff,) = blocks(page("other-trainers"), "diff")
+    before, after = halves(diff)
+    exec(before, names)
+    theirs = names["logprobs"]
+    exec(after, names)
+    assert isinstance(names["model"].lm_head, FusedHead)
+    torch.testing.assert_close(names["logprobs"], theirs)
+
+
+def train(code: str) -> dict[str, float]:
+    """Return what one step of a trainer logs."""
+    names = {
+        "dataset": Dataset.from_dict({"prompt": [f"{n}=" for n in range(10, 18)]}),
+        "reward": lambda completions, **_: [float(len(set(text))) for text in completions],
+    }
+    exec(code.replace('output_dir="out"', TINY), names)
+    log: dict[str, float] = names["trainer"].state.log_history[0]  # type: ignore[attr-defined]
+    return {name: log[name] for name in ("reward", "reward_std", "loss", "grad_norm", "entropy")}
+
+
+def test_from_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    write_policy(tmp_path / "path" / "to" / "model", seed=0)
+    monkeypatch.chdir(tmp_path)
+    enabled, at_the_head = (halves(diff) for diff in blocks(page("trl"), "diff"))
+    try:
+        ours = train(enabled[1])
+        assert our_trl.SWITCH.on
+    finally:
+        our_trl.disable()
+    theirs = train(enabled[0])
+    assert enabled[0].split() == at_the_head[0].split()
+    assert theirs["reward_std"] > 0
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert train(at_the_head[1]) == pytest.approx(theirs, rel=1e-4, abs=1e-6)
