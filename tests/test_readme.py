@@ -25,12 +25,14 @@ from grpo_kernels.backends.choice import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
 from grpo_kernels.losses.terms import CORRECTION_MODES
-from grpo_trainer import DatasetMixtureConfig, GRPOConfig, TrlParser
+from grpo_trainer import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config.checks import OLD_NAMES
 from grpo_trainer.data import load_prompts
 from grpo_trainer.demo.policy import write_policy
+from grpo_trainer.engines.sampler import ENGINES
+from grpo_trainer.experience.comparisons import rloo
 from grpo_trainer.report.page import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
@@ -222,6 +224,35 @@ def test_getting_started(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert names["trainer"].state.global_step == 1
 
 
+def test_training_from_python(folder: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(python_block(DOCS, "def distinct").replace('output_dir="out"', TINY), names)
+    assert names["trainer"].state.log_history[0]["reward"] > 0
+
+
+def test_an_engine_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.engines.sampler.ENGINES", dict(ENGINES))
+    names: dict[str, Any] = {}
+    own = python_block(DOCS, "register_rollout_engine(")
+    exec(own.replace('output_dir="out"', TINY), names)
+    trainer = GRPOTrainer(
+        model="path/to/model",
+        reward_funcs=lambda completions, **columns: [float(text == "42") for text in completions],
+        args=names["args"],
+        train_dataset=load_prompts("prompts.jsonl"),
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 1
+
+
+def test_an_advantage_of_ones_own() -> None:
+    names: dict[str, Any] = dict.fromkeys(["model", "reward", "args", "dataset"])
+    names["GRPOTrainer"] = SimpleNamespace
+    exec(python_block(DOCS, "def leave_one_out"), names)
+    compared = torch.tensor([[1.0, 0.5], [0.0, 1.0], [2.0, 0.0], [4.0, 0.5]]), torch.ones(2), 2
+    torch.testing.assert_close(names["trainer"].advantages(*compared), rloo(*compared))
+
+
 def test_run_file(folder: Path) -> None:
     run, args = parse(["--config", "run.yaml", "--use_cpu"])
     assert (args.loss_type, args.epsilon_high, args.learning_rate) == ("dapo", 0.28, 1e-6)
@@ -272,7 +303,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 def test_what_scripts_for_trl_import_is_here_and_there() -> None:
     trl = pytest.importorskip("trl")
-    text = DOCS.partition("### Scripts written for TRL\n")[2]
+    text = section(DOCS, "Scripts written for TRL")
     named = code(text.partition(" and the rewards of")[0]) - {"trl"}
     named -= {"grpo_trainer", "VLLMClient"}  # theirs is deeper inside
     assert len(named) > 5

@@ -1,7 +1,7 @@
 """Ten steps of TRL's GRPOTrainer and of ours: the same logs, and the same weights.
 
 Model, data, seed and completions are the same; every name that TRL logs is compared. A table in
-docs/trainer.md says what differs on purpose.
+docs/guides/from-trl-trainer.md says what differs on purpose.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
 from grpo_trainer.config.checks import OLD_NAMES
-from tests.support.documents import DOCS
+from tests.support.documents import DOCS, section
 
 HINTS = get_type_hints(GRPOConfig)
 INHERITED = get_type_hints(TrainingArguments)
@@ -291,9 +291,8 @@ def test_an_old_name_beside_the_new_one_that_says_the_same(make_args):
 
 
 def test_defaults_in_the_documents():
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(.+?)` \| `(.+?)`", DOCS.split("| older documents |")[1], re.M
-    )
+    table = section(DOCS, "Defaults in older documents")
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)`", table, re.M)
     assert len(rows) > 5
     assert {name: ast.literal_eval(here) for name, _, here in rows} == {
         name: DEFAULTS[name] for name, _, _ in rows
