@@ -132,6 +132,7 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         (DOCS, ["active_lengths=", "main_grad="], "weight"),
         (DOCS, ['LossConfig(loss_type="dppo_tv")'], None),
         (DOCS, ["prompt_tokens = "], None),
+        (DOCS, ["plan.fingerprint"], None),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
 )
