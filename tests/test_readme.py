@@ -253,7 +253,7 @@ def test_lists_are_complete() -> None:
     assert set(BUILTIN_REWARDS) <= code(section(DOCS, "Rewards"))
     assert set(CORRECTION_MODES) <= code(section(DOCS, "Where completions come from"))
     assert set(OLD_NAMES) <= code(section(DOCS, "Runs from files"))
-    assert set(BACKENDS) <= code(section(README, "Backends"))
+    assert set(BACKENDS) <= code(section(DOCS, "Backends"))
     families = section(DOCS, "Models").partition("\n> ")[2].partition("\n\n")[0]
     assert set(re.findall(r"\w+", families)) == set(FAMILIES)
 
