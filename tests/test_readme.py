@@ -259,7 +259,8 @@ def test_lists_are_complete() -> None:
 
 
 def test_losses_have_the_settings_that_are_listed() -> None:
-    listed, right = {}, {}
+    listed: dict[str, dict[str, str]] = {}
+    right: dict[str, dict[str, str]] = {}
     for row in section(DOCS, "Settings of each loss").splitlines():
         names, _, settings = row[1:].partition("|")
         for name in re.findall(r"`(\w+)`", names) if row.startswith("|") else ():
