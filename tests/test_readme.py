@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
 from grpo_kernels.backends.choice import BACKENDS
 from grpo_kernels.linear_logprobs import BOUNDED, OUTPUTS
 from grpo_kernels.losses import LOSSES, NamedLoss
-from grpo_kernels.losses.terms import CORRECTION_MODES
+from grpo_kernels.losses.terms import AGGREGATIONS, CORRECTION_MODES, KL_ESTIMATORS
 from grpo_trainer import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, TrlParser
 from grpo_trainer.cli.serve import serve_command
 from grpo_trainer.cli.train import parse
@@ -95,6 +96,7 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         "target": ids[:, 4:],
         "mask_ids": torch.randint(-1, 50, (4, 5, 3)),
         "completion_mask": torch.ones(4, 5),
+        "G": 2,
         "mask": torch.ones(4, 5),
         "lengths": [5, 5, 5, 5],
         "active_lengths": [5, 5, 5, 0],
@@ -128,6 +130,9 @@ def names(model: PreTrainedModel) -> dict[str, Any]:
         (DOCS, ["warm_up("], None),
         (DOCS, ["HeadLoRA("], "lora_b.weight"),
         (DOCS, ["active_lengths=", "main_grad="], "weight"),
+        (DOCS, ['LossConfig(loss_type="dppo_tv")'], None),
+        (DOCS, ["prompt_tokens = "], None),
+        (DOCS, ["plan.fingerprint"], None),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
 )
@@ -282,16 +287,38 @@ def test_commands(
 
 
 def test_lists_are_complete() -> None:
-    losses = section(README, "Which losses").partition("\nAny of them")[0]
+    losses = section(DOCS, "Which losses").partition("\nAny of them")[0]
     listed = {name for row in losses.splitlines() for name in re.findall(r"`(\w+)`", row[:20])}
     assert listed - {"loss_type"} == set(LOSSES)
     assert {*OUTPUTS, *BOUNDED} <= code(section(DOCS, "Log-probabilities"))
     assert set(BUILTIN_REWARDS) <= code(section(DOCS, "Rewards"))
     assert set(CORRECTION_MODES) <= code(section(DOCS, "Where completions come from"))
     assert set(OLD_NAMES) <= code(section(DOCS, "Runs from files"))
-    assert set(BACKENDS) <= code(section(README, "Backends"))
+    assert set(BACKENDS) <= code(section(DOCS, "Backends"))
     families = section(DOCS, "Models").partition("\n> ")[2].partition("\n\n")[0]
     assert set(re.findall(r"\w+", families)) == set(FAMILIES)
+
+
+def test_losses_have_the_settings_that_are_listed() -> None:
+    listed: dict[str, dict[str, str]] = {}
+    right: dict[str, dict[str, str]] = {}
+    for row in section(DOCS, "Settings of each loss").splitlines():
+        names, _, settings = row[1:].partition("|")
+        for name in re.findall(r"`(\w+)`", names) if row.startswith("|") else ():
+            listed[name] = dict(re.findall(r"`(\w+)=([^`]+)`", settings))
+    for name, loss in LOSSES.items():
+        right[name] = {item.name: repr(item.default) for item in fields(loss.surrogate)}
+    assert listed == right
+    own = {item.name: repr(item.default) for item in fields(LossConfig) if item.init}
+    rows = re.findall(r"^\| `(\w+)=(.+?)` \|", section(DOCS, "Settings of every loss"), re.M)
+    assert dict(rows) == {name: value for name, value in own.items() if name != "surrogate"}
+    for heading, names in (
+        ("What each was made for", LOSSES),
+        ("Aggregations", AGGREGATIONS),
+        ("Correction for the engine", CORRECTION_MODES),
+        ("KL penalty", KL_ESTIMATORS),
+    ):
+        assert set(names) <= code(section(DOCS, heading))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -317,10 +344,10 @@ def test_settings_are_fields() -> None:
     prefixes = ("vllm_", "use_", "ref_model_", "max_", "sync_", "router_", "dynamic_", "cast_")
     prefixes += ("activation_",)
     named = {name for name in code(DOCS) if name.startswith(prefixes)}
-    fields = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
-    fields |= set(inspect.signature(linear_policy_loss).parameters)
+    known = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
+    known |= set(inspect.signature(linear_policy_loss).parameters)
     of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio"}
-    assert named - fields == of_others
+    assert named - known == of_others
 
 
 def test_the_client_of_a_server(model, tmp_path, monkeypatch):

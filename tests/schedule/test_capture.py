@@ -93,7 +93,7 @@ def test_a_step_is_the_same_for_all_values(
 
 
 def copy_values(batch: TokenBatch, other: TokenBatch) -> None:
-    """Copy what is on the GPU, as docs/kernels.md says."""
+    """Copy what is on the GPU, as docs/guides/exactness.md says."""
     for field in fields(batch):
         mine, new = getattr(batch, field.name), getattr(other, field.name)
         if isinstance(mine, Tensor) and mine.is_cuda:
