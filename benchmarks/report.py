@@ -2,8 +2,7 @@
 
 By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
 ``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
-the blocks of README, ``benchmarks/README.md`` and ``docs/integrations.md`` are made anew: cog runs
-what stands in their markers.
+the blocks of the ``DOCUMENTS`` are made anew: cog runs what stands in their markers.
 """
 
 from __future__ import annotations
@@ -17,14 +16,21 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import tables, text
+from benchmarks.footprint import vram_rules  # noqa: F401 (a block of the documents)
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, load
 from benchmarks.shapes import MODELS, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
+from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/integrations.md")
+DOCUMENTS = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/integrations.md",
+    "docs/guides/limited-vram.md",
+)
 _VIEWS = {
     "standings": ("Everybody over all cases", tables.standings),
     "cases": ("A case in a line", tables.cases),
