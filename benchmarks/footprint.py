@@ -80,11 +80,11 @@ class Way(NamedTuple):
 
 _IN_BF16, _LORA = "--dtype bfloat16", "--use_peft --lora_target_modules all-linear"
 WAYS = {
-    "full": Way(4, 4, 4, 8, 2, 4, (40, 36, 16), False, ""),
-    "full, bf16": Way(2, 2, 2, 4, 0, 2, (40, 36, 16), False, _IN_BF16),
-    "LoRA": Way(2, 2, 4, 8, 0, 2, (90, 44, 28), True, f"{_IN_BF16} {_LORA}"),
+    "full": Way(4, 4, 4, 8, 2, 4, (32, 16, 12), False, ""),
+    "full, bf16": Way(2, 2, 2, 4, 0, 2, (32, 16, 12), False, _IN_BF16),
+    "LoRA": Way(2, 2, 4, 8, 0, 2, (48, 20, 24), True, f"{_IN_BF16} {_LORA}"),
     "QLoRA": Way(
-        0.5 + 4 / 64, 2, 2, 4, 0, 2, (90, 44, 28), True, f"{_IN_BF16} {_LORA} --load_in_4bit"
+        0.5 + 4 / 64, 2, 2, 4, 0, 2, (48, 20, 24), True, f"{_IN_BF16} {_LORA} --load_in_4bit"
     ),
 }
 POLICIES = {

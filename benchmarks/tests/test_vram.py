@@ -40,7 +40,6 @@ GUIDE = (ROOT / "docs/guides/limited-vram.md").read_text()
 
 GPUS = (24, 80)
 LINES = [(gib, name, title) for gib in GPUS for name in POLICIES for title in WAYS]
-HEAD_SIZE = {"Qwen2.5-0.5B": 64}
 SMALL = Policy("small", 4, 256, 1024, 512, 128, 0, False, 512)
 
 
@@ -48,7 +47,7 @@ def made(policy: Policy) -> Any:
     """Return the model of transformers with a policy's sizes."""
     of_2 = policy.name.startswith("Qwen2.5")
     kind, config = (Qwen2ForCausalLM, Qwen2Config) if of_2 else (Qwen3ForCausalLM, Qwen3Config)
-    size = HEAD_SIZE.get(policy.name, 128 if policy is not SMALL else 64)
+    size = 64 if of_2 or policy is SMALL else 128
     settings = dict(
         vocab_size=policy.vocabulary,
         hidden_size=policy.hidden,
@@ -86,7 +85,9 @@ def test_a_line_is_what_plan_prints_and_it_fits(gib: int, name: str, title: str)
     assert ours["total_bytes"] + facts["reserved_bytes"] <= gib * GIB
     assert ours["largest_micro_batch_tokens"] >= tokens
     [shown] = [x for x in printed(words).splitlines() if "(the default)" in x]
-    assert line[3] in shown
+    assert line[4] in shown
+    beside = int(line[2].split()[0].replace(",", "")) if line[2][0].isdigit() else 0
+    assert beside < tokens
     more = plan_words(policy, way, tokens + STEP, gib)
     facts = json.loads(printed([*more, "--json"]))
     [ours] = [x for x in facts["implementations"] if x["implementation"] == facts["default"]]
@@ -108,18 +109,20 @@ def test_activations_are_bounded_as_the_page_says(title: str) -> None:
     model.train()
     body.gradient_checkpointing_enable()
 
-    def growth(tokens: int) -> int:
-        model.zero_grad()
+    def body_of(tokens: int) -> int:
+        """Return the growth in a forward and backward."""
         ids = torch.randint(0, SMALL.vocabulary, (1, tokens))
-        with LiveBytes(*model.parameters()) as live:
+        there = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
+        with LiveBytes(*there) as live:
             with torch.autocast("cpu", torch.bfloat16):
                 hidden = body(input_ids=ids, use_cache=False).last_hidden_state
             hidden.backward(torch.ones_like(hidden))
         return live.growth
 
+    body_of(2)  # the gradients of parameters are there from now on
     few, many = 512, 1024
-    measured = (growth(many) - growth(few)) / (many - few)
-    assert 0.7 * way.per_token(SMALL) < measured <= way.per_token(SMALL), measured
+    measured = (body_of(many) - body_of(few)) / (many - few)
+    assert 0.6 * way.per_token(SMALL) < measured <= way.per_token(SMALL), measured
 
 
 def test_a_block_is_what_its_command_prints() -> None:
@@ -131,7 +134,7 @@ def test_a_block_is_what_its_command_prints() -> None:
 
 def commands(text: str) -> list[list[str]]:
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line) for line in lines if line]
 
 
 def test_the_guides_commands_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
