@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure, tables, text
+from benchmarks.footprint import vram_rules  # noqa: F401 (a block of the documents)
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, load
 from benchmarks.shapes import MODELS, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
+from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("benchmarks/README.md", "docs/guides/trl.md")
+DOCUMENTS = ("benchmarks/README.md", "docs/guides/trl.md", "docs/guides/limited-vram.md")
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
     {"kind": "cpu", "work": "dapo", "model": "qwen2.5-0.5b", "tokens": 1024, "dtype": "fp32"},
