@@ -98,7 +98,7 @@ class ColocatedVLLM:
             ValueError: vLLM writes other tokens for an image than the processor did.
         """
         if self._sleeps:  # the weights have their memory again
-            self._llm.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
             self._sleeps = False
         parts: list[Any] = [requests_of(prompt_ids, images)]
         if self._group is not None:  # together they run each request
@@ -145,11 +145,15 @@ class ColocatedVLLM:
                 self._llm.llm_engine.add_lora(self._adapter)
         else:
             if self._sleeps:
-                self._llm.wake_up(tags=["weights"])
+                self._wake("weights")
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
+
+    def _wake(self, tag: str) -> None:
+        torch.cuda.empty_cache()  # what training took and no longer uses; without a GPU: nothing
+        self._llm.wake_up(tags=[tag])
 
     def close(self) -> None:
         atexit.unregister(self.close)
