@@ -17,9 +17,8 @@ import contextlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 
 from grpo_kernels.integrations import HOSTS
 from tests.net import calls, test_findings, test_net
-from tests.net.cases import LOSSES, Case, cases
+from tests.net.cases import LOSSES, Case
 from tests.net.checks import refusals
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,9 @@ class Docstrings(griffe.Extension):
         if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) in _CHECKED:
             default = attr.value.arguments[0]
             attr.value = default.value if isinstance(default, griffe.ExprKeyword) else default
-        if attr.docstring is None and attr.parent and attr.parent.is_class and attr.annotation:
-            if words := _comment(attr):
-                attr.docstring = griffe.Docstring(words, parent=attr)
+        is_field = attr.annotation is not None and attr.parent is not None and attr.parent.is_class
+        if attr.docstring is None and is_field and (words := _comment(attr)):
+            attr.docstring = griffe.Docstring(words, parent=attr)
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Name the fields that a dataclass takes by ``__init__(self, **settings)``."""
