@@ -17,7 +17,7 @@ import contextlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,6 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_kernels.integrations import HOSTS
 from tests.net import calls, test_findings, test_net
 from tests.net.cases import LOSSES, Case
 from tests.net.checks import refusals
@@ -222,22 +221,44 @@ def by_target() -> str:
 
 
 def by_host() -> str:
-    """Write which hosts the adapters are tested in, and by what."""
+    """Write which hosts hold an adapter to the contract, in which versions."""
     folder = ROOT / "tests" / "integrations"
-    lines = [["adapter", "host", "tested with", "contract of the adapters"]]
-    for adapter, host in HOSTS.items():
-        package = host.package.replace("-", "_")
-        tests = [x for x in sorted(folder.glob("test_*.py")) if _tests(x, adapter, package)]
-        links = ", ".join(f"[{x.stem}](../../tests/integrations/{x.name})" for x in tests)
-        lines.append([f"`{adapter}`", host.package, ", ".join(host.tested), links])
+    pinned = (ROOT / "constraints.txt").read_text()
+    lines = [["contract", "adapters", "host", "how"]]
+    for path in sorted(folder.glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        packages = dict.fromkeys(_packages(tree))
+        packages.pop("made_up", None)  # a host of its own that tests switches
+        own = folder / "hosts" / f"{path.stem.removeprefix('test_')}.txt"
+        versions = own.read_text() if own.exists() else pinned
+        found = {name: _version(name, versions) for name in packages}
+        if not found:
+            continue
+        about = (ast.get_docstring(tree) or "").split("\n")[0].rstrip(".")
+        ours = " ".join(f"`{name}`" for name in sorted(_adapters(tree)))
+        hosts = ", ".join(f"{name} {version}".strip() for name, version in found.items())
+        real = "`make test-integrations`" if own.exists() else "`make test-main`"
+        how = real if all(found.values()) else "stand-in with its interfaces, or a checkout"
+        lines.append([f"[{about}](../../{path.relative_to(ROOT)})", ours, hosts, how])
     return table(lines)
 
 
-def _tests(path: Path, adapter: str, package: str) -> bool:
-    """Return whether a module has a record of a host, and names the adapter."""
-    text, (module, _, host) = path.read_text(), adapter.partition(", ")
-    named = f"integrations.{module} " in text or f"integrations import {module}" in text
-    return "Adapter(" in text and named and (not host or host in path.stem or package in text)
+def _packages(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Adapter":
+            yield from (x.value.value for x in node.keywords if x.arg == "package")
+
+
+def _version(package: str, pinned: str) -> str:
+    """Return the version of a package among lines of requirements; empty: it is not there."""
+    name = {"swift": "ms-swift"}.get(package, package.replace("_", "-"))
+    return next((x[len(name) + 2 :] for x in pinned.split() if x.startswith(f"{name}==")), "")
+
+
+def _adapters(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "grpo_kernels.integrations":
+            yield from (x.name for x in node.names)
 
 
 def on_gpu() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -94,5 +95,8 @@ def _reference(role: re.Match[str], obj: griffe.Object) -> str:
         path = f"{obj.resolve(first)}{dot}{rest}"
     except griffe.NameResolutionError:
         path = name
+    last = path.rpartition(".")[2]
+    with contextlib.suppress(KeyError):  # a function that has the name of its module
+        path = obj.modules_collection[path].members[last].path
     shown = name.rpartition(".")[2] if short else name
     return f'<autoref optional identifier="{path}"><code>{shown}</code></autoref>'
