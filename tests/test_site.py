@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +126,34 @@ x["a"](b.md)
     ]  # fmt: skip
     assert "[a `b`](X)" in changed and '![e](X "title")' in changed and "[name]: X" in changed
     assert "`[no](code.md)`" in changed and 'x["a"](b.md)' in changed
+
+
+def test_links_lead_to_pages_else_to_the_repository_else_nowhere(
+    pages: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mkdocs", reason="THE SITE'S LINKS ARE NOT CHECKED: no mkdocs")
+    hooks = importlib.import_module("hooks")
+
+    def file(place: str, source: str) -> SimpleNamespace:
+        path = str(ROOT / source)
+        return SimpleNamespace(
+            src_uri=place, abs_src_path=path, url_relative_to=lambda page: f"url of {place}"
+        )
+
+    here = file("guides/a.md", "docs/guides/a.md")
+    files = [here, file("index.md", "README.md"), file("images/b.svg", "docs/images/live.svg")]
+    text = (
+        "[home](../../README.md#x) [test](../../tests/test_site.py) [folder](../examples)\n"
+        '<img src="../images/live.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
+    )
+    config = SimpleNamespace(repo_url="https://g")
+    changed = hooks.on_page_markdown(text, SimpleNamespace(file=here), config, files)
+    assert changed == (
+        "[home](../index.md#x) [test](https://g/blob/HEAD/tests/test_site.py) "
+        "[folder](https://g/tree/HEAD/docs/examples)\n"
+        '<img src="url of images/b.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
+    )
+    assert [x.getMessage() for x in caplog.records] == ["docs/guides/a.md: there is no nowhere.md"]
 
 
 def test_markers_of_cog_do_not_show(pages: ModuleType) -> None:
