@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check docs docs-serve bench bench-vllm results gpu gpu-tune wheels clean
 

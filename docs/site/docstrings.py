@@ -10,7 +10,7 @@ import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`(~?)([\w.]+)`")
 _SEVERAL = re.compile(r"^    (\w+(?:, \w+)+):(.*\n(?: {5,}.*\n|\n(?= {5}))*)", re.M)
-_COMMENT = re.compile(r"^[^#]*#\s*(?!type:|noqa)(.+)$")
+_NOTES = ("type:", "noqa")  # to tools, among comments
 _CHECKED = ("number", "choice")  # of grpo_kernels.arguments: a default, and what is checked
 
 
@@ -48,8 +48,9 @@ _OTHERS = griffe.ParameterKind.var_keyword
 def _comment(attr: griffe.Attribute) -> str:
     """Return the comment behind a field, or the lines of comments above it."""
     lines, end = attr.lines_collection[attr.filepath], attr.endlineno or attr.lineno
-    if beside := _COMMENT.match(lines[end - 1]):
-        return beside[1]
+    beside = [words.strip() for words in lines[end - 1].split("#")[1:]]
+    if beside := [words for words in beside if not words.startswith(_NOTES)]:
+        return " ".join(beside)
     start = first = attr.lineno - 1
     while lines[first - 1].lstrip().startswith("#"):
         first -= 1
@@ -98,5 +99,5 @@ def _reference(role: re.Match[str], obj: griffe.Object) -> str:
     last = path.rpartition(".")[2]
     with contextlib.suppress(KeyError):  # a function that has the name of its module
         path = obj.modules_collection[path].members[last].path
-    shown = name.rpartition(".")[2] if short else name
+    shown = (name.rpartition(".")[2] if short else name).replace("_", "&#95;")
     return f'<autoref optional identifier="{path}"><code>{shown}</code></autoref>'
