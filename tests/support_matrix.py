@@ -34,9 +34,15 @@ from tests.net.checks import refusals
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-EMULATED = "triton, emulated"
-COLUMNS = ("reference", "chunked", "cpu", "triton", EMULATED)
-HEADERS = ("`reference`", "`chunked`", "`cpu`", "`triton` in the interpreter", "`triton` as gfx942")
+EMULATED, ON_GPU = "triton, emulated", "triton, on a GPU"
+BACKENDS = ("reference", "chunked", "cpu", "triton")
+COLUMNS = {
+    "auto": "default on a CPU",
+    **{name: f"`{name}`" for name in BACKENDS[:3]},
+    "triton": "`triton`, interpreter",
+    EMULATED: "`triton`, gfx942",
+    ON_GPU: "`triton`, GPU",
+}
 # tests of the kernels and of calls; those of the trainer know no backend
 COLLECTED = (
     "tests/test_linear_policy_loss.py",
@@ -107,6 +113,20 @@ BY_LOSS: dict[str, Feature] = {
 }
 
 
+# tests that compare with fp64, too: what a parameter of theirs stands for
+PARTS = {
+    "lora": "LoRA on the head",
+    "sampling_mask": "sampling mask",
+    "rollout_weights": "`rollout_weights`",
+    "main_grad": "`main_grad`",
+}
+COMPARED: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
+    "test_every_loss_on_a_gpu_and_in_triton": lambda x: (f"`{x['name']}`", "`linear_policy_loss`"),
+    "test_parts_of_a_loss_on_a_gpu_and_in_triton": lambda x: (PARTS[x["part"]],),
+    "test_every_output_on_a_gpu_and_in_triton": lambda x: ("`linear_logprobs`", "... entropy"),
+}
+
+
 @cache
 def ran() -> list[tuple[str, Case]]:
     """Return the column and the case of every call that tests hold to the oracle."""
@@ -132,14 +152,35 @@ def _is_supported(case: Case) -> bool:
     return not refusals(case, SimpleNamespace(fields={}))[1]
 
 
+@cache
+def compared() -> list[tuple[str, str, str]]:
+    """Return the feature, the column and the dtype of what the tests of COMPARED compare."""
+    found = []
+    names = {getattr(item, "originalname", "") for item in collected()}
+    assert names >= {*COMPARED}, "a test of COMPARED has another name now"
+    for item in collected():
+        labels = COMPARED.get(getattr(item, "originalname", ""))
+        if labels is not None:
+            values = item.callspec.params
+            column = ON_GPU if values["device"].type == "cuda" else values["backend"]
+            if values["backend"] == "triton":
+                dtype = str(values["dtype"]).removeprefix("torch.")
+                features = [*labels(values), f'`schedule="{values.get("schedule")}"`']
+                found += [(feature, column, dtype) for feature in features]
+    return found
+
+
 def by_backend(features: dict[str, Feature], title: str) -> str:
-    """Write the dtypes in which a feature is held to the oracle, by backend."""
-    lines = [[title, *HEADERS]]
+    """Write the dtypes in which values and gradients are compared with fp64, by backend."""
+    lines = [[title, *COLUMNS.values()]]
     for name, has in features.items():
         met = defaultdict(set)
         for column, case in ran():
             if has(case):
                 met[column].add(case.dtype)
+        for feature, column, dtype in compared():
+            if feature == name:
+                met[column].add(dtype)
         lines.append([name, *(_in_order(met[column]) for column in COLUMNS)])
     return table(lines)
 
@@ -162,33 +203,42 @@ class _Collected:
         self.items = [*items]
 
 
-def by_module() -> str:
-    """Write what the tests of kernels are parametrised over, by module."""
+@cache
+def collected() -> list[pytest.Item]:
+    """Return the tests of kernels and calls, those for a GPU included."""
     found = _Collected()
     arguments = ["--collect-only", "-qq", "-p", "no:cacheprovider", *COLLECTED]
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main(arguments, plugins=[found])
+    return found.items
+
+
+def by_module() -> str:
+    """Write what the tests of kernels are parametrised over, by module."""
     modules: dict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in found.items:
+    for item in collected():
         modules[item.path].append(item)
-    lines = [["tests", "backends", "dtypes", "compared on a GPU"]]
+    emulated = (ROOT / "tests" / "emulated" / "run.sh").read_text()
+    lines = [["tests", "backends", "dtypes", "also as gfx942", "also on a GPU"]]
     for path, items in modules.items():
         parts = [_parameters(item) for item in items]
-        backends = {x for part in parts for x in part if x in COLUMNS}
+        backends = {x for part in parts for x in part if x in BACKENDS}
         dtypes = {str(x).split(".")[-1] for part in parts for x in part if _is_dtype(x)}
-        gpu = any(item.get_closest_marker("gpu") for item in items)
         place = path.relative_to(ROOT).as_posix()
         about = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
-        about = " ".join(about.split()).rstrip(".")
-        shown = " ".join(f"`{name}`" for name in COLUMNS if name in backends)
-        lines.append([f"[{about}](../../{place})", shown, _in_order(dtypes), "yes" if gpu else ""])
+        about = " ".join(about.split()).rstrip(".").replace("``", "`")
+        shown = " ".join(f"`{name}`" for name in BACKENDS if name in backends)
+        on_gpu = any(item.get_closest_marker("gpu") for item in items)
+        also = ["yes" if place in emulated else "", "yes" if on_gpu else ""]
+        lines.append([f"[{about}](../../{place})", shown, _in_order(dtypes), *also])
     return table(lines)
 
 
 def _parameters(item: pytest.Item) -> set[Any]:
     """Return the names and dtypes among what a test is parametrised over."""
     callspec = getattr(item, "callspec", None)
-    values = [] if callspec is None else list(callspec.params.values())
+    params = {} if callspec is None else callspec.params
+    values = [value for name, value in params.items() if name != "device"]
     found = set()
     while values:
         value = values.pop()
