@@ -55,7 +55,9 @@ Feature = Callable[[Case], Any]
 CALLS: dict[str, Feature] = {
     "`linear_policy_loss`": lambda c: c.of_loss and c.entry == "function",
     "`FusedLinearGRPOLoss`": lambda c: c.of_loss and c.entry == "module",
-    "`FusedHead`": lambda c: c.entry == "fused_head" and not c.lora and not c.tied,
+    "`FusedHead`": lambda c: (
+        c.entry == "fused_head" and not c.lora and not c.tied and c.twist != "checkpoint"
+    ),
     "`policy_loss` of given log-probabilities": lambda c: c.of_loss and c.entry == "composed",
     "`linear_logprobs`": lambda c: c.outputs,
     "... entropy": lambda c: "entropy" in c.outputs,
@@ -98,13 +100,17 @@ OPTIONS: dict[str, Feature] = {
     "`backward=Bounded(...)`": lambda c: c.bounded,
     "`main_grad`": lambda c: c.main_grad,
     "several threads": lambda c: c.threads > 1,
+    "activation checkpointing": lambda c: c.of_loss and c.twist == "checkpoint" and not c.main_grad,
 }
 BITS: dict[str, Feature] = {
     "the same call again": lambda c: c.twist == "again",
     "the backward of the same loss again": lambda c: c.twist == "second_backward",
-    "NaN and infinities in rows without a loss": lambda c: c.twist == "garbage_in_masked_rows",
-    "rows in other batches (`batch_invariant`)": lambda c: c.twist == "split" and c.batch_invariant,
-    "activation checkpointing": lambda c: c.twist == "checkpoint",
+    "NaN and infinities in rows without a loss": lambda c: (
+        c.twist == "garbage_in_masked_rows" and not c.tied
+    ),
+    "`linear_logprobs` of other batches (`batch_invariant`)": lambda c: (
+        c.outputs and c.twist == "split" and c.batch_invariant
+    ),
     "no gradients wanted": lambda c: c.twist == "no_grad",
     "`torch.compile`": lambda c: c.twist == "compile",
 }
