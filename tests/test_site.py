@@ -135,22 +135,27 @@ def test_links_lead_to_pages_else_to_the_repository_else_nowhere(
     hooks = importlib.import_module("hooks")
 
     def file(place: str, source: str) -> SimpleNamespace:
-        path = str(ROOT / source)
         return SimpleNamespace(
-            src_uri=place, abs_src_path=path, url_relative_to=lambda page: f"url of {place}"
+            src_uri=place,
+            abs_src_path=str(ROOT / source),
+            url_relative_to=lambda page: f"url of {place}",
+            inclusion=SimpleNamespace(is_excluded=lambda: place.endswith(".py")),
         )
 
     here = file("guides/a.md", "docs/guides/a.md")
     files = [here, file("index.md", "README.md"), file("images/b.svg", "docs/images/live.svg")]
+    files.append(file("examples/lora.py", "docs/examples/lora.py"))
     text = (
-        "[home](../../README.md#x) [test](../../tests/test_site.py) [folder](../examples)\n"
+        "[home](../../README.md#x) [test](../../tests/test_site.py) [folder](../examples) "
+        "[code](../examples/lora.py)\n"
         '<img src="../images/live.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
     )
     config = SimpleNamespace(repo_url="https://g")
     changed = hooks.on_page_markdown(text, SimpleNamespace(file=here), config, files)
     assert changed == (
         "[home](../index.md#x) [test](https://g/blob/HEAD/tests/test_site.py) "
-        "[folder](https://g/tree/HEAD/docs/examples)\n"
+        "[folder](https://g/tree/HEAD/docs/examples) "
+        "[code](https://g/blob/HEAD/docs/examples/lora.py)\n"
         '<img src="url of images/b.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
     )
     assert [x.getMessage() for x in caplog.records] == ["docs/guides/a.md: there is no nowhere.md"]

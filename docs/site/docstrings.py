@@ -77,6 +77,7 @@ def _parameter(field: Any) -> griffe.Parameter:
 def _google(text: str, obj: griffe.Object) -> str:
     """Return a docstring with references in place of roles, and a line for each argument."""
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
+    text = re.sub(r"::$", ":", text, flags=re.M)
     text = _SEVERAL.sub(_one_by_one, text + "\n").rstrip()
     for parameter in getattr(obj, "parameters", ()):
         if parameter.kind is _OTHERS:

@@ -62,7 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     described = HELP.read_text(encoding="utf-8")
     for name, write in (("usage", pages.usage), ("settings", pages.settings)):
         markdown = markdown.replace(f"<!-- {name} -->\n", write(described) + "\n")
-    here = {place: file for file in files if (place := _source(file)) is not None}
+    built = [file for file in files if not file.inclusion.is_excluded()]
+    here = {place: file for file in built if (place := _source(file)) is not None}
 
     def resolve(link: str, html: bool) -> str:
         if re.match(r"[a-zA-Z][\w+.-]*:|#|//", link) or source is None:
