@@ -100,7 +100,7 @@ def test_the_settings_page_has_every_option(pages: ModuleType) -> None:
     options = re.findall(r"^  --(\w+)", described, re.M)
     assert len(options) > 100
     assert [name for name in options if f"`{name}`" not in written] == []
-    assert "`TEXT`, default `float32`\n\nDtype of the weights;" in written
+    assert "#### `dtype`\n\n`TEXT`, default `float32`. Dtype of the weights;" in written
 
 
 def test_links_are_resolved_but_those_in_code(pages: ModuleType) -> None:
@@ -151,7 +151,8 @@ def test_links_lead_to_pages_else_to_the_repository_else_nowhere(
         '<img src="../images/live.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
     )
     config = SimpleNamespace(repo_url="https://g")
-    changed = hooks.on_page_markdown(text, SimpleNamespace(file=here), config, files)
+    page = SimpleNamespace(file=here, parent=object(), meta={})
+    changed = hooks.on_page_markdown(text, page, config, files)
     assert changed == (
         "[home](../index.md#x) [test](https://g/blob/HEAD/tests/test_site.py) "
         "[folder](https://g/tree/HEAD/docs/examples) "

@@ -54,6 +54,8 @@ def _file(config: MkDocsConfig, place: str, source: Path) -> File:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page as the site has it."""
+    if page.parent is None:  # beside which there is no other
+        page.meta.setdefault("hide", ["navigation"])
     source = _source(page.file)
     if source is not None and source.suffix == ".ipynb":
         markdown = pages.notebook(source.read_text(encoding="utf-8"))

@@ -128,8 +128,8 @@ def settings(text: str) -> str:
             continue
         for option in options:
             default = f", default `{option.default}`" if option.default else ""
-            parts.append(f"#### `{option.name}`\n\n`{option.kind or 'FLAG'}`{default}")
-            parts.append(_sentence(option.words))
+            words = f"`{option.kind or 'FLAG'}`{default}. {_sentence(option.words)}"
+            parts += [f"#### `{option.name}`", words]
     return "\n\n".join(parts)
 
 
