@@ -1,10 +1,9 @@
-"""The text of pages: links as the site has them, lists and notes of GitHub, helps, a notebook."""
+"""The text of pages: links as the site has them, lists of GitHub, helps, a notebook."""
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,10 +19,8 @@ _LINKS = re.compile(
     r'|(?P<attribute>\b(?:src|srcset|href)=")(?P<html>[^"]+)',
     re.S | re.M,
 )
-_LONG_CODE = re.compile(_CODE, re.S | re.M)
 _MARKERS = re.compile(r"<!-- \[\[\[(?:cog.*?\]\]\]|end\]\]\]) -->", re.S)
 _ITEM = re.compile(r" *(?P<mark>[*+-]|\d+[.)]) +(?=\S)")
-_ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", re.M)
 
 
 def relinked(text: str, resolve: Resolve) -> str:
@@ -46,14 +43,8 @@ def without_markers(text: str) -> str:
 
 
 def as_site_reads(text: str) -> str:
-    """Return the Markdown of GitHub as Python-Markdown reads it: nested lists, alerts, details."""
-    text = _ALERT.sub(_admonition, text).replace("<details>", '<details markdown="1">')
+    """Return the Markdown of GitHub with lists as Python-Markdown reads them."""
     return "".join(_nested(text))
-
-
-def _admonition(found: re.Match[str]) -> str:
-    words = re.sub(r"^> ?", "", found[2], flags=re.M)
-    return f"!!! {found[1].lower()}\n\n{textwrap.indent(words, '    ')}"
 
 
 def _nested(text: str) -> Iterator[str]:
