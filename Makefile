@@ -1,5 +1,5 @@
-# make demo | make test-fast | make test-main | make test | make check | make bench | make gpu: each works
-# alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
+# make demo | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
+# each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
 # .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts. make gpu and make gpu-tune need
 # no network, but a python3 with torch, and what Triton needs: a GPU machine has it.
 PYTHON ?= python3
@@ -10,8 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check docs docs-serve bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -73,6 +74,14 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
 
+# the documentation as a site, in build/site; a link or an anchor that leads nowhere fails it
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+# the same on http://127.0.0.1:8000, made anew when a page changes
+docs-serve: $(VENV)/.docs
+	$(BIN)/python -m mkdocs serve
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
 	status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
@@ -120,7 +129,7 @@ $(VENV)/.torch: constraints.txt
 # a source file that changed is rebuilt into the environment
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*)
 
-$(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@echo "installing grpo-kernels[$*] into $(VENV)"
 	@$(PIP) install --quiet -c constraints.txt -e ".[$*]"
 	@if [ -f grpo_kernels/_native.so ]; then echo "native CPU kernels: built"; else \

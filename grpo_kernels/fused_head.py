@@ -128,6 +128,7 @@ class FusedHead(ForwardOverlay, nn.Module):
         )
 
     def forward(self, hidden: Tensor, fn: HeadFn | None = None, **options: Any) -> Any:
+        """Return logits, or what ``fn`` makes of hidden states (..., D) and the :class:`Head`."""
         if fn is None:
             return super().forward(hidden, **options)
         head = unshard_head(head_of_layer(self, self._transform))

@@ -198,4 +198,5 @@ class FusedLinearGRPOLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """Return the configuration and the options, for ``print``."""
         return f"{self.config}, " + ", ".join(f"{k}={v!r}" for k, v in self._head.items())

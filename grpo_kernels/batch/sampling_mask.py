@@ -80,6 +80,7 @@ class SamplingMask:
 
     @property
     def num_rows(self) -> int:
+        """T, the number of rows."""
         return self.bounds.numel() - 1
 
     @property

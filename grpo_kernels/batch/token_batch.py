@@ -64,43 +64,48 @@ class TokenBatch:
             target: (B, L) int64 token ids; -100 marks a token without loss.
             advantages: (B,) one per sequence, or (B, L) one per token; finite.
             mask: (B, L) bool or 0/1, 1 where the token counts. Default: where target is not -100.
-            optional: ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L) or None.
-                ``rollout_weights``: (B, L), factors >= 0 against the difference between the policy
-                and the rollout engine, for callers who compute them; None: those of the loss's
-                ``rollout_correction_mode``, if there are ``rollout_logprobs``.
-                ``sampling_mask``: a :class:`SamplingMask` of the B * L rows, or None. With it
-                log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
-                entropy is that of the whole vocabulary. Old and reference log-probabilities must be
-                of the same kind (``masked_logprobs`` of ``linear_logprobs``).
-                ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
-                the valid tokens of the accumulation window on all processes, divided by the number
-                of processes; None: the valid tokens here times ``gradient_accumulation_steps``.
-                ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the entropy
-                bonus) divide by, its valid tokens likewise; None: those here.
-                ``num_sequences_in_micro_batch``: what the means over its sequences (grpo, dr_grpo,
-                gspo) divide by, empty ones too, likewise; None: those here. Where a micro-batch is
-                computed in pieces, each is given the numbers of the whole.
-                ``prompt_tokens``: (B,), which ``prompt_mean`` divides by: the valid tokens of all
-                completions of the sequence's prompt, wherever they are: shuffled micro-batches are
-                right. ``num_prompts``: how many prompts the accumulation window has on all
-                processes, divided by the number of processes; None: those here, in parts, times
-                ``gradient_accumulation_steps``.
-                ``entropy_scale``: a factor on the entropy bonus that changes during a run; None: 1.
-                ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
-                ``lengths``: B host integers, the valid tokens of each sequence, and
-                ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
-                once for the device to learn these; given, a whole step waits for nothing, values
-                are checked on the device, later (a failure there ends the CUDA context), and how
-                the tokens are distributed over the sequences is not. Without ``active_lengths``
-                rows of zero advantage are computed like others.
-                ``sequence_group``: a process group (or a device mesh of one dimension), over whose
-                ranks the tokens of each sequence are spread (context or sequence parallelism):
-                every rank gives its part of the same B sequences, which may be empty. Whatever is
-                of a sequence (its length, its ratio, its gates) is then of all its tokens. The
-                numbers of tokens above are, where they are None, those of the group per rank; the
-                mean of the ranks' losses and gradients is that of one process with whole sequences.
-                Building a batch, its loss and the backward are collectives of the group; the
-                metrics are computed along with the loss.
+            optional: what else there is, each None if it is not given:
+
+                * ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L).
+                * ``rollout_weights``: (B, L), factors >= 0 against the difference between the
+                  policy and the rollout engine, for callers who compute them; None: those of the
+                  loss's ``rollout_correction_mode``, if there are ``rollout_logprobs``.
+                * ``sampling_mask``: a :class:`SamplingMask` of the B * L rows. With it
+                  log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
+                  entropy is that of the whole vocabulary. Old and reference log-probabilities must
+                  be of the same kind (``masked_logprobs`` of ``linear_logprobs``).
+                * ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
+                  the valid tokens of the accumulation window on all processes, divided by the
+                  number of processes; None: the valid tokens here times
+                  ``gradient_accumulation_steps``.
+                * ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the
+                  entropy bonus) divide by, its valid tokens likewise; None: those here.
+                * ``num_sequences_in_micro_batch``: what the means over its sequences (grpo,
+                  dr_grpo, gspo) divide by, empty ones too, likewise; None: those here. Where a
+                  micro-batch is computed in pieces, each is given the numbers of the whole.
+                * ``prompt_tokens``: (B,), which ``prompt_mean`` divides by: the valid tokens of all
+                  completions of the sequence's prompt, wherever they are: shuffled micro-batches
+                  are right.
+                * ``num_prompts``: how many prompts the accumulation window has on all processes,
+                  divided by the number of processes; None: those here, in parts, times
+                  ``gradient_accumulation_steps``.
+                * ``entropy_scale``: a factor on the entropy bonus that changes during a run;
+                  None: 1.
+                * ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
+                * ``lengths``: B host integers, the valid tokens of each sequence, and
+                  ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
+                  once for the device to learn these; given, a whole step waits for nothing, values
+                  are checked on the device, later (a failure there ends the CUDA context), and how
+                  the tokens are distributed over the sequences is not. Without ``active_lengths``
+                  rows of zero advantage are computed like others.
+                * ``sequence_group``: a process group (or a device mesh of one dimension), over
+                  whose ranks the tokens of each sequence are spread (context or sequence
+                  parallelism): every rank gives its part of the same B sequences, which may be
+                  empty. Whatever is of a sequence (its length, its ratio, its gates) is then of all
+                  its tokens. The numbers of tokens above are, where they are None, those of the
+                  group per rank; the mean of the ranks' losses and gradients is that of one process
+                  with whole sequences. Building a batch, its loss and the backward are collectives
+                  of the group; the metrics are computed along with the loss.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -126,6 +131,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
+        """T, the number of tokens that carry a loss, on this rank."""
         return self.target.numel()
 
     @property
@@ -136,6 +142,7 @@ class TokenBatch:
 
     @property
     def num_sequences(self) -> int:
+        """B, the number of sequences, empty ones included."""
         return self.counts.shape[1]
 
     @property

@@ -51,6 +51,7 @@ class DivergencePlan(LogprobsPlan):
 
     @property
     def routes(self) -> list[Route]:
+        """The ways of the student's rows, and of the teacher's if it has hidden states."""
         return [self.route] if self.teacher is None else [self.route, self.teacher]
 
     @property

@@ -134,10 +134,12 @@ class LogprobsPlan:
 
     @property
     def options(self) -> RunOptions:
+        """The arguments that say how a call runs."""
         return self.route.options
 
     @property
     def backend(self) -> str:
+        """The name of the backend."""
         return self.route.backend.name
 
     @property
@@ -147,6 +149,7 @@ class LogprobsPlan:
 
     @property
     def precision(self) -> str:
+        """That of the products over the vocabulary."""
         return self.route.precision
 
     @cached_property

@@ -77,6 +77,7 @@ class HeadLoRA:
 
     @property
     def rank(self) -> int:
+        """The rank r of the factors."""
         return self.a.shape[0]
 
     def wide(self, dtype: torch.dtype) -> HeadLoRA:

@@ -132,6 +132,7 @@ class LossConfig:
 
     @property
     def aggregation(self) -> terms.Aggregation:
+        """How the tokens' losses become one."""
         return terms.AGGREGATIONS[self.aggregation_name]
 
     @property
@@ -141,6 +142,7 @@ class LossConfig:
 
     @property
     def ratio_level(self) -> terms.RatioLevel:
+        """Whose importance ratio the loss takes: the token's or the sequence's."""
         level = self.importance_sampling_level
         return self.loss.ratio_level if level is None else terms.RATIO_LEVELS[level]
 

@@ -58,6 +58,7 @@ class Gated(Surrogate):
 
     @property
     def vanishes_at_zero_advantage(self) -> bool:  # type: ignore[override]
+        """Whether zero advantage means zero loss and gradient: without a penalty."""
         return self.tau == 0
 
     def __call__(self, terms: Terms) -> Tensor:

@@ -95,15 +95,19 @@ class Metrics:
         return len(self.stats)
 
     def keys(self) -> KeysView[str]:
+        """Return the names."""
         return self.stats.keys()
 
     def values(self) -> ValuesView[Tensor]:
+        """Return the values, () each."""
         return ValuesView(self)
 
     def items(self) -> ItemsView[str, Tensor]:
+        """Return names and values."""
         return ItemsView(self)
 
     def get(self, name: str, default: Tensor | None = None) -> Tensor | None:
+        """Return the value of a name, or ``default`` where there is none."""
         stat = self.stats.get(name)
         return default if stat is None else stat.value()
 

@@ -186,8 +186,8 @@ def _correction(
 class PolicyLossOutput(NamedTuple):
     """A loss that can be differentiated, and what to log beside it."""
 
-    loss: Tensor  # ()
-    metrics: Metrics
+    loss: Tensor  # (), fp32, or fp64 for fp64 inputs
+    metrics: Metrics  # detached, made when they are first read
 
 
 def policy_loss(

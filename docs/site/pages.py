@@ -1,0 +1,148 @@
+"""The text of pages: links as the site has them, lists of GitHub, helps, a notebook."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+# a link that is found in Markdown, or with True in HTML: what stands in its place
+Resolve = Callable[[str, bool], str]
+
+_CODE = r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+).*?^(?P=indent)(?P=fence)[ \t]*$"
+_INLINE = r"(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=ticks)(?!`)"
+_LINKS = re.compile(
+    rf"(?P<code>{_CODE}|{_INLINE})"
+    r"|(?P<before>\]\()(?P<inline>[^)\s]+)"
+    r"|(?P<name>^\[[^]\n]+\]:[ ]+)(?P<defined>\S+)"
+    r'|(?P<attribute>\b(?:src|srcset|href)=")(?P<html>[^"]+)',
+    re.S | re.M,
+)
+_MARKERS = re.compile(r"<!-- \[\[\[(?:cog.*?\]\]\]|end\]\]\]) -->", re.S)
+_ITEM = re.compile(r" *(?P<mark>[*+-]|\d+[.)]) +(?=\S)")
+
+
+def relinked(text: str, resolve: Resolve) -> str:
+    """Return Markdown in which all links but those in code are as ``resolve`` has them."""
+
+    def other(found: re.Match[str]) -> str:
+        if found["code"]:
+            return found["code"]
+        if found["html"]:
+            return found["attribute"] + resolve(found["html"], True)
+        before = found["before"] or found["name"]
+        return before + resolve(found["inline"] or found["defined"], False)
+
+    return _LINKS.sub(other, text)
+
+
+def without_markers(text: str) -> str:
+    """Return Markdown without the markers of cog."""
+    return _MARKERS.sub("", text)
+
+
+def as_site_reads(text: str) -> str:
+    """Return the Markdown of GitHub with lists as Python-Markdown reads them."""
+    return "".join(_nested(text))
+
+
+def _nested(text: str) -> Iterator[str]:
+    """Yield lines; what belongs to an item of a list is four columns further in than the item."""
+    widths: list[int] = []  # where the words of each open item begin
+    fence, before, listed = "", "", False
+    for line in text.splitlines(keepends=True):
+        indent = len(line) - len(line.lstrip(" "))
+        if fence:
+            fence = "" if line.strip() == fence else fence
+        elif line.strip():
+            listed = bool(widths)
+            while widths and indent < widths[-1] and (_ITEM.match(line) or not before.strip()):
+                widths.pop()
+            opened = re.match(r" *(```+|~~~+)", line)
+            fence = opened[1] if opened else ""
+        if not line.strip() or (widths and indent < widths[-1]):  # or a paragraph that goes on
+            yield line
+        else:
+            item = None if fence else _ITEM.match(line)
+            if item and not listed and before.strip() and item["mark"] in "*+-1.":
+                yield "\n"
+            shift = indent - (widths[-1] if widths else 0)
+            yield " " * (4 * len(widths) + shift) + line[indent:]
+            if item:
+                widths.append(item.end())
+        before = line if not fence else ""
+
+
+class Option(NamedTuple):
+    """What a help says of an argument."""
+
+    name: str
+    kind: str
+    words: str
+    default: str
+
+
+def sections(text: str) -> dict[str, list[Option]]:
+    """Return the arguments that a help describes, by the line above them."""
+    found: dict[str, list[Option]] = {}
+    for part in re.split(r"^(?=\S.*:$)", text, flags=re.M)[1:]:
+        title, _, body = part.partition("\n")
+        options = re.split(r"^  (?=--\w)", body, flags=re.M)[1:]
+        found[title.removesuffix(":")] = [_option(x) for x in options]
+    return {title: options for title, options in found.items() if options}
+
+
+def _option(text: str) -> Option:
+    head, *lines = text.rstrip().split("\n")
+    flag, _, first = head.partition("  ")
+    name, _, kind = flag.partition(" ")
+    words = " ".join(line.strip() for line in (first, *lines)).strip()
+    default = re.search(r" ?\(default: (.*)\)$", words)
+    words = words if default is None else words[: default.start()]
+    return Option(name.removeprefix("--"), kind, words, default[1] if default else "")
+
+
+def usage(text: str) -> str:
+    """Write what a help says before it lists arguments."""
+    words = re.split(r"^\S.*:$", text, maxsplit=1, flags=re.M)[0]
+    return f"```text\n{words.rstrip()}\n```"
+
+
+def settings(text: str) -> str:
+    """Write the arguments of a help, each with an anchor of its name."""
+    parts = []
+    for title, options in sections(text).items():
+        parts.append(f"## {title}")
+        if not any(option.words for option in options):
+            parts.append(", ".join(f"`{option.name}`" for option in options))
+            continue
+        for option in options:
+            default = f", default `{option.default}`" if option.default else ""
+            words = f"`{option.kind or 'FLAG'}`{default}. {_sentence(option.words)}"
+            parts += [f"#### `{option.name}`", words]
+    return "\n\n".join(parts)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:] if not words.startswith("``") else words
+
+
+def notebook(text: str) -> str:
+    """Write a notebook as Markdown: its words, its code, and what the code has printed."""
+    return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _cell(cell))
+
+
+def _cell(cell: dict) -> Iterator[str]:
+    source = "".join(cell["source"]).strip()
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell.get("outputs", ()):
+        data = output.get("data", {})
+        if "image/png" in data:
+            image = "".join(data["image/png"]).replace("\n", "")
+            yield f'<img alt="What the cell above draws" src="data:image/png;base64,{image}">'
+        elif said := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+            yield f'```text title="Output"\n{said}\n```'

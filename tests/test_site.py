@@ -1,0 +1,224 @@
+"""The site of the documentation: its pages, its reference, and what becomes of links."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import grpo_kernels
+import grpo_trainer
+from tests.conftest import HAS_GPU
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+LISTED = set(re.findall(r"^::: (\S+)$", "\n".join(REFERENCE.values()), re.M))
+PACKAGES = (grpo_kernels, grpo_trainer)
+PUBLIC = [f"{package.__name__}.{name}" for package in PACKAGES for name in package.__all__]
+NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    return importlib.import_module("pages")
+
+
+def environment() -> dict[str, str]:
+    """Return an environment in which this tree is imported, and kernels are compiled."""
+    others = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return others | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for name in NEEDED:
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            pytest.skip(f"THE SITE IS NOT BUILT: {name} is not installed (pip install '.[docs]')")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 0, done.stderr[-5000:]
+    shown = "\n".join(path.read_text() for path in tmp_path.rglob("*.html"))
+    assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', shown) == []
+    assert "[[[" not in shown and ":::" not in shown and ":class:`" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU, reason="the page is that of a machine without a GPU")
+def test_the_support_matrix_is_what_the_tests_say() -> None:
+    command = [sys.executable, "-m", "tests.support_matrix", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 0, f"run `python -m tests.support_matrix`: {done.stdout[-3000:]}"
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    # some functions have the name of their module
+    paths = {name: {name, f"{name}.{name.rpartition('.')[2]}"} for name in PUBLIC}
+    assert [name for name in PUBLIC if not paths[name] & LISTED] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_it_is(name: str) -> None:
+    package, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(package), attribute)
+    assert [x for x, part in _parts(attribute, found) if not inspect.getdoc(part)] == []
+
+
+def _parts(name: str, found: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is public, and of a class of ours its methods and properties."""
+    yield name, found
+    members = vars(found) if inspect.isclass(found) else {}
+    for member, value in members.items():
+        kinds = (classmethod, staticmethod, property)
+        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds)):
+            yield f"{name}.{member}", getattr(found, member)
+
+
+def test_names_on_the_reference_exist() -> None:
+    hosts = {"trl_trainer", "verl", "torchtitan", "axolotl"}  # import what may not be here
+    for name in LISTED:
+        module, _, attribute = name.rpartition(".")
+        if module.rpartition(".")[2] not in hosts:
+            importlib.import_module(module)
+            assert hasattr(sys.modules[module], attribute), name
+
+
+def test_the_settings_page_has_every_option(pages: ModuleType) -> None:
+    described = (ROOT / "grpo_trainer" / "help.txt").read_text()
+    written = pages.settings(described)
+    options = re.findall(r"^  --(\w+)", described, re.M)
+    assert len(options) > 100
+    assert [name for name in options if f"`{name}`" not in written] == []
+    assert "#### `dtype`\n\n`TEXT`, default `float32`. Dtype of the weights;" in written
+
+
+def test_links_are_resolved_but_those_in_code(pages: ModuleType) -> None:
+    text = """\
+[a `b`](docs/c.md#d) `[no](code.md)` ![e](f.png "title")
+<picture><source srcset="dark.svg"><img src="light.svg"></picture>
+
+```python
+x["a"](b.md)
+```
+[name]: there.md
+"""
+    found: list[tuple[str, bool]] = []
+
+    def resolve(link: str, html: bool) -> str:
+        found.append((link, html))
+        return "X"
+
+    changed = pages.relinked(text, resolve)
+    assert found == [
+        ("docs/c.md#d", False), ("f.png", False), ("dark.svg", True), ("light.svg", True),
+        ("there.md", False),
+    ]  # fmt: skip
+    assert "[a `b`](X)" in changed and '![e](X "title")' in changed and "[name]: X" in changed
+    assert "`[no](code.md)`" in changed and 'x["a"](b.md)' in changed
+
+
+def test_links_lead_to_pages_else_to_the_repository_else_nowhere(
+    pages: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mkdocs", reason="THE SITE'S LINKS ARE NOT CHECKED: no mkdocs")
+    hooks = importlib.import_module("hooks")
+
+    def file(place: str, source: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            src_uri=place,
+            abs_src_path=str(ROOT / source),
+            url_relative_to=lambda page: f"url of {place}",
+            inclusion=SimpleNamespace(is_excluded=lambda: place.endswith(".py")),
+        )
+
+    here = file("guides/a.md", "docs/guides/a.md")
+    files = [here, file("index.md", "README.md"), file("images/b.svg", "docs/images/live.svg")]
+    files.append(file("examples/lora.py", "docs/examples/lora.py"))
+    text = (
+        "[home](../../README.md#x) [test](../../tests/test_site.py) [folder](../examples) "
+        "[code](../examples/lora.py)\n"
+        '<img src="../images/live.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
+    )
+    config = SimpleNamespace(repo_url="https://g")
+    page = SimpleNamespace(file=here, parent=object(), meta={})
+    changed = hooks.on_page_markdown(text, page, config, files)
+    assert changed == (
+        "[home](../index.md#x) [test](https://g/blob/HEAD/tests/test_site.py) "
+        "[folder](https://g/tree/HEAD/docs/examples) "
+        "[code](https://g/blob/HEAD/docs/examples/lora.py)\n"
+        '<img src="url of images/b.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
+    )
+    assert [x.getMessage() for x in caplog.records] == ["docs/guides/a.md: there is no nowhere.md"]
+
+
+def test_markers_of_cog_do_not_show(pages: ModuleType) -> None:
+    text = "<!-- [[[cog print(show('a', 'b')) ]]] -->\n| a |\n<!-- [[[end]]] -->\n"
+    assert pages.without_markers(text) == "\n| a |\n\n"
+
+
+def test_lists_are_nested_as_the_site_reads_them(pages: ModuleType) -> None:
+    github = """\
+Words:
+* one
+  goes on
+  ```bash
+  make
+  ```
+* two
+
+  - inner
+
+1. first
+   goes on
+2. second
+
+    code
+
+after
+"""
+    site = """\
+Words:
+
+* one
+    goes on
+    ```bash
+    make
+    ```
+* two
+
+    - inner
+
+1. first
+    goes on
+2. second
+
+     code
+
+after
+"""
+    assert pages.as_site_reads(github) == site
+
+
+def test_a_notebook_is_a_page(pages: ModuleType) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {
+            "cell_type": "code",
+            "source": "print(1)",
+            "outputs": [{"text": ["1\n"]}, {"data": {"image/png": "QUJD\n"}}],
+        },
+    ]
+    page = pages.notebook(json.dumps({"cells": cells}))
+    assert page.startswith("# Title\nwords\n\n```python\nprint(1)\n```\n\n")
+    assert '```text title="Output"\n1\n```' in page and "base64,QUJD" in page
