@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check packages release bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -73,6 +73,14 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
 
+# the sdist and the wheel, built into dist and checked in environments of their own
+packages:
+	.ci/check_packages.sh $(PYTHON)
+
+# make release VERSION=X.Y.Z: checks, packages, and the tag; what it says to push publishes them
+release:
+	@.ci/release.sh $(PYTHON) $(VERSION)
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
 	status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
@@ -118,7 +126,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 # a source file that changed is rebuilt into the environment
-NATIVE := setup.py pyproject.toml $(wildcard csrc/*)
+NATIVE := setup.py pyproject.toml grpo_kernels/version.py $(wildcard csrc/*)
 
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@echo "installing grpo-kernels[$*] into $(VENV)"
@@ -128,4 +136,4 @@ $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build runs *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build dist runs *.egg-info
