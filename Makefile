@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check docs docs-serve bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -82,6 +82,14 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	$(BIN)/python -m mkdocs serve
 
+# the sdist and the wheel, built into dist and checked in environments of their own
+packages:
+	.ci/check_packages.sh $(PYTHON)
+
+# make release VERSION=X.Y.Z: checks, packages, and the tag; what it says to push publishes them
+release:
+	@.ci/release.sh $(PYTHON) $(VERSION)
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks --benchmark-only --full --results benchmarks/results; \
 	status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
@@ -127,7 +135,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 # a source file that changed is rebuilt into the environment
-NATIVE := setup.py pyproject.toml $(wildcard csrc/*)
+NATIVE := setup.py pyproject.toml grpo_kernels/version.py $(wildcard csrc/*)
 
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@echo "installing grpo-kernels[$*] into $(VENV)"
@@ -137,4 +145,4 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build runs *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build dist runs *.egg-info

@@ -37,6 +37,13 @@ NATIVE = Extension(
     optional=True,
 )
 
+_ABSOLUTE = "https?:|mailto:|#"
+# what stands before a relative link: in Markdown, also around a picture, and in HTML
+_BEFORE_LINKS = re.compile(
+    rf"""(?:(?P<image>!?)\[[^][]*|\))\]\((?!{_ABSOLUTE})"""
+    rf"""|<(?:(?P<picture>img|source)|a)\b[^>]*?\s(?:src(?:set)?|href)=["'](?!{_ABSOLUTE})"""
+)
+
 
 class BuildNative(build_ext):
     """``build_ext`` that says what it means when an optional extension does not compile."""
@@ -68,11 +75,10 @@ def readme() -> str:
     repository = project["urls"]["Repository"]
 
     def absolute(link: re.Match[str]) -> str:
-        kind = "raw" if link["image"] else "blob"
+        kind = "raw" if link["image"] or link["picture"] else "blob"
         return f"{link[0]}{repository}/{kind}/HEAD/"
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"(?P<image>!?)\[[^]]*\]\((?!https?:|#)", absolute, text)
+    return _BEFORE_LINKS.sub(absolute, (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 setup(

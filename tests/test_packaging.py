@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from grpo_kernels.backends.cpu import _LIBRARY
+from grpo_kernels.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")
@@ -140,12 +143,54 @@ def test_the_sdist_holds_what_it_is_built_from_and_no_tests(egg_info: Path) -> N
     assert not [name for name in files if name.startswith("tests/")]
 
 
+_LINK = re.compile(r"""(?:\]\(|\s(?:src|srcset|href)=["'])([^)"'\s]*)""")
+
+
 def test_the_index_shows_no_link_into_the_repository(egg_info: Path) -> None:
     shown = (egg_info / "PKG-INFO").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)]+)\)", shown)
-    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
-    assert [link for link in links if not link.startswith("https://")] == []
+    links = _LINK.findall(shown)
+    assert len(links) == len(_LINK.findall((ROOT / "README.md").read_text()))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert re.search(r"^Project-URL: ", shown, re.M) and re.search(r"^Author: ", shown, re.M)
+
+
+_HERE = """[text](docs/a.md#part), [![badge](docs/b.svg)](LICENSE), ![picture](docs/c.png)
+<picture><source media="(prefers-color-scheme: dark)" srcset="docs/d.svg">
+<img alt="d" src="docs/e.svg"></picture> <a href="docs/f.md">f</a>
+[g](https://example.org) <img src='https://example.org/h.svg'> [i](#part)"""
+
+
+def test_links_in_html_and_around_pictures_are_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text(_HERE)
+    (tmp_path / "pyproject.toml").write_text('[project]\nurls.Repository = "https://here"\n')
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    script = runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.setitem(script["readme"].__globals__, "ROOT", tmp_path)
+    shown = script["readme"]()
+    whole = "https://example.org"
+    assert shown.count("https://here/raw/HEAD/docs/") == len("bcde")
+    assert shown.count("https://here/blob/HEAD/") == len(("a", "LICENSE", "f"))
+    assert _LINK.findall(shown)[-3:] == [whole, f"{whole}/h.svg", "#part"]
+
+
+def test_one_version(egg_info: Path) -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert f"\nVersion: {VERSION}\n" in (egg_info / "PKG-INFO").read_text(encoding="utf-8")
+    assert citation["version"] == VERSION
+    newest = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    assert newest == VERSION
+
+
+def test_the_citation_is_complete() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    needed = {"cff-version", "message", "title", "type", "authors", "license", "repository-code"}
+    assert needed <= citation.keys() and citation["cff-version"] == "1.2.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["license"] == project["license"]
+    assert citation["repository-code"] == project["urls"]["Repository"]
+    assert citation["authors"] == project["authors"]
 
 
 def test_one_wheel_serves_every_python() -> None:
