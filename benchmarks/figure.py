@@ -1,11 +1,13 @@
-"""The figure of README: time and memory of the head's forward and backward, by library.
+"""The figure of README: time, memory and error of the head's forward and backward, by library.
 
-One picture for a light and one for a dark page, as SVG, from the rows of the tables' headlines.
+Pictures for light and dark pages, for wide and narrow ones, as SVG, from the result files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -26,66 +28,128 @@ THEMES = {
     "light": {"text": "#1f2328", "muted": "#59636e", "ours": "#0969da", "other": "#b6bfc9"},
     "dark": {"text": "#f0f6fc", "muted": "#9198a1", "ours": "#4493f8", "other": "#4d5763"},
 }
-_WIDTH, _LINE, _HEAD = 900, 26, 62
-_BARS, _ERRORS = (186, 494), 806  # where the columns begin
+_LINE, _TITLE, _BAR = 26, 22, 18  # heights
 _STRONG, _SMALL = 'font-weight="600"', 'font-size="12"'
-_LONGEST = 230  # a bar; a number stands behind it
 
 
-def draw(theme: str, groups: Sequence[Group]) -> str:
-    """Draw a block for each group, one below the other."""
-    colours, parts, top = THEMES[theme], list[str](), 0
+@dataclass(frozen=True)
+class Layout:
+    """Where things are: columns beside one another, or below one another with labels of their own.
+
+    ``bars`` are the longest ones of the columns; 0: there are only numbers.
+    """
+
+    width: int
+    columns: tuple[int, ...]
+    bars: tuple[int, ...]
+    stacked: bool = False
+
+
+LAYOUTS = {
+    "wide": Layout(900, (186, 494, 806), (230, 230, 0)),
+    "narrow": Layout(420, (190, 190, 190), (160, 160, 0), stacked=True),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One quantity of all libraries."""
+
+    title: str
+    values: dict[str, Any]  # by library; None: not measured
+    write: Callable[[Any], str]
+
+
+def draw(theme: str, layout: str, groups: Sequence[Group]) -> str:
+    """Draw what was measured in each group, one below the other."""
+    colours, place = THEMES[theme], LAYOUTS[layout]
+    parts, top = list[str](), 0
     for group in groups:
-        parts += _block(group, colours, top)
-        top += _HEAD + _LINE * len(list(_rows(group))) + 18
-    title = "Time and memory of an LM head's policy loss, forward and backward"
+        *drawn, bottom = _block(group, place, colours, top)
+        parts += drawn
+        top = int(bottom) + 18
+    size = f'width="{place.width}" height="{top}" viewBox="0 0 {place.width} {top}"'
+    font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="14"'
+    title = "Time, memory and error of an LM head's policy loss, forward and backward"
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" role="img" '
-        'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>',
         f"<title>{title}</title>",
         *parts,
         "</svg>\n",
     ])  # fmt: skip
 
 
+def pictures(groups: Sequence[Group]) -> dict[str, str]:
+    """Return all pictures by the names of their files."""
+    return {
+        f"head-{theme}{'-narrow' * (layout == 'narrow')}.svg": draw(theme, layout, groups)
+        for theme, layout in product(THEMES, LAYOUTS)
+    }
+
+
+def _columns(group: Group, rows: dict[str, Row]) -> list[Column]:
+    return [
+        Column(
+            "time, in that of the three bare GEMMs",
+            {name: group.ratio(row, BARE) for name, row in rows.items()},
+            text.ratio,
+        ),
+        Column(
+            "extra memory, MiB",
+            {name: row.extra_bytes for name, row in rows.items()},
+            lambda size: f"{size / 2**20:,.0f}",
+        ),
+        Column(
+            "gradient error",
+            {name: row.worst("dhidden", "dweight") for name, row in rows.items()},
+            text.error,
+        ),
+    ]
+
+
+def _block(group: Group, place: Layout, colours: dict[str, str], top: int) -> Iterator[str]:
+    """Yield what was measured where, the columns, and last the height where they end."""
+    facts = group.facts
+    shape = f"{facts['tokens']:,} tokens, hidden {facts['hidden']:,}, vocabulary "
+    shape += f"{facts['vocabulary']:,}"
+    lines = [f"{group.where}, {facts['dtype']}", shape]
+    for line in lines if place.stacked else [": ".join(lines)]:
+        top += _TITLE
+        yield _text(0, top, line, colours["text"], _STRONG)
+    rows = dict(_rows(group))
+    height = _TITLE + _LINE * len(rows) + 10
+    for number, column in enumerate(_columns(group, rows)):
+        x, longest = place.columns[number], place.bars[number]
+        at = top + number * height * place.stacked
+        yield _text(0 if place.stacked else x, at + 22, column.title, colours["muted"], _SMALL)
+        for line, name in enumerate(rows):
+            y = at + _TITLE + 12 + line * _LINE
+            if place.stacked or number == 0:
+                yield _text(0, y + 14, _label(name, group), colours["text"], _weight(name))
+            yield from _value(column, name, x, y, longest, colours)
+    yield str(top + height * (3 if place.stacked else 1) + 4)
+
+
+def _value(
+    column: Column, name: str, x: int, y: int, longest: int, colours: dict[str, str]
+) -> Iterator[str]:
+    """Draw the bar of one library with its number behind it, or the number alone."""
+    value = column.values[name]
+    if value is None:
+        yield _text(x, y + 14, "not measured", colours["muted"], _SMALL)
+        return
+    width = longest * value / max(filter(None, column.values.values())) + 6 if longest else 0
+    if longest:
+        size = f'width="{width - 6:.1f}" height="{_BAR}" rx="2"'
+        fill = colours["ours" if name == "ours" else "other"]
+        yield f'<rect x="{x}" y="{y}" {size} fill="{fill}"/>'
+    yield _text(x + width, y + 14, column.write(value), colours["text"], _weight(name))
+
+
 def _rows(group: Group) -> Iterator[tuple[str, Row]]:
     """Go through who was measured: ours, then the others by time."""
     found = [(name, row) for name in LIBRARIES if (row := group[name]) and row.median]
     yield from sorted(found, key=lambda pair: (pair[0] != "ours", pair[1].median))
-
-
-def _block(group: Group, colours: dict[str, str], top: int) -> Iterator[str]:
-    """Draw what was measured where, then a line for each library."""
-    facts, rows = group.facts, dict(_rows(group))
-    shape = f"{facts['tokens']:,} tokens, hidden {facts['hidden']:,}, vocabulary "
-    where = f"{group.where}, {facts['dtype']}: {shape}{facts['vocabulary']:,}"
-    yield _text(0, top + 20, where, colours["text"], _STRONG)
-    places = {name: top + _HEAD + line * _LINE for line, name in enumerate(rows)}
-    for name, y in places.items():
-        yield _text(0, y + 14, _label(name, group), colours["text"], _weight(name))
-    times = {name: group.ratio(row, BARE) for name, row in rows.items()}
-    sizes = {name: row.extra_bytes for name, row in rows.items()}
-    panels: list[tuple[str, dict[str, Any], Callable[[Any], str]]] = [
-        ("time, in that of the three bare GEMMs", times, text.ratio),
-        ("extra memory, MiB", sizes, lambda size: f"{size / 2**20:,.0f}"),
-    ]
-    for left, (title, values, write) in zip(_BARS, panels, strict=True):
-        yield _text(left, top + 46, title, colours["muted"], _SMALL)
-        longest = max(value for value in values.values() if value is not None)
-        for name, value in values.items():
-            y = places[name]
-            if value is None:
-                yield _text(left, y + 14, "not measured", colours["muted"], _SMALL)
-                continue
-            width = _LONGEST * value / longest
-            fill = colours["ours" if name == "ours" else "other"]
-            size = f'width="{width:.1f}" height="18" rx="2"'
-            yield f'<rect x="{left}" y="{y}" {size} fill="{fill}"/>'
-            yield _text(left + width + 6, y + 14, write(value), colours["text"], _weight(name))
-    yield _text(_ERRORS, top + 46, "gradient error", colours["muted"], _SMALL)
-    for name, row in rows.items():
-        error = text.error(row.worst("dhidden", "dweight"))
-        yield _text(_ERRORS, places[name] + 14, error, colours["text"], _weight(name))
 
 
 def _label(name: str, group: Group) -> str:

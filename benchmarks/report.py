@@ -113,8 +113,8 @@ def write_documents(check: bool = False) -> int:
     from cogapp import Cog
 
     drawn = [group for case in _DRAWN for group in _heads(**case)]
-    for theme in figure.THEMES:
-        path, picture = ROOT / "docs" / "images" / f"head-{theme}.svg", figure.draw(theme, drawn)
+    for name, picture in figure.pictures(drawn).items():
+        path = ROOT / "docs" / "images" / name
         if not check:
             path.write_text(picture)
         elif path.read_text() != picture:
