@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,14 +15,14 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.charts import EVERY_CHART
 from grpo_trainer.monitor.completions import REWARD_PREFIX
 from grpo_trainer.monitor.metrics import PHASES, token_rate
 
-_WHAT = "the view of the run"
+VIEW = "the view of the run"
 _RUNTIME, _MEAN = "_runtime", "/mean"  # how names of metrics end
 _LEAST_SHARE = 0.005  # of a step's time; below it a phase is not shown
 _SPARK = "▁▂▃▄▅▆▇█"
@@ -56,7 +55,7 @@ class RunView(TrainerCallback):
         self._start = (time.perf_counter(), state.global_step)
         self._row = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
         if state.is_world_process_zero and self._console.is_terminal:
-            with unfailing(_WHAT):
+            with unfailing(VIEW):
                 self._live = Live(console=self._console, get_renderable=lambda: self.picture(state))
                 self._live.start()
 
@@ -66,7 +65,7 @@ class RunView(TrainerCallback):
         if not state.is_world_process_zero:
             return
         step = state.global_step
-        with unfailing(_WHAT):
+        with unfailing(VIEW):
             if "loss" in logs:
                 self.note(args, state, logs)
                 if self._live is None:
@@ -81,7 +80,7 @@ class RunView(TrainerCallback):
             elif runtime := next((name for name in logs if name.endswith(_RUNTIME)), None):
                 prefix = runtime.removesuffix(_RUNTIME)
                 own = {name.removeprefix(f"{prefix}_"): value for name, value in logs.items()}
-                told = [f"{name} {value}" for name, value in _numbers(own).items()]
+                told = [f"{name} {value}" for name, value in numbers_of(own).items()]
                 self.say("  ".join([f"{prefix} step {step}", *told, _time(logs[runtime])]))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +97,7 @@ class RunView(TrainerCallback):
         before, self._row = self._row, logs | {"step": state.global_step}
         if "reward" in logs:
             self._rewards = [*self._rewards, logs["reward"]][-_WIDTH:]
-        self._numbers = _numbers(logs)
+        self._numbers = numbers_of(logs)
         if (speed := token_rate(before, self._row)) is not None:
             self._numbers["tokens/s"] = f"{speed:,.0f}"
         if args.device.type == "cuda":
@@ -131,23 +130,6 @@ class RunView(TrainerCallback):
         return Panel(Group(*parts), title="GRPO", title_align="left")
 
 
-def show_progress(trainer: Trainer, console: Console | None = None) -> None:
-    """Replace the bar of transformers by a view.
-
-    A notebook keeps its own table, and nothing is shown with ``disable_tqdm``.
-    """
-    if any(type(item) is ProgressCallback for item in trainer.callback_handler.callbacks):
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RunView(console or Console(file=sys.stderr)))
-
-
-def close_progress(trainer: Trainer) -> None:
-    """Give the terminal back, however training has ended."""
-    for item in trainer.callback_handler.callbacks:
-        if isinstance(item, RunView):
-            item.on_train_end()
-
-
 def _time(seconds: float) -> str:
     """Format as ``h:mm:ss``, after days if it takes any."""
     return str(timedelta(seconds=round(seconds)))
@@ -160,7 +142,7 @@ def _sparkline(values: list[float]) -> str:
     return "".join(_SPARK[round((value - low) * scale)] for value in values)
 
 
-def _numbers(logs: dict[str, float]) -> dict[str, str]:
+def numbers_of(logs: dict[str, float]) -> dict[str, str]:
     """Return what charts have a label for; rewards of several functions stand behind their sum."""
     numbers: dict[str, str] = {}
     for chart in EVERY_CHART:

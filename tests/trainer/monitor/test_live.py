@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
+from grpo_trainer.monitor import show_progress
 from grpo_trainer.monitor.completions import completion_table
-from grpo_trainer.monitor.view import RunView, show_progress
+from grpo_trainer.monitor.view import RunView
 
 
 def terminal(force_terminal: bool = True, **options: Any) -> Console:
@@ -77,6 +78,39 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
     show_progress(trainer, terminal())
     kinds = {type(view) for view in trainer.callback_handler.callbacks}
     assert RunView in kinds and not kinds & {ProgressCallback, PrinterCallback}
+
+
+def test_a_notebook_gets_a_table_of_the_numbers(make_trainer, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    from transformers.utils.notebook import NotebookProgressCallback
+
+    class Output:
+        def update(self, page):
+            shown.append(page.data)
+
+    def show(page, display_id):
+        shown.append(page.data)
+        return Output()
+
+    def short(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    shown = []
+    monkeypatch.setattr(display, "display", show)
+    rewards = [short, lambda completions, **kwargs: [0.5] * len(completions)]
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    trainer = make_trainer(rewards, max_steps=2, logging_steps=1, **settings)
+    trainer.add_callback(NotebookProgressCallback)
+    show_progress(trainer)
+    trainer.train()
+    rows = re.findall(r"<tr.*?</tr>", shown[-1], re.DOTALL)
+    head, *cells = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in rows]
+    assert head[:3] == ["step", "eval_reward", "reward"] and "rewards/&lt;lambda&gt;" in head
+    assert [row[:3] for row in cells] == [["0", "1", ""], ["1", "", "1 ± 0"], ["2", "1", "1 ± 0"]]
+    assert "None" not in "".join(shown) and "loss" in head
+    shown.clear()
+    trainer.evaluate()
+    assert shown[-1] == ""  # the bar is taken away
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion", "a column"])
