@@ -77,13 +77,23 @@ LOSSES: dict[str, NamedLoss] = {
 def register_loss(name: str, loss: NamedLoss) -> None:
     """Make ``loss`` known as ``name`` to configs, the command line, tests and benchmarks.
 
+    A surrogate whose class is defined again, as when a notebook's cell runs twice, takes the place
+    of its earlier definition.
+
     Raises:
         ValueError: the name is taken, or a part of the loss is unknown.
     """
-    if name in LOSSES:
+    if name in LOSSES and not _is_defined_again(LOSSES[name], loss):
         raise ValueError(f"loss {name!r} is already registered")
     if not (isinstance(loss.surrogate, type) and issubclass(loss.surrogate, Surrogate)):
         raise ValueError(f"surrogate: expected a subclass of Surrogate, got {loss.surrogate!r}")
     check_name("aggregation", loss.aggregation, AGGREGATIONS)
     check_name("importance_sampling_level", loss.importance_sampling_level, RATIO_LEVELS)
     LOSSES[name] = loss
+
+
+def _is_defined_again(before: NamedLoss, loss: NamedLoss) -> bool:
+    """Return whether the surrogate is a later definition of the same class."""
+    old, new = before.surrogate, loss.surrogate
+    same = (old.__module__, old.__qualname__) == (new.__module__, getattr(new, "__qualname__", ""))
+    return same and new is not old

@@ -33,6 +33,20 @@ def test_registration_refuses_taken_and_unknown_names() -> None:
         register_loss("new", NamedLoss(surrogate=Clip, aggregation="mean", source="x"))
 
 
+def test_a_class_that_is_defined_again_replaces_its_loss():
+    kinds = [type("Own", (Clip,), {}) for _ in range(2)]
+    other = type("Other", (Clip,), {})
+    try:
+        for kind in kinds:
+            register_loss("own", NamedLoss(kind, "token_mean", source="x"))
+            assert LOSSES["own"].surrogate is kind
+        for kind in (kinds[1], other):
+            with pytest.raises(ValueError, match="'own' is already registered"):
+                register_loss("own", NamedLoss(kind, "token_mean", source="x"))
+    finally:
+        LOSSES.pop("own", None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Power(Surrogate):
     """A user's own, with a setting of its own."""
