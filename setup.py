@@ -8,7 +8,7 @@ installs without it.
 from __future__ import annotations
 
 import re
-import tomllib
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -16,6 +16,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
+if sys.version_info < (3, 11):  # noqa: UP036 (pip asks for metadata before requires-python)
+    sys.exit(f"grpo-kernels: expected Python 3.11 or newer, got {sys.version.split()[0]}")
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
 NATIVE = Extension(
@@ -71,6 +73,8 @@ class Wheel(bdist_wheel):
 
 def readme() -> str:
     """Return README.md with absolute links: an index shows it without the files beside it."""
+    import tomllib
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     repository = project["urls"]["Repository"]
 

@@ -226,7 +226,7 @@ def load_function(path: str, argument: str) -> Callable[..., Any]:
             with ``argument``.
     """
     module_name, _, attribute = path.rpartition(".")
-    if not module_name or path.startswith("."):
+    if not module_name or path.startswith(".") or path.endswith(".py"):
         raise ValueError(f"{argument}: expected package.module.function, got {path!r}")
     module = load_module(module_name, argument)
     if not hasattr(module, attribute):

@@ -12,6 +12,7 @@ from grpo_kernels import (
     HeadLoRA,
     LossConfig,
     SamplingMask,
+    TokenBatch,
     linear_policy_loss,
 )
 from grpo_kernels.losses import LOSSES
@@ -146,3 +147,11 @@ def test_fp16_gradients_survive_a_tiny_loss() -> None:
         got = run(half, config, tiny, scale=scale, schedule=schedule)
         for name in ("dhidden", "dweight", "dbias"):
             assert relative_error(got[name], exact[name]) < 2e-3, name
+
+
+def test_a_metric_that_is_not_there_is_answered_by_those_that_are() -> None:
+    batch = TokenBatch.from_padded(torch.tensor([[1, 2]]), torch.ones(1))
+    hidden, weight = torch.randn(1, 2, 4), torch.randn(9, 4)
+    metrics = linear_policy_loss(hidden, weight, batch, LossConfig()).metrics
+    with pytest.raises(KeyError, match=r"clipped: expected one of entropy, .*clip_ratio/"):
+        metrics["clipped"]

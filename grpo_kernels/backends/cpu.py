@@ -91,6 +91,12 @@ for _name, _text in _STRUCTS.items():
 def _load() -> Any:
     """Load the library, or return one sentence that says why there is none."""
     if not _LIBRARY.exists():
+        sources = _LIBRARY.parents[1]
+        if (sources / "csrc").exists():
+            return (
+                f"grpo_kernels is imported from its sources, {sources}, where the native CPU "
+                "extension is not built; run elsewhere, or pip install -e there"
+            )
         return "the native CPU extension was not built when grpo-kernels was installed"
     library = ctypes.CDLL(str(_LIBRARY))
     library.grpo_abi_version.restype = ctypes.c_int32

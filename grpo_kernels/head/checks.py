@@ -63,7 +63,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden: expected shape (..., {weight.shape[1]}) to match weight "
-            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
+            f"{tuple(weight.shape)}, which is (V, D), got {tuple(hidden.shape)}"
         )
     check_device("weight", weight, hidden.device)
     cast = autocast_dtype(hidden.device)

@@ -37,8 +37,10 @@ _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 def _replacements() -> Iterator[Replacement]:
     utils = import_module("trl.trainer.utils")
     yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
-    for name in _TRAINERS:  # nothing is an instance of ()
-        yield Replacement(import_module(f"trl.trainer.{name}_trainer"), "BaseTunerLayer", ())
+    for name in _TRAINERS:
+        module = import_module(f"trl.trainer.{name}_trainer")
+        if hasattr(module, "BaseTunerLayer"):  # PEFT is there
+            yield Replacement(module, "BaseTunerLayer", ())  # nothing is an instance of it
     distillation = import_module("trl.trainer.distillation_trainer")
     yield Replacement(distillation, "_chunked_divergence_loss", chunked_divergence_loss)
 

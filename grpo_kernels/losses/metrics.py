@@ -86,6 +86,8 @@ class Metrics:
         return stats
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.stats:
+            raise KeyError(f"{name}: expected one of {', '.join(self.stats)}")
         return self.stats[name].value()
 
     def __iter__(self) -> Iterator[str]:

@@ -171,8 +171,8 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
     layout = tuple(host.values(batch.layout))
     if tuple(hidden.shape[:-1]) != layout:
         raise ValueError(
-            f"hidden: expected shape {(*layout, depth)} (the batch's layout and D), got "
-            f"{tuple(hidden.shape)}"
+            f"hidden: expected shape {(*layout, depth)} (the batch's layout and D: a row for each "
+            f"token that is predicted), got {tuple(hidden.shape)}"
         )
     check_device("batch", batch.target, hidden.device)
     if batch.max_target is not None:

@@ -25,6 +25,7 @@ from grpo_trainer.cli.parser import LaunchParser
 from grpo_trainer.common import load_function
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
+from grpo_trainer.report import REPORT_NAME
 from grpo_trainer.report import main as report
 from grpo_trainer.trainer import GRPOTrainer
 from grpo_trainer.vllm import ServerError
@@ -71,6 +72,9 @@ def _train(trainer: GRPOTrainer) -> None:
         if not output.metrics:  # the run was ended after its last checkpoint, perhaps at once
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         trainer.save_state()
+    report_file = Path(trainer.args.output_dir) / REPORT_NAME
+    if trainer.args.write_report and trainer.is_world_process_zero() and report_file.exists():
+        print(f"report: {report_file}")
     if trainer.accelerator.num_processes > 1:  # one that just leaves may abort
         trainer.rollouts.close()  # an engine in the process has groups of its own
         trainer.accelerator.end_training()

@@ -266,8 +266,8 @@ class EngineContext:
                 raise ValueError(
                     f"prompt: expected at most {self.positions - length} tokens (the model's "
                     f"{self.positions} positions less max_completion_length = {length}), got "
-                    f"{len(ids)} tokens from {shortened(sample.prompt)}; max_prompt_length cuts "
-                    "prompts"
+                    f"{len(ids)} tokens from {shortened(sample.prompt)}; a smaller "
+                    "max_completion_length leaves more room, max_prompt_length cuts prompts"
                 )
             sample.prompt_ids, sample.images = ids, images
 

@@ -100,7 +100,8 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     meanwhile.
 
     Raises:
-        ValueError: a function returned the wrong number or type of values.
+        ValueError: a function does not take what it is called with, or returned the wrong number
+            or type of values.
         RuntimeError: a function raised; the message names it and what it was called with.
     """
     awaited = [reward for reward in rewards if reward.is_async]
@@ -146,7 +147,8 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
     except Exception as error:
         message = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
         frames = list(traceback.walk_tb(error.__traceback__))
-        if isinstance(error, TypeError) and len(frames) == 2:  # the function was not entered
+        entered = not (isinstance(error, TypeError) and len(frames) == 2)
+        if not entered:
             message += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
         first = [
             f"{name[:-1]} {shortened(arguments[name][0], _SHOWN_CHARACTERS)}"
@@ -155,7 +157,8 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         ]
         count = len(arguments.get("completions", ()))
         message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
-        raise RuntimeError(message) from error
+        kind = RuntimeError if entered else ValueError  # which the user can put right
+        raise kind(message) from error
 
 
 def _column(name: str, values: Any, count: int) -> list[float]:

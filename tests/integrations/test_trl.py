@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -190,3 +191,12 @@ def test_sharded() -> None:
 def test_zero() -> None:
     pytest.importorskip("deepspeed")
     contract.assert_passed(run_on_ranks(trl_sharded.zero_cases, 2))
+
+
+def test_it_works_without_peft(monkeypatch):
+    modules = [import_module(f"trl.trainer.{name}_trainer") for name in ours._TRAINERS]
+    for module in modules:  # which import it where PEFT is there
+        monkeypatch.delattr(module, "BaseTunerLayer")
+    with ours.enabled():
+        assert ours.SWITCH.on
+    assert not any(hasattr(module, "BaseTunerLayer") for module in modules)
