@@ -65,9 +65,8 @@ def draw(theme: str, layout: str, groups: Sequence[Group]) -> str:
     colours, place = THEMES[theme], LAYOUTS[layout]
     parts, top = list[str](), 0
     for group in groups:
-        *drawn, bottom = _block(group, place, colours, top)
-        parts += drawn
-        top = int(bottom) + 18
+        parts += _block(group, place, colours, top)
+        top += _height(group, place)
     size = f'width="{place.width}" height="{top}" viewBox="0 0 {place.width} {top}"'
     font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="14"'
     title = "Time, memory and error of an LM head's policy loss, forward and backward"
@@ -108,7 +107,7 @@ def _columns(group: Group, rows: dict[str, Row]) -> list[Column]:
 
 
 def _block(group: Group, place: Layout, colours: dict[str, str], top: int) -> Iterator[str]:
-    """Yield what was measured where, the columns, and last the height where they end."""
+    """Yield what was measured where, and the columns."""
     facts = group.facts
     shape = f"{facts['tokens']:,} tokens, hidden {facts['hidden']:,}, vocabulary "
     shape += f"{facts['vocabulary']:,}"
@@ -117,7 +116,7 @@ def _block(group: Group, place: Layout, colours: dict[str, str], top: int) -> It
         top += _TITLE
         yield _text(0, top, line, colours["text"], _STRONG)
     rows = dict(_rows(group))
-    height = _TITLE + _LINE * len(rows) + 10
+    height = _column_height(group)
     for number, column in enumerate(_columns(group, rows)):
         x, longest = place.columns[number], place.bars[number]
         at = top + number * height * place.stacked
@@ -127,7 +126,16 @@ def _block(group: Group, place: Layout, colours: dict[str, str], top: int) -> It
             if place.stacked or number == 0:
                 yield _text(0, y + 14, _label(name, group), colours["text"], _weight(name))
             yield from _value(column, name, x, y, longest, colours)
-    yield str(top + height * (3 if place.stacked else 1) + 4)
+
+
+def _column_height(group: Group) -> int:
+    return _TITLE + _LINE * len(list(_rows(group))) + 10
+
+
+def _height(group: Group, place: Layout) -> int:
+    """Return the height of a group's block, with the space below it."""
+    titles, columns = (2, len(place.columns)) if place.stacked else (1, 1)
+    return titles * _TITLE + columns * _column_height(group) + 22
 
 
 def _value(
@@ -138,12 +146,14 @@ def _value(
     if value is None:
         yield _text(x, y + 14, "not measured", colours["muted"], _SMALL)
         return
-    width = longest * value / max(filter(None, column.values.values())) + 6 if longest else 0
+    end: float = x
     if longest:
-        size = f'width="{width - 6:.1f}" height="{_BAR}" rx="2"'
+        width = longest * value / max(filter(None, column.values.values()))
+        size = f'width="{width:.1f}" height="{_BAR}" rx="2"'
         fill = colours["ours" if name == "ours" else "other"]
         yield f'<rect x="{x}" y="{y}" {size} fill="{fill}"/>'
-    yield _text(x + width, y + 14, column.write(value), colours["text"], _weight(name))
+        end += width + 6
+    yield _text(end, y + 14, column.write(value), colours["text"], _weight(name))
 
 
 def _rows(group: Group) -> Iterator[tuple[str, Row]]:
