@@ -66,7 +66,7 @@ def linear_policy_loss(
         backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
             matter. Not for an entropy bonus or a sampling mask.
         activation_bytes: what two passes may keep from the forward for the backward, as for
-            ``linear_logprobs``; one pass keeps nothing.
+            ``linear_logprobs``; one pass keeps its gradients only.
         main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
             ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
             to it, and autograd gets none, so hooks and DDP do not see it.

@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_kernels import (
     Head,
     HeadLoRA,
+    LinearDivergence,
     Transform,
     VocabShard,
     available_backends,
@@ -24,6 +25,7 @@ from grpo_kernels import (
 from grpo_kernels.backends import BACKENDS, KINDS, torch_backend
 from grpo_kernels.testing import assert_as_exact_as, poisoned_allocations
 from tests.net.ranks import on_ranks
+from tests.support.memory import offloaded
 
 ON_CPUS = [name for name in available_backends() if name != "triton"]
 FLOOR = {torch.float64: 1e-10, torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -50,6 +52,7 @@ class Case:
     top_k: int = 0  # 0: the teacher's logits
     rows: int | None = None  # of both tiles
     trained: tuple[str, ...] = ("hidden", "weight")
+    offload: bool = False  # what autograd saves; nothing else may keep the inputs' memory
 
 
 cases = st.builds(
@@ -72,6 +75,7 @@ cases = st.builds(
     top_k=st.sampled_from((0, 0, 1, 5)),
     rows=st.sampled_from((None, 5, 16)),
     trained=st.sampled_from((("hidden",), ("weight",), ("hidden", "weight"), ())),
+    offload=st.booleans(),
 )
 
 
@@ -163,20 +167,33 @@ class Problem:
         return self._with_gradients(found, leaves)
 
     def ours(self, **options: Any) -> dict[str, Tensor]:
-        case, leaves = self.case, self.posed(self.dtype)
+        leaves = self.posed(self.dtype)
+        teacher = {"teacher_hidden": self.teacher_hidden, "teacher_weight": self.teacher_weight}
+        if self.case.offload:
+            with offloaded(leaves | teacher) as tensors:
+                output = self._call(tensors, options)
+        else:
+            output = self._call(leaves | teacher, options)
+        return self._with_gradients(output._asdict(), leaves)
+
+    def _call(self, leaves: dict[str, Tensor], options: dict[str, Any]) -> LinearDivergence:
+        case = self.case
         lora = HeadLoRA(a=leaves["a"], b=leaves["b"], scaling=2.0) if case.rank else None
         cap = case.softcap
         transform = Transform() if cap is None else Transform(1.5, cap)
         head = Head(leaves["weight"], leaves.get("bias"), transform, lora)
         teacher: dict[str, Any] = {"teacher_topk": self.topk}
         if self.topk is None:
-            teacher = {"teacher_hidden": self.teacher_hidden, "teacher_head": self.teacher_weight}
+            teacher = {
+                "teacher_hidden": leaves["teacher_hidden"],
+                "teacher_head": leaves["teacher_weight"],
+            }
         if case.rows is not None:
             wide = 8 if case.dtype == "float64" else 4
             tiles = 2 if self.topk is None else 1
             options["max_workspace_bytes"] = tiles * case.rows * case.vocab * wide
         options = {"backend": case.backend, "kind": case.kind, "beta": case.beta, **options}
-        found = linear_divergence(
+        return linear_divergence(
             leaves["hidden"],
             head,
             **teacher,
@@ -185,7 +202,6 @@ class Problem:
             weights=self.weights,
             **options,
         )
-        return self._with_gradients(found._asdict(), leaves)
 
     @staticmethod
     def _with_gradients(found: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:

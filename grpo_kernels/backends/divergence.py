@@ -88,6 +88,19 @@ class TopK(NamedTuple):
     indices: Tensor  # (T, k) int64
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """The tensors that a backward needs, as those of rows."""
+        return self.logprobs, self.indices
+
+    def with_inputs(self, logprobs: Tensor, indices: Tensor) -> TopK:
+        """Return these :attr:`inputs` as the same."""
+        return TopK(logprobs, indices)
+
+    def without_inputs(self) -> TopK:
+        """Return the same with empty :attr:`inputs`, which keeps none of their memory."""
+        return TopK(self.logprobs.new_empty((0, 0)), self.indices.new_empty((0, 0)))
+
+    @property
     def with_tail(self) -> Tensor:
         """(T, k + 1) log-probabilities in fp64, the last that of the tail."""
         logp = self.logprobs.double()

@@ -44,8 +44,8 @@ class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Rows, plan: LogprobsPlan, *inputs: Tensor | None) -> Any:
         stats, kept = rows_forward(rows, plan)
-        # autograd keeps the tensors; without them the rows are what else belongs to them
-        ctx.rows, ctx.plan = replace(rows, hidden=rows.hidden[:0]), plan
+        ctx.rows = rows.without_inputs()
+        ctx.plan = replace(plan, head=ctx.rows.head)
         ctx.result_of = "linear_logprobs"
         # what belongs to the rows, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(*inputs, kept, *stats[:3], *rows.belongings)
@@ -58,11 +58,12 @@ class _Stats(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, saved: Any, *outer: Tensor | None) -> Any:
         hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
-        rows = replace(ctx.rows, hidden=hidden, head=ctx.rows.head.with_tensors(*of_head))
+        rows = ctx.rows.with_inputs(hidden, *of_head)
+        plan = replace(ctx.plan, head=rows.head)
         given = RowStats(*outer[:-1])  # type: ignore[arg-type]
         grad_stats = StatsGrad(*map(contiguous, (given.logp, given.entropy, given.masked_logp)))
         stats = RowStats(logp, entropy, lse)
-        gradients = stats_backward(rows, stats, grad_stats, ctx.plan, kept)
+        gradients = stats_backward(rows, stats, grad_stats, plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
         found = (None if g is None else g.to(x.dtype) for g, x in pairs)
         return None, None, *found

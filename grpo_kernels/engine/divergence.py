@@ -150,11 +150,13 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, plan: Any, rows: Rows, teacher: Any, weights: Tensor, *inputs: Any
     ) -> Any:
         found, gradients = _run(plan, rows, teacher, weights)
-        ctx.plan, ctx.teacher, ctx.gradients = plan, teacher, gradients
-        ctx.rows, ctx.result_of = replace(rows, hidden=rows.hidden[:0]), "linear_divergence"
-        # the rest, too: autograd then refuses a second backward after a change in place
-        of_teacher = teacher if isinstance(teacher, TopK) else teacher.inputs
-        ctx.save_for_backward(*inputs, weights, *of_teacher)
+        ctx.rows = rows.without_inputs()
+        ctx.plan = replace(plan, head=ctx.rows.head)
+        ctx.teacher = teacher.without_inputs()
+        ctx.gradients = gradients
+        ctx.result_of = "linear_divergence"
+        # saved for a second backward, which autograd refuses after a change in place
+        ctx.save_for_backward(*inputs, weights, *teacher.inputs)
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
         return found
@@ -164,13 +166,14 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, saved: Any, dloss: Tensor | None, *others: Any) -> Any:
         if dloss is None:
             return (None,) * (4 + len(INPUTS))
-        inputs, weights = saved[: len(INPUTS)], saved[len(INPUTS)]
+        inputs = saved[: len(INPUTS)]
         # the first backward takes the gradients over; a second computes them again
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            head = ctx.rows.head.with_tensors(*inputs[1:])
-            rows = replace(ctx.rows, hidden=inputs[0], head=head)
-            gradients = _run(ctx.plan, rows, ctx.teacher, weights)[1]
+            weights, *of_teacher = saved[len(INPUTS) :]
+            rows = ctx.rows.with_inputs(*inputs)
+            teacher = ctx.teacher.with_inputs(*of_teacher)
+            gradients = _run(replace(ctx.plan, head=rows.head), rows, teacher, weights)[1]
         gradients = scaled_(gradients, dloss, inputs)
         pairs = zip(gradients, inputs, strict=True)
         return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import IGNORE_INDEX, MASK_FIELDS, SamplingMask, host
-from grpo_kernels.head import Head, check_mask_range, check_target_range
+from grpo_kernels.head import Head, check_mask_range, check_target_range, emptied
 
 _NO_MASK = [None] * len(MASK_FIELDS)
 
@@ -100,6 +100,18 @@ class Rows:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """What may get a gradient: the hidden states and the tensors of the head."""
         return (self.hidden, *self.head.tensors)
+
+    def with_inputs(self, hidden: Tensor, weight: Tensor, *of_head: Tensor | None) -> Rows:
+        """Return the same rows with these tensors as :attr:`inputs`."""
+        return replace(self, hidden=hidden, head=self.head.with_tensors(weight, *of_head))
+
+    def without_inputs(self) -> Rows:
+        """Return the same rows with empty :attr:`inputs`, for autograd's context.
+
+        Autograd saves the inputs themselves. A second reference would keep their memory alive
+        under checkpointing and under hooks that offload what is saved.
+        """
+        return replace(self, hidden=emptied(self.hidden), head=self.head.without_tensors())
 
     @property
     def belongings(self) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,15 @@ from grpo_kernels.head.checks import (
     no_second_derivative,
     row_temperature,
 )
-from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, logits_dtype, stats_dtype
+from grpo_kernels.head.head import (
+    Head,
+    HeadLoRA,
+    Transform,
+    VocabShard,
+    emptied,
+    logits_dtype,
+    stats_dtype,
+)
 from grpo_kernels.head.matmul import (
     SLICE_COLUMNS,
     accumulate,

@@ -33,6 +33,11 @@ def logits_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
     return dtype if precision == "input" or dtype == torch.float64 else torch.float32
 
 
+def emptied(x: Tensor) -> Tensor:
+    """Return a tensor of no rows that, unlike a slice, does not share the memory of ``x``."""
+    return x.new_empty((0, *x.shape[1:]))
+
+
 @dataclass(frozen=True)
 class Transform:
     """Logits to the distribution's scores: ``z = softcap * tanh(scale * logit / softcap) / T``.
@@ -224,6 +229,11 @@ class Head:
         if lora is not None and lora_a is not None and lora_b is not None:
             lora = replace(lora, a=lora_a, b=lora_b)
         return replace(self, weight=weight, bias=bias, lora=lora)
+
+    def without_tensors(self) -> Head:
+        """Return the same head with empty :attr:`tensors`, which keeps none of their memory."""
+        weight, *others = self.tensors
+        return self.with_tensors(emptied(weight), *(x if x is None else emptied(x) for x in others))
 
     def rows(self, index: slice | Tensor) -> Head:
         """Return the same head for a subset of rows."""

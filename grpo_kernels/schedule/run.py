@@ -116,7 +116,10 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, rows: Rows, *inputs: Tensor | None) -> Any:
         parts, gradients, saved = loss_forward(rows, plan)
-        ctx.plan, ctx.gradients, ctx.num_saved = plan, gradients, len(saved)
+        # the head's tensors are autograd's to keep or to free
+        ctx.plan = replace(plan, head=plan.head.without_tensors())
+        ctx.gradients = gradients
+        ctx.num_saved = len(saved)
         ctx.result_of = "linear_policy_loss"
         # the batch, too: autograd then refuses a backward after a change in place
         ctx.save_for_backward(*inputs, *saved, *plan.batch.tensors())
@@ -127,11 +130,13 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
-        inputs, plan, main_grad = tensors[: len(INPUTS)], ctx.plan, ctx.plan.needs.main_grad
+        inputs = tensors[: len(INPUTS)]
         hidden, *of_head = inputs
+        plan = replace(ctx.plan, head=ctx.plan.head.with_tensors(*of_head))
+        main_grad = plan.needs.main_grad
 
         def rows() -> Rows:
-            return _rows(hidden, plan.head.with_tensors(*of_head), plan.batch)
+            return _rows(hidden, plan.head, plan.batch)
 
         if plan.schedule == "one_pass":
             # the first backward takes the gradients over, so that the largest is never copied; a

@@ -27,6 +27,7 @@ TWISTS = (
     "garbage_in_masked_rows",
     "split",
     "checkpoint",
+    "offload",
     "no_grad",
     "compile",  # of cases that are drawn for it: it takes a second
 )

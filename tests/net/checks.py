@@ -141,6 +141,7 @@ TWISTS = {
     "garbage_in_masked_rows": _garbage,
     "split": _split,
     "checkpoint": _nothing,
+    "offload": _nothing,
     "no_grad": _no_grad,
     "compile": _compile,
 }

@@ -31,6 +31,7 @@ from tests.net.cases import Case
 from tests.net.problem import IGNORED, Problem, trained_names
 from tests.net.ranks import SequenceRanks, VocabRanks, on_ranks
 from tests.net.results import SCALE, Found, bits, objective_of
+from tests.support.memory import offloaded
 
 TOLERANCE = 2e-2  # of a bounded backward
 
@@ -52,12 +53,12 @@ def run(case: Case, problem: Problem) -> Found:
 def _run(case: Case, problem: Problem, ranks: VocabRanks | SequenceRanks | None = None) -> Found:
     names = trained_names(case)
     posed = problem.posed(names)
-    autocast = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
     buffer = _main_grad(case, posed)
-    with autocast:
-        values, objective = _call(
-            case, posed, buffer, {} if ranks is None else ranks.options(posed)
-        )
+    shared = {} if ranks is None else ranks.options(posed)
+    computed = case.twist == "offload"
+    memory = offloaded(posed.leaves) if computed else contextlib.nullcontext(posed.leaves)
+    with autocast(case), memory as leaves:
+        values, objective = _call(case, replace(posed, leaves=leaves), buffer, shared)
     gradients = {}
     if names and objective.requires_grad:
         leaves = [posed.leaves[name] for name in names]
@@ -132,7 +133,7 @@ def _head(case: Case, posed: Problem, shard: VocabShard | None = None) -> Head:
 
 
 def _by_layer(case: Case) -> bool:
-    plain = not case.lora and not case.tied and case.twist != "checkpoint"
+    plain = not case.lora and not case.tied and case.twist not in ("checkpoint", "offload")
     return plain and case.entry == "fused_head"
 
 
@@ -202,12 +203,7 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
         )
     group = {n: x for n, x in shared.items() if n == "sequence_group"}
     batch, config = _batch(case, posed, group), LossConfig(**settings)
-    if (
-        case.entry == "fused_head"
-        and not case.lora
-        and not case.tied
-        and case.twist != "checkpoint"
-    ):
+    if _by_layer(case):
         return _layer(case, posed).policy_loss(hidden, batch, config, **options)
     if case.entry == "composed":
         name = "masked_logprobs" if case.sampling_mask else "logprobs"
