@@ -53,7 +53,10 @@ class Backend:
         return []
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
-        """Compute the statistics of a tile, which is left as it is."""
+        """Compute the statistics of a tile, which is left as it is.
+
+        If all logits of a row are -inf, so is its ``lse``, and its other statistics mean nothing.
+        """
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
@@ -181,7 +184,7 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
     top, first = scores.max(-1, keepdim=True)
     is_top1 = first.squeeze(-1) == target if extras else None
-    shifted = scores.sub_(top)
+    shifted = scores.sub_(top.masked_fill(top == float("-inf"), 0.0))
     shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     exponentials = shifted.exp()
     # 1 and a little more, where a row is nearly certain: fp32 has no digits for the little

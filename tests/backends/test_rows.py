@@ -135,6 +135,14 @@ def test_target_of_probability_zero(kernels):
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
+def test_the_lse_of_a_row_of_minus_inf(kernels):
+    """Such a row is a rank's part of a vocabulary, or the tail behind a teacher's first ids."""
+    logits, target = random_rows(2, 1007)
+    logits[0] = -math.inf
+    stats = kernels.backend.stats(tile_of(kernels, logits, target), extras=False)
+    assert stats.lse[0] == -math.inf and stats.lse[1].isfinite()
+
+
 def test_narrowing_in_place_is_the_rounded_fp32_gradient(kernels):
     """Bit for bit: a store that overtook a load of the same row would show. Large on a GPU."""
     count, columns = (2000, 50_001) if kernels.device.type == "cuda" else (3, 4096 + 77)

@@ -65,7 +65,7 @@ class Case:
     logit_scale: float = 1.0
     row_temperature: bool = False
     lora: int = 0  # rank
-    factors: str = "same"  # dtype of the adapter, by default the head's
+    factors: str = "same"  # dtype of the adapter and the bias, by default the head's
     tied: bool = False  # the hidden states are rows of the weight
     sampling_mask: bool = False
     trained: str = "all"

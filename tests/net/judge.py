@@ -39,6 +39,10 @@ class Judge:
 
     def judge(self, got: Found) -> None:
         exact = self.exact.all()
+        for name in ("loss", *self.case.outputs):
+            value = got.values.get(name)
+            if value is not None and value.is_floating_point():
+                assert value.dtype == self.wide, f"{name}: expected {self.wide}, got {value.dtype}"
         for name, value in got.all().items():
             if name in _RANKED:
                 _RANKED[name](self, value)
@@ -201,7 +205,8 @@ class Judge:
             if not noise:
                 return x
             if seed == _TIES:
-                return x + (torch.round(x / noise) * noise - x).detach()
+                rounding = torch.round(x / noise) * noise - x
+                return x + torch.where(x.isfinite(), rounding, 0.0).detach()
             return x + noise * (torch.randn(x.shape, generator=generator).to(x) + shift)
 
         stored = replace(posed, leaves=leaves)

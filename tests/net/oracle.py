@@ -105,7 +105,7 @@ class LinearHead:
         if rounded is not None:
             logits = logits.to(rounded)
         if self.bias is not None:
-            logits = logits + (self.bias.to(dtype) if rounded is None else self.bias)
+            logits = (logits + self.bias).to(logits.dtype)
         logits = logits.to(dtype) + more
         if narrow is not None and logits.requires_grad:
             logits.register_hook(lambda gradient: _narrowed(gradient, *narrow))

@@ -91,6 +91,7 @@ def make_problem(case: Case) -> Problem:
         "weight": _in_memory(weight.to(dtype), case.memory),
     }
     target = torch.randint(0, case.vocab, shape, generator=generator)
+    factors = dtype if case.factors == "same" else getattr(torch, case.factors)
     if case.bias:
         bias = normal(case.vocab) + (900.0 if case.logits == "offset" else 0.0)
         if case.logits == "minus_inf":
@@ -98,9 +99,8 @@ def make_problem(case: Case) -> Problem:
             absent[target.flatten()] = False
             absent[0] = False
             bias[absent & (torch.rand(case.vocab, generator=generator) < 0.5)] = -torch.inf
-        leaves["bias"] = bias.to(dtype)
+        leaves["bias"] = bias.to(dtype).to(factors).to(dtype).to(factors)
     if case.lora:
-        factors = dtype if case.factors == "same" else getattr(torch, case.factors)
         a = normal(case.lora, case.depth, scale=0.5 / hidden_scale)
         b = normal(case.vocab, case.lora, scale=0.5)
         leaves["a"], leaves["b"] = (x.to(dtype).to(factors).to(dtype).to(factors) for x in (a, b))

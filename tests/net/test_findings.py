@@ -59,6 +59,23 @@ FINDINGS = {
     "threads as ranks waited for one another in the metrics of a sequence group": Case(
         ranks=2, shared="sequences"
     ),
+    "a computed weight stayed in memory from forward to backward": Case(twist="offload"),
+    "the hidden states of log-probabilities did, too": Case(
+        outputs=("logprobs",), packed=True, twist="offload"
+    ),
+    "the reference returned fp64 log-probabilities if only the bias was fp64": Case(
+        outputs=("logprobs",), packed=True, bias=True, factors="float64", backend="reference"
+    ),
+    "torch rows gave NaN if all ids of a rank had a bias of -inf": Case(
+        outputs=("logprobs",),
+        lengths=(1,),
+        packed=True,
+        vocab=2,
+        logits="minus_inf",
+        bias=True,
+        backend="chunked",
+        ranks=2,
+    ),
 }
 
 

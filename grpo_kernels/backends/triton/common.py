@@ -141,7 +141,8 @@ def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras
     logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
     rounded = total.to(tl.float32)
     rest = (total - rounded.to(tl.float64)).to(tl.float32)
-    log_total = tl.log(rounded) + rest / rounded
+    # of a row of -inf only the total is 0: its lse is -inf, not NaN
+    log_total = tl.log(rounded) + rest / tl.where(rounded == 0.0, 1.0, rounded)
     moment = moment * LN2
     lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
     logp = (y_target - peak) * factor - log_total
