@@ -286,7 +286,7 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
     counted = (student.target != IGNORE_INDEX)[:, None]
     for expected, holds in {
         f"ids: expected ids in [0, {vocab_size})": (indices >= 0) & (indices < vocab_size),
-        "log-probabilities: expected descending ones": logprobs.diff() <= 0,
+        "log-probabilities: expected descending ones": logprobs[:, 1:] <= logprobs[:, :-1],
         "ids: expected each once in a row": indices.sort(-1).values.diff() != 0,
         "log-probabilities: expected probabilities that add up to 1 at most": (
             logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS

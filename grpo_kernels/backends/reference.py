@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,14 +66,39 @@ def reference_divergence(
     logp = scores.log_softmax(-1)
     entropy = -(logp.exp() * logp.clamp(min=LEAST_LOGP)).sum(-1)
     if isinstance(teacher, TopK):
-        rest = scores.scatter(-1, teacher.indices, float("-inf")).logsumexp(-1, keepdim=True)
-        tail = rest - scores.logsumexp(-1, keepdim=True)
+        tail = _lse_without(scores, teacher.indices) - scores.logsumexp(-1, keepdim=True)
         logp = torch.cat([logp.gather(-1, teacher.indices), tail], -1)
         teacher_logp = teacher.with_tail.to(logp.dtype)
     else:
         teacher_logp = _scores(*teacher, precision).log_softmax(-1).to(logp.dtype)
-    pair = logp.clamp(min=LEAST_LOGP), teacher_logp.clamp(min=LEAST_LOGP)
-    return divergence.terms(*pair)[0].sum(-1), entropy
+    terms, _ = divergence.terms(_AtLeast.apply(logp), teacher_logp.clamp(min=LEAST_LOGP))
+    return terms.sum(-1), entropy
+
+
+class _AtLeast(torch.autograd.Function):
+    """At least ``LEAST_LOGP``; unlike that of a clamp, the gradient passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logp: Tensor) -> Tensor:
+        return logp.clamp(min=LEAST_LOGP)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _lse_without(scores: Tensor, indices: Tensor) -> Tensor:  # (T, V), (T, k) -> (T, 1)
+    """Return the logsumexp of the other columns; without a gradient if these are all -inf."""
+    others = scores.scatter(-1, indices, float("-inf"))
+    empty = (others == float("-inf")).all(-1, keepdim=True)
+    lse = others.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
+    return lse.masked_fill(empty, float("-inf"))
 
 
 def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
@@ -87,5 +114,5 @@ def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
             update = head.lora.scaling * (x @ a.t()) @ b.t()
             logits = (x @ weight.to(wide).t() + update).to(dtype)
     if head.bias is not None:
-        logits = logits + head.bias
+        logits = (logits + head.bias).to(logits.dtype)
     return transformed(logits, head.transform)[0]

@@ -271,8 +271,8 @@ class _OfTopK:
             dlogp = wide * (probabilities[:, -1] * pull - pulls[:, -1])
             dlogp = dlogp.masked_fill(weightless, 0).to(stats.logp.dtype)
             nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
-            lse, certain = tail.clamp(min=-1e30), torch.full_like(stats.logp, LEAST_LOGP)
-            of_tail = stats._replace(logp=certain, lse=lse)
+            lse = torch.where(tail == -torch.inf, stats.lse, tail)  # an empty tail has no shares
+            of_tail = stats._replace(logp=torch.full_like(stats.logp, LEAST_LOGP), lse=lse)
             backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
             of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
             of_ids = (of_ids.flatten()[mine] * slopes).masked_fill(weightless[place[0]], 0)
