@@ -310,11 +310,8 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self.state.num_input_tokens_seen += int(scored.num_tokens)
         moves = args.policy_moves_within_generation and not self.loss_config.bypasses
         batches = [self._with_logprobs(batch, old=moves) for batch in batches]
-        if budget is not None and self.loss_config.exclude_zero_variance:
-            active = torch.stack([batch.num_active() for batch in batches]).double().sum()
-            active = self.accelerator.reduce(active, "mean") / args.steps_per_generation
-            for batch in batches:
-                batch.num_sequences = active
+        if self.loss_config.exclude_zero_variance:
+            self._collector.count_active(batches, args.steps_per_generation)
         return batches
 
     def _rate(self, samples: list[Sample]) -> Metrics:
@@ -333,7 +330,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         scored = self._generate_and_score(rows, self.args.eval_group_size)
         self._keep_completions(scored)
         [batch], _ = self._collector.slices(scored, 1)
-        return self._with_logprobs(batch)
+        batch = self._with_logprobs(batch)
+        if self.loss_config.exclude_zero_variance:
+            self._collector.count_active([batch], 1)
+        return batch
 
     def _draw_and_score(self, count: int) -> Scored:
         rows = self._collector.draw(self._prompts, count)

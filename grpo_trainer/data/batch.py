@@ -75,8 +75,8 @@ class MicroBatch:
     # for a mean over prompts: (B,) int64 tokens in the loss of each one's prompt,
     prompt_tokens: Tensor | None = None
     num_prompts: Tensor | None = None  # and () how many prompts, per micro-batch of the window
-    # where a micro-step has several: its share of one, and what means over sequences divide by
-    share: float = 1.0
+    share: float = 1.0  # of a micro-step, if that has several
+    # what means over sequences divide by; None: the batch's sequences
     num_sequences: Tensor | float | None = None
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
@@ -84,10 +84,15 @@ class MicroBatch:
     prompts: Tensor | None = None
     shares_prompts: bool = False  # the packed rows have each of these once
 
-    def num_active(self) -> Tensor:  # ()
-        """Count the completions with a token in the loss whose advantage is not 0."""
+    def num_active(self) -> Tensor:  # (2,) fp64
+        """Count the completions with a token in the loss whose advantage is not 0, and their
+        prompts: of a prompt, the share of its tokens that these completions have."""
+        in_loss = self.target != IGNORE_INDEX
         advantages = self.advantages.view(len(self.target), -1)
-        return ((self.target != IGNORE_INDEX) & (advantages != 0)).any(1).sum()
+        active = (in_loss & (advantages != 0)).any(1).double()
+        tokens = in_loss.sum(1)
+        of_prompt = tokens if self.prompt_tokens is None else self.prompt_tokens
+        return torch.stack([active.sum(), (active * tokens / of_prompt.clamp(min=1)).sum()])
 
     def token_batch(
         self, gradient_accumulation_steps: int, entropy_scale: Tensor | None = None

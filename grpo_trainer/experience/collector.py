@@ -326,6 +326,18 @@ class Collector:
                 batch.prompt_tokens, batch.num_prompts = each[index], number
         return batches, metrics
 
+    def count_active(self, batches: list[MicroBatch], count: int) -> None:
+        """Let the means of ``count`` micro-steps leave out completions without an advantage.
+
+        What they divide by is averaged over micro-steps and processes, as their gradients are.
+        """
+        active = torch.stack([batch.num_active() for batch in batches]).sum(0)
+        sequences, prompts = self._accelerator.reduce(active, "mean") / count
+        for batch in batches:
+            batch.num_sequences = sequences
+            if self._by_prompt:
+                batch.num_prompts = prompts
+
     def _cut(
         self, samples: list[Sample], pools: list[list[int]], budget: int, least: int
     ) -> tuple[list[list[int]], Metrics]:

@@ -124,6 +124,27 @@ def test_every_aggregation(tmp_path: Path, aggregation: str, excludes: bool) -> 
     assert_same(tmp_path, lambda: settings, CUT)
 
 
+@pytest.mark.parametrize("cut", ("whole", "one micro-step", "two micro-steps"))
+@pytest.mark.parametrize("aggregation", ("prompt_mean", "sequence_mean"))
+def test_a_prompt_without_variance_counts_in_no_mean(
+    tmp_path: Path, aggregation: str, cut: str
+) -> None:
+    """One of two prompts: without it the update is twice as large."""
+    settings = {"loss_aggregation": aggregation, "max_steps": 1, "num_iterations": 1}
+    settings |= WHOLE if cut == "whole" else CUTS[cut]
+    start, *ends = (
+        parameters(trainer.model)
+        for trainer in (
+            made(tmp_path / "start", settings),
+            trained(tmp_path / "all", settings)[0],
+            trained(tmp_path / "left_out", settings | {"exclude_zero_variance": True})[0],
+        )
+    )
+    whole, without = (end - start for end in ends)
+    assert whole.norm() > 1e-3
+    torch.testing.assert_close(without, 2 * whole, rtol=1e-6, atol=1e-12)
+
+
 def teacher(kind: str) -> dict[str, Any]:
     return {"teacher": make_policy(make_tokenizer(), seed=5).double(), "distillation": kind}
 

@@ -213,6 +213,14 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         "max_tokens_per_micro_batch": 26, "gradient_accumulation_steps": 2, "entropy_coef": 0.1,
         "loss_type": "grpo", "beta": 0.05, "train_dataset": unequal(), "shuffle_dataset": False,
     },
+    # one process has all prompts with an advantage in a micro-batch, the other none
+    **{
+        f"without zero variance, {name}": {
+            "loss_aggregation": name, "exclude_zero_variance": True, "reward_funcs": rare_reward,
+            "gradient_accumulation_steps": 2,
+        }
+        for name in ("prompt_mean", "sequence_mean")
+    },
     "groups over processes": {"num_generations": 16},
     "curriculum": {"dynamic_prompts_fn": longer_prompts, "dynamic_prompts_form": "groups"},
     "stream": stream,
