@@ -7,6 +7,7 @@ each row, or, for flash attention, lengths of what one row holds.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -34,6 +35,8 @@ Pack: TypeAlias = Callable[[MicroBatch], tuple[Tensor | None, bool]]
 Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 
 _LENGTHS = (13, 5, 16, 1, 7)  # of the rows that are tried
+# kinds of layers that tell rows apart by their positions
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _SHARE = 0.25  # of what changes if rows see each other
 
 
@@ -136,7 +139,7 @@ def _try_both(
     if is_flash_attention_requested(model.config) != one_row:
         attention = model.config._attn_implementation
         return f"{name}, whose attention ({attention}) is not the policy's", False
-    batch = _tried(model)
+    batch, other = _tried(model), _tried(model, skip=1)
     assert batch.prompts is not None  # collate says so
     width, device = max(_LENGTHS), batch.input_ids.device
     packed = packed_rows(_LENGTHS, width, one_row).to(device)
@@ -148,6 +151,9 @@ def _try_both(
         padded, mixed = _hidden(called, batch), _hidden(called, joined)
         try:
             hidden = _hidden(called, replace(batch, packed=packed))
+            leak = 0.0
+            if not _only_attention(model):
+                leak = _leak(called, replace(batch, packed=packed), other.input_ids, hidden)
             if _takes_masks(model):
                 shared = _hidden(called, replace(batch, packed=once, shares_prompts=True))
         except torch.OutOfMemoryError:
@@ -159,11 +165,41 @@ def _try_both(
     def error_of(x: Tensor) -> float:
         return float((x - padded).abs().max() / largest)
 
+    if leak:
+        why = f"their tokens change the next row's hidden states by up to {leak:.1e}"
+        return f"{name}, whose layers read across the ends of rows: {why}", False
     allowed = min(TOLERANCE[padded.dtype], _SHARE * error_of(mixed))
     if (wrong := error_of(hidden)) <= allowed:
         return None, shared is not None and error_of(shared) <= allowed
     found = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
     return f"{name}, whose positions do not keep rows apart: {found}", False
+
+
+def _only_attention(model: PreTrainedModel) -> bool:
+    """Return whether only attention mixes tokens, which tells rows apart by their positions.
+
+    A convolution or a recurrence does not, and its error may be as small as rounding.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    return not convolves and {*(kinds or _ATTENTION)} <= _ATTENTION
+
+
+def _leak(model: nn.Module, batch: MicroBatch, other_ids: Tensor, hidden: Tensor) -> float:
+    """Return by how much packed rows change at most when the tokens of rows next to them do."""
+    assert batch.packed is not None
+    width, rows = batch.input_ids.shape[1], len(batch.input_ids)
+    order = (batch.packed.flatten() // width).unique_consecutive()
+    row_of = batch.attention_mask.nonzero()[:, 0]
+    leaks = []
+    for first in (0, 1):  # every second row changes, then the others
+        changes = torch.zeros(rows + 1, dtype=torch.bool, device=order.device)
+        changes[order[first::2]] = True
+        changes = changes[:rows]
+        ids = torch.where(changes[:, None], other_ids, batch.input_ids)
+        moved = (_hidden(model, replace(batch, input_ids=ids)) - hidden).abs().amax(1)
+        leaks.append(moved[~changes[row_of]].max())
+    return float(torch.stack(leaks).max())
 
 
 def _takes_masks(model: PreTrainedModel) -> bool:
@@ -186,11 +222,12 @@ def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
     return kept[0]
 
 
-def _tried(model: PreTrainedModel) -> MicroBatch:
-    """Return rows of different lengths, of tokens that stand for text."""
+def _tried(model: PreTrainedModel, skip: int = 0) -> MicroBatch:
+    """Return rows of different lengths, of tokens that stand for text after the first ``skip``."""
     configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
     special = [config[name] for config in configs for name in config if "_token_i" in name]
     words = cycle(i for i in range(min(64, configs[1]["vocab_size"])) if i not in special)
+    deque(islice(words, skip), maxlen=0)
     prompt = [*islice(words, 5)]  # of all rows that are longer
     rows = [
         Sample("", prompt, completion_ids=[*islice(words, length - 5)])
