@@ -57,6 +57,8 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", known.model]
     # of the distribution that tokens are drawn from, after temperature and filters
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)]
+    # none of the model's own sampling; its max_new_tokens would cut every completion
+    words += ["--generation-config", "vllm"]
     words += ["--enable-scale-out"]  # has the path that takes images beside token ids
     if torch.cuda.is_available():
         words += ["--weight-transfer-config", '{"backend": "nccl"}']

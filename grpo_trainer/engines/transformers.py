@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from grpo_trainer.engines.base import (
     TokenIds,
     cut_after_eos,
 )
-from grpo_trainer.policy import evaluating
+from grpo_trainer.policy import base_policy, evaluating
 
 # transformers' own filters, which run after ours, off
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
@@ -91,7 +92,8 @@ class TransformersEngine(RolloutEngine):
         """Return one completion per prompt."""
         model = self.context.policy()
         whole = nullcontext() if self.in_step else self.context.placement.whole(model)
-        with whole, evaluating(model):  # gradient checkpointing would disable the cache, too
+        # gradient checkpointing would disable the cache, too
+        with whole, evaluating(model), _without_defaults(model):
             if prompt_ids:
                 return self._complete(model, prompt_ids, sampling, images)
             if self.in_step:  # a prompt to discard
@@ -139,6 +141,21 @@ class TransformersEngine(RolloutEngine):
         settings |= sampling.engine_options
         never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
         return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
+
+
+@contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Hide the model's ``generation_config``, from which ``generate`` takes every setting that it
+    is not told: filters, penalties and forbidden words, of this and of later transformers."""
+    models = [each for each in (model, base_policy(model)) if "generation_config" in vars(each)]
+    hidden = [each.generation_config for each in models]
+    try:
+        for each in models:
+            each.generation_config = GenerationConfig()
+        yield
+    finally:
+        for each, config in zip(models, hidden, strict=True):
+            each.generation_config = config
 
 
 class ContinuousBatchingEngine(TransformersEngine):

@@ -219,6 +219,7 @@ def _engine_settings(context: EngineContext) -> dict[str, Any]:
         # of the distribution that tokens are drawn from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
+        "generation_config": "vllm",  # none of the model's own sampling
         "disable_log_stats": True,
     }
     if accelerator.num_processes > 1:

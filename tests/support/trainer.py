@@ -101,13 +101,13 @@ def differs_between_runs(name: str) -> bool:
     return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
 
 
-def generating(policy, processing_class) -> TransformersEngine:
+def generating(policy, processing_class, kind=TransformersEngine, **changes) -> TransformersEngine:
     """Return the engine that completes by ``policy`` itself, without a trainer."""
-    args = GRPOConfig(use_cpu=True, report_to="none")
+    args = GRPOConfig(use_cpu=True, report_to="none", **changes)
     context = EngineContext(
         policy=lambda: policy, processing_class=processing_class, args=args, accelerator=None
     )
-    return TransformersEngine(context)
+    return kind(context)
 
 
 class BackgroundEngine(RolloutEngine):

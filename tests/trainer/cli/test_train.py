@@ -226,6 +226,7 @@ def test_the_command_of_a_server():
     options = command.words[5:]
     assert options[-10:-2] == [*handed_on, "--host", "127.0.0.1", "--port", "9000"]
     assert options[options.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert options[options.index("--generation-config") + 1] == "vllm"
     assert options[-2:] == ["--middleware", "grpo_trainer.cli.guard.Guard"]
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
     assert command.warning is None

@@ -7,13 +7,15 @@ import sys
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.engines import Completions, RolloutEngine, Sampling, register_rollout_engine
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
+from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
 from tests.support.batches import BatchTrainer
-from tests.support.trainer import BackgroundEngine
+from tests.support.trainer import BackgroundEngine, adapted, generating
 
 
 @pytest.fixture
@@ -62,6 +64,33 @@ def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
         args = make_args(generation_kwargs={name: ids})
         with pytest.raises(ValueError, match=rf"_kwargs\['{name}'\]: expected ids of tokens"):
             Sampling.from_config(args, tokenizer, policy)
+
+
+@pytest.mark.parametrize("kind", [TransformersEngine, ContinuousBatchingEngine])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_model_says_nothing_of_sampling(policy, tokenizer, monkeypatch, kind, adapter):
+    """Whatever its generation_config sets, known to this version of transformers or not."""
+    used, made = [], policy._get_logits_processor
+
+    def seen(generation_config, *args, **more):
+        used.append(generation_config.to_dict())
+        return made(generation_config, *args, **more)
+
+    monkeypatch.setattr(policy, "_get_logits_processor", seen)
+    settings = {}
+    if kind is ContinuousBatchingEngine:
+        settings["use_transformers_continuous_batching"] = True
+        settings["transformers_continuous_batching_config"] = {"num_blocks": 64}
+    model = adapted(policy, r=2) if adapter else policy
+    engine = generating(model, tokenizer, kind, **settings)
+    for value in (None, 7):
+        policy.generation_config = config = GenerationConfig()
+        names = [name for name in vars(config) if not name.startswith("_")]
+        for name in (*names, "of_a_later_version"):
+            setattr(config, name, value)
+        engine.generate([[3]], Sampling(eos_token_ids=frozenset([1]), max_tokens=2))
+        assert policy.generation_config is config and config.num_beams == value
+    assert used[0] == used[1] and len(used[0]) > 50
 
 
 @pytest.mark.slow
