@@ -1,15 +1,14 @@
 """Engines: they turn prompts into completions."""
 
+from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.engines.base import (
     MAX_LOGPROBS,
     BackgroundEngine,
-    Completions,
     EngineContext,
     Images,
     Pending,
     RolloutEngine,
     Sampling,
-    TokenIds,
     WeightSource,
     cut_after_eos,
     on_first_process,

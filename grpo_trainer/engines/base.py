@@ -6,8 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -23,11 +22,11 @@ from grpo_trainer.data import (
     encode_prompts,
     tokenizer_of,
 )
+from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.policy import WHOLE, Placement, base_policy
 
 logger = logging.getLogger(__name__)
 
-TokenIds = list[int]
 Images = Sequence[ImageInputs | None] | None  # of prompts, one each
 # Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
 # the policy's own memory, so it is copied before the next optimizer step and never written to.
@@ -149,21 +148,6 @@ def _checked(name: str, ids: Any, size: int) -> list[int]:
             f"generation_kwargs[{name!r}]: expected ids of tokens, below {size}, got {ids!r}"
         )
     return tokens
-
-
-class Completions(NamedTuple):
-    """One completion per prompt, each up to and including its first end-of-sequence token."""
-
-    token_ids: list[TokenIds]
-    # of each token, under the distribution it was drawn from; None: the engine does not say
-    logprobs: list[list[float]] | None = None
-    # of each token, the ids that the sampling filters left to choose from; None: not asked for
-    sampling_mask: list[list[TokenIds]] | None = None
-
-    def rows(self) -> Iterator[tuple[TokenIds, list[float] | None, list[TokenIds] | None]]:
-        """Return the three of each completion."""
-        others = self.logprobs or repeat(None), self.sampling_mask or repeat(None)
-        return zip(self.token_ids, *others, strict=False)
 
 
 class RolloutEngine(Protocol):

@@ -22,15 +22,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.data import Sample, has_images
+from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.engines.base import (
     BackgroundEngine,
-    Completions,
     EngineContext,
     Images,
     Pending,
     RolloutEngine,
     Sampling,
-    TokenIds,
     Weights,
 )
 from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine

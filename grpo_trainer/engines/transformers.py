@@ -25,13 +25,12 @@ from transformers import (
 
 from grpo_trainer.config import options
 from grpo_trainer.data import has_images, model_inputs
+from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.engines.base import (
-    Completions,
     EngineContext,
     Images,
     RolloutEngine,
     Sampling,
-    TokenIds,
     cut_after_eos,
 )
 from grpo_trainer.policy import base_policy, evaluating
