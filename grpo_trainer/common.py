@@ -66,6 +66,14 @@ def shortened(value: Any, characters: int = 200) -> str:
     return text if len(text) <= characters else text[:characters] + "..."
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an error of other code says, or its type if its ``__str__`` raises, too."""
+    try:
+        return str(error)
+    except BaseException:
+        return type(error).__name__
+
+
 # what other versions and tools call an argument, where its name is not alike
 _ALSO_CALLED = {
     "attn_impl": "attn_implementation",
@@ -214,7 +222,7 @@ def load_module(name: str, argument: str) -> ModuleType:
         where = f" ({file.name}, line {frame.lineno})" if file.is_file() else ""
         raise ValueError(
             f"{argument}: module {name!r} cannot be imported: {type(error).__name__}: "
-            f"{error}{where}"
+            f"{message_of(error)}{where}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers.utils import get_json_schema
 
-from grpo_trainer.common import encodable, in_thread, shortened, start
+from grpo_trainer.common import encodable, in_thread, message_of, shortened, start
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Media, Prompt, Row, Sample, content_blocks, open_images
 from grpo_trainer.rewards import RewardFunction
@@ -180,11 +180,8 @@ def _blocks(value: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _failed(error: Any) -> Outcome:
-    try:
-        text = str(error)
-    except BaseException:  # its own method may do anything
-        text = type(error).__name__
+def _failed(error: BaseException | str) -> Outcome:
+    text = message_of(error) if isinstance(error, BaseException) else error
     return Outcome([_text(str({"error": text}))], failed=True)
 
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_trainer.common import load_function, shortened
+from grpo_trainer.common import load_function, message_of, shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import DatasetRow, Prompt, PromptStream, Row, Sample, prompt_columns
 from grpo_trainer.engines import on_first_process
@@ -120,8 +120,8 @@ class Curriculum:
             answer = self._function(prompts, completions, rewards, metas)
         except Exception as error:
             raise RuntimeError(
-                f"dynamic_prompts_fn raised {type(error).__name__}: {error}; it was called with "
-                f"{len(rows)} prompts, the first of them {shortened(rows[0]['prompt'])}"
+                f"dynamic_prompts_fn raised {type(error).__name__}: {message_of(error)}; it was "
+                f"called with {len(rows)} prompts, the first of them {shortened(rows[0]['prompt'])}"
             ) from error
         if not isinstance(answer, list | tuple) or len(answer) != len(rows):
             got = len(answer) if isinstance(answer, list | tuple) else type(answer).__name__

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.common import plain, shortened, start
+from grpo_trainer.common import message_of, plain, shortened, start
 from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric, value_metric
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        message = f"reward function {reward.name!r} raised {type(error).__name__}: {error}; "
+        message = f"reward function {reward.name!r} raised {type(error).__name__}: "
+        message += f"{message_of(error)}; "
         frames = list(traceback.walk_tb(error.__traceback__))
         entered = not (isinstance(error, TypeError) and len(frames) == 2)
         if not entered:

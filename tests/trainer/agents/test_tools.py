@@ -24,6 +24,7 @@ from tests.support.tools import (
     results,
     then,
 )
+from tests.support.trainer import MuteError
 
 TURN = call("add", a=1, b=1)
 
@@ -96,11 +97,6 @@ def test_async_tools_run_together_and_answers_keep_their_order():
     play = Play(once(turn), tools=(add, first, second))
     [rollout] = play().samples
     assert answers(rollout) == ["one", "2", "two"]
-
-
-class MuteError(Exception):
-    def __str__(self):
-        raise SystemExit
 
 
 # what a tool raises -> what the policy is told

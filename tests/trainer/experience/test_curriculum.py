@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from grpo_trainer.data import PromptStream, Sample
 from grpo_trainer.experience import Curriculum
-from tests.support.trainer import BackgroundEngine
+from tests.support.trainer import BackgroundEngine, MuteError
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 GROUPS = {"dynamic_prompts_form": "groups"}
@@ -174,6 +174,12 @@ def test_other_errors():
         ask(lambda *given: ["text"] * 2, prompt=MESSAGES)
     with pytest.raises(RuntimeError, match="raised ZeroDivisionError: .* called with 2 prompts"):
         ask(lambda *given: 1 / 0)
+
+    def mute(*given):
+        raise MuteError
+
+    with pytest.raises(RuntimeError, match="raised MuteError: MuteError; it was called with 2"):
+        ask(mute)
     with pytest.raises(ValueError, match="which a checkpoint can hold, got date in 'day'"):
         ask(lambda prompts, *given: prompts, day=datetime.date.today())
     rewards = []

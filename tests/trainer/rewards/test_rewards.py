@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from grpo_trainer.rewards import RewardLog, resolve_rewards, score
+from tests.support.trainer import MuteError
 
 
 def call(function, count=2, **columns):
@@ -141,6 +142,7 @@ def narrow(completions):
     [
         (raises(KeyError("x")), "'broken' raised KeyError", "take "),
         (raises(TypeError("of its own")), "'broken' raised TypeError", "kwargs"),
+        (raises(MuteError()), "'broken' raised MuteError: MuteError; it was called", "take "),
         (narrow, "take **kwargs, or each of prompts, comp", "raised KeyError"),
     ],
 )
@@ -156,7 +158,7 @@ def test_exceptions_name_the_function_and_what_it_was_called_with(function, said
         call(given, prompts=["1 + 1 =", "p"], completions=["2" * 999, "c"])
     message = str(error.value)
     assert said in message and unsaid not in message and len(message) < 700
-    assert isinstance(error.value.__cause__, KeyError | TypeError)
+    assert isinstance(error.value.__cause__, KeyError | TypeError | MuteError)
     assert "2 completions, the first of them: prompt '1 + 1 =', completion '222" in message
 
 
