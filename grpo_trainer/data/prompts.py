@@ -47,7 +47,8 @@ def encode_prompts(
 
     Raises:
         ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
-            its images out, it has no tokens, or one with images has more than ``max_length``.
+            its images out, it has half of a surrogate pair or no tokens, or one with images has
+            more than ``max_length``.
     """
     encoded: dict[str, Encoded] = {}
     keys = []
@@ -134,6 +135,13 @@ def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[st
         # as transformers has it: a template that writes the first token itself is the last word
         bos = processing_class.tokenizer.bos_token if sees else None
         special = sees and (bos is None or not text.startswith(bos))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: expected text that UTF-8 can hold, got {text[error.start]!r}, half of a "
+            f"surrogate pair, as character {error.start} of {shortened(text)}"
+        ) from error
     if sees:
         _check_places(prompt, text, len(images), processing_class.image_token)
     encoded = encode_text(text, images, processing_class, special)
