@@ -227,13 +227,15 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             self._check_policy()
         if self._reference is not None and args.sync_ref_model:
             self.add_callback(self._reference)
+        text = policy.config.get_text_config()
         context = EngineContext(
             policy=lambda: self.model,
             processing_class=self.processing_class,
             args=args,
             accelerator=self.accelerator,
             placement=self._placement,
-            positions=getattr(policy.config.get_text_config(), "max_position_embeddings", None),
+            positions=getattr(text, "max_position_embeddings", None),
+            vocab_size=self._teacher.vocab_size if self._teacher else text.vocab_size,
         )
         self.rollouts = make_sampler(context, lambda: self.state.global_step, rollout_engine)
         names = self.reward_func_names
@@ -259,8 +261,10 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def _go_by(self, args: GRPOConfig) -> None:
         """Train and sample by other arguments than the run began with."""
         self.loss_config = self._loss(args)
-        tokenizer = self.rollouts.context.tokenizer
-        self.rollouts.sampling = Sampling.from_config(args, tokenizer, self.model)
+        context = self.rollouts.context
+        self.rollouts.sampling = Sampling.from_config(
+            args, context.tokenizer, self.model, context.vocab_size
+        )
 
     def _source(self) -> Source | None:
         """Return what makes the completions; None: one call of the engine."""

@@ -1,6 +1,14 @@
 """Engines: they turn prompts into completions."""
 
-from grpo_trainer.engines.answers import Completions, TokenIds
+from grpo_trainer.engines.answers import (
+    NEVER,
+    Bounds,
+    Completion,
+    Completions,
+    TokenIds,
+    check_length,
+    checked_ids,
+)
 from grpo_trainer.engines.base import (
     MAX_LOGPROBS,
     BackgroundEngine,

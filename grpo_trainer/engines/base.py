@@ -20,6 +20,7 @@ from grpo_trainer.data import (
     ProcessingClass,
     Sample,
     encode_prompts,
+    has_images,
     tokenizer_of,
 )
 from grpo_trainer.engines.answers import Completions, TokenIds
@@ -52,7 +53,8 @@ class Sampling:
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    # never drawn: they stand for parts of images, which a forward over a completion would look for
+    # never drawn: they stand for parts of images, which a forward over a completion would look for,
+    # or fill up the policy's embedding beyond that of a teacher, which could not read them
     suppressed: frozenset[int] = frozenset()
     structured_outputs_regex: str | None = None  # what a completion's text matches; None: anything
     # report what the filters left of so many of each token's likeliest ids; 0: do not
@@ -66,9 +68,11 @@ class Sampling:
         args: GRPOConfig,
         tokenizer: PreTrainedTokenizerBase,
         model: PreTrainedModel | None = None,
+        vocab_size: int | None = None,
     ) -> Sampling:
         """Return what ``args`` asks for. generation_kwargs override the other fields.
 
+        Of the ids of ``model`` those below ``vocab_size`` are drawn; None: all of them.
         Completions end with the tokens that tokenizer and ``model`` name. An ``eos_token_id`` in
         generation_kwargs replaces them, ``stop_token_ids`` there come in addition.
         """
@@ -94,10 +98,11 @@ class Sampling:
                 logger.warning(message, unknown, size)
             ends = [token for token in named if token not in unknown]
         of_images = {getattr(config, name, None) for name in _IMAGE_TOKENS}
+        beyond = range(size if vocab_size is None else vocab_size, size)
         return cls(
             eos_token_ids=frozenset(ends + more),
             max_tokens=args.max_completion_length,
-            suppressed=frozenset(token for token in of_images if isinstance(token, int)),
+            suppressed=frozenset(t for t in {*of_images, *beyond} if isinstance(t, int)),
             structured_outputs_regex=args.vllm_structured_outputs_regex,
             engine_options=extra,
             **settings,
@@ -225,6 +230,8 @@ class EngineContext:
     accelerator: Accelerator
     placement: Placement = WHOLE  # of the policy's parameters
     positions: int | None = None  # tokens that the policy has positions for; None: any number
+    # ids below it have an embedding in the policy, and in a teacher that reads them; None: unknown
+    vocab_size: int | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -237,7 +244,8 @@ class EngineContext:
         :func:`encode_prompts`.
 
         Raises:
-            ValueError: one cannot be encoded, or leaves no room for its completion.
+            ValueError: one cannot be encoded, leaves no room for its completion, or has tokens
+                without an embedding.
         """
         args, length = self.args, self.args.max_completion_length
         template = options("chat_template_kwargs", args.chat_template_kwargs)
@@ -252,6 +260,13 @@ class EngineContext:
                     f"{self.positions} positions less max_completion_length = {length}), got "
                     f"{len(ids)} tokens from {shortened(sample.prompt)}; a smaller "
                     "max_completion_length leaves more room, max_prompt_length cuts prompts"
+                )
+            most = self.vocab_size
+            if most is not None and not has_images([images]) and max(ids) >= most:
+                raise ValueError(
+                    f"prompt: expected tokens that the model has an embedding for, ids below {most}"
+                    f", got {max(ids)} from {shortened(sample.prompt)}; does the tokenizer belong "
+                    "to the model, and was its embedding resized for new tokens?"
                 )
             sample.prompt_ids, sample.images = ids, images
 

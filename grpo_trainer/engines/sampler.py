@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
+from grpo_trainer.common import shortened
 from grpo_trainer.data import Sample, has_images
-from grpo_trainer.engines.answers import Completions, TokenIds
+from grpo_trainer.engines.answers import Bounds, Completions, TokenIds
 from grpo_trainer.engines.base import (
     BackgroundEngine,
     EngineContext,
@@ -97,7 +98,8 @@ class Sampler:
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
-        return self._checked(self.engine.generate(prompt_ids, sampling, **more), len(prompt_ids))
+        completions = self.engine.generate(prompt_ids, sampling, **more)
+        return self._checked(completions, len(prompt_ids), max_tokens)
 
     def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
@@ -163,27 +165,30 @@ class Sampler:
             yield name, value
             del value  # or it would live as long as the next one is made
 
-    def _checked(self, completions: Completions, count: int) -> Completions:
+    def bounds(self, max_tokens: int | None = None) -> Bounds:
+        """Return what completions keep to; ``max_tokens`` is in place of max_completion_length."""
+        return Bounds(
+            max_tokens=self.sampling.max_tokens if max_tokens is None else max_tokens,
+            vocab_size=self.context.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def _checked(
+        self, completions: Completions, count: int, max_tokens: int | None = None
+    ) -> Completions:
         """Return ``completions``; raise ValueError unless they are those of ``count`` prompts."""
-        ids, logprobs, mask = completions
-        if self.sampling.sampling_mask_size and mask is None:
+        engine = f"rollout engine {type(self.engine).__name__}"
+        if not isinstance(completions, Completions):
+            raise ValueError(f"{engine}: expected Completions, got {shortened(completions)}")
+        if self.sampling.sampling_mask_size and completions.sampling_mask is None:
             raise ValueError(
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
                 f"got none from {type(self.engine).__name__}"
             )
-        if len(ids) != count or not all(ids):
-            raise ValueError(
-                f"rollout engine: expected {count} completions of one token or more, got "
-                f"{len(ids)} with {sum(not row for row in ids)} empty ones"
-            )
-        lengths = [len(row) for row in ids]
-        for name, column in (("log-probability", logprobs), ("sampling mask", mask)):
-            if column is not None and [len(row) for row in column] != lengths:
-                raise ValueError(
-                    f"rollout engine: expected one {name} per token, got "
-                    f"{sum(map(len, column))} for {sum(lengths)}"
-                )
-        return completions
+        try:
+            return completions.checked(count, self.bounds(max_tokens))
+        except ValueError as error:
+            raise ValueError(f"{engine}: {error}") from error
 
 
 @dataclass(eq=False)
@@ -241,7 +246,8 @@ def make_sampler(
         raise ValueError(f"rollout_engine: expected it once, got one beside the {name} of args")
     if name not in ENGINES:
         raise ValueError(f"rollout_engine: expected one of {', '.join(ENGINES)}; got {name!r}")
-    sampling = Sampling.from_config(args, context.tokenizer, context.policy())
+    policy, vocab_size = context.policy(), context.vocab_size
+    sampling = Sampling.from_config(args, context.tokenizer, policy, vocab_size)
     if engine is None:
         factory = ENGINES[name]
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)

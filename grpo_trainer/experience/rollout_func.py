@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Sample, decode_completions, images_of
-from grpo_trainer.engines import EngineContext, Sampler
+from grpo_trainer.engines import Sampler, check_length, checked_ids
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
 
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+_OURS = (*_NEEDED, "env_mask")  # reward functions get the other columns
 # what reward functions are given anyway
 _TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
@@ -62,42 +62,56 @@ def samples_by(
     if any(map(images_of, prompts)):
         raise ValueError("rollout_func: expected prompts of text, got images")
     fields = _fields(function(copy.deepcopy(prompts)), len(samples))
-    prompt_ids, completion_ids = (_ids(name, fields.pop(name)) for name in _NEEDED[:2])
-    _check_lengths(prompt_ids, completion_ids, context)
-    logprobs, mask = fields.pop("logprobs"), fields.pop("env_mask", None)
-    candidates = fields.get("logprob_token_ids")
-    given = {"logprobs": logprobs, "env_mask": mask, "logprob_token_ids": candidates}
-    for name, column in given.items():
-        _check_per_token(name, column, completion_ids)
-    if logprobs is not None:
-        among = candidates or [[None] * len(ids) for ids in completion_ids]
-        parts = zip(logprobs, among, completion_ids, strict=True)
-        logprobs = [[*map(_logprob, *row)] for row in parts]
-    texts = decode_completions(completion_ids, prompts, context.tokenizer)
-    for index, (sample, text) in enumerate(zip(samples, texts, strict=True)):
-        sample.prompt_ids = prompt_ids[index]
-        sample.completed(text, completion_ids[index], sampler.eos_token_ids)
-        sample.logprobs = logprobs and logprobs[index]
-        sample.env_mask = mask and [int(bool(one)) for one in mask[index]]
-        sample.inputs |= {name: column[index] for name, column in fields.items()}
+    columns = {name: fields.pop(name, None) for name in _OURS}
+    columns["logprob_token_ids"] = fields.get("logprob_token_ids")
+    for number, sample in enumerate(samples):
+        row = {name: column and column[number] for name, column in columns.items()}
+        try:
+            _complete(sample, sampler, **row)
+        except ValueError as error:
+            raise ValueError(f"rollout_func: completion {number}: {error}") from error
+        sample.inputs |= {name: column[number] for name, column in fields.items()}
+    ids = [sample.completion_ids for sample in samples]
+    texts = decode_completions(ids, prompts, context.tokenizer)
+    for sample, text in zip(samples, texts, strict=True):
+        sample.completed(text, sample.completion_ids, sampler.eos_token_ids)
     return Metrics({})
 
 
-def _check_lengths(
-    prompt_ids: list[list[int]], completion_ids: list[list[int]], context: EngineContext
+def _complete(
+    sample: Sample,
+    sampler: Sampler,
+    *,
+    prompt_ids: Any,
+    completion_ids: Any,
+    logprobs: Any,
+    env_mask: Any,
+    logprob_token_ids: Any,
 ) -> None:
-    longest, most = max(map(len, completion_ids)), context.args.max_completion_length
-    if longest > most:
-        raise ValueError(
-            f"rollout_func: expected completion_ids of at most max_completion_length = {most} "
-            f"tokens, got {longest}"
-        )
-    pairs = zip(prompt_ids, completion_ids, strict=True)
-    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    """Add tokens and what is known of them."""
+    context = sampler.context
+    sample.prompt_ids = checked_ids(prompt_ids, context.vocab_size, "prompt_ids")
+    completion_ids = checked_ids(completion_ids, context.vocab_size, "completion_ids")
+    if not prompt_ids:
+        raise ValueError("expected a prompt of at least one token, got none")
+    given = {"env_mask": env_mask, "logprobs": logprobs, "logprob_token_ids": logprob_token_ids}
+    for name, column in given.items():
+        check_length(f"value of {name!r}", column, len(completion_ids))
+    if logprobs is not None:
+        among = logprob_token_ids or [None] * len(completion_ids)
+        logprobs = [*map(_logprob, logprobs, among, completion_ids)]
+    if env_mask is not None:
+        sample.env_mask = [int(bool(one)) for one in env_mask]
+        if logprobs is not None:  # those of others say nothing
+            pairs = zip(logprobs, sample.env_mask, strict=True)
+            logprobs = [value if drawn else None for value, drawn in pairs]
+    found = sampler.bounds().checked(completion_ids, logprobs, by_policy=sample.env_mask)
+    sample.completion_ids, sample.logprobs = found.token_ids, found.logprobs
+    length = len(sample.prompt_ids) + len(sample.completion_ids)
     if context.positions is not None and length > context.positions:
         raise ValueError(
-            f"rollout_func: expected at most {context.positions} tokens of prompt and completion, "
-            f"the model's positions, got {length}"
+            f"expected at most {context.positions} tokens of prompt and completion, the model's "
+            f"positions, got {length}"
         )
 
 
@@ -135,16 +149,8 @@ def _plain(column: Any) -> Any:
     return column
 
 
-def _ids(name: str, column: Any) -> list[list[int]]:
-    for row in column:
-        good = isinstance(row, list | tuple) and row
-        if not good or not all(type(token) is int and token >= 0 for token in row):
-            raise ValueError(f"rollout_func: expected lists of token ids in {name!r}, got {row!r}")
-    return [list(row) for row in column]
-
-
-def _logprob(given: Any, candidates: list[int] | None, token: int) -> float:
-    """Return that of ``token``, NaN where unknown: a number, or one of a list, by its id."""
+def _logprob(given: Any, candidates: list[int] | None, token: int) -> Any:
+    """Return that of ``token``, None where unknown: a number, or one of a list, by its id."""
     if isinstance(given, list | tuple):
         if candidates is None and len(given) == 1:
             [given] = given
@@ -152,16 +158,7 @@ def _logprob(given: Any, candidates: list[int] | None, token: int) -> float:
             given = dict(zip(candidates, given, strict=True)).get(token)
         else:
             raise ValueError(
-                "rollout_func: expected one id in 'logprob_token_ids' for each of several "
+                "expected one id in 'logprob_token_ids' for each of several "
                 f"'logprobs' of a token, got {candidates!r} for {given!r}"
             )
-    return math.nan if given is None else float(given)
-
-
-def _check_per_token(name: str, column: Any, completion_ids: list[list[int]]) -> None:
-    for index, ids in enumerate(completion_ids):
-        if column is not None and len(column[index]) != len(ids):
-            raise ValueError(
-                f"rollout_func: expected one value per token in {name!r}, got "
-                f"{len(column[index])} for the {len(ids)} tokens of completion {index}"
-            )
+    return given

@@ -58,6 +58,8 @@ class Teacher:
         self.by_logprobs = args.distillation == "logprobs"  # else by whole distributions
         self._function: LogprobsFunction | None = None
         self._reference: Reference | None = None
+        own = policy.config.get_text_config().vocab_size
+        self.vocab_size = own  # ids below it can be read by both
         if is_peft_model(policy) and isinstance(source, str) and source in policy.peft_config:
             self._reference = Reference(placement, adapter=source)
         elif callable(source) and not isinstance(source, PreTrainedModel):
@@ -77,12 +79,13 @@ class Teacher:
             model = source
             if isinstance(model, str):
                 model = load_model(model, args, what="teacher: model").to(args.device)
-            own, ids = (each.config.get_text_config().vocab_size for each in (policy, model))
+            ids = model.config.get_text_config().vocab_size
             if ids != own and ids < tokens:  # others differ in rows of padding
                 raise ValueError(
                     f"teacher: expected the policy's vocabulary, of {tokens} tokens, got a model "
                     f"of {ids} ids"
                 )
+            self.vocab_size = min(own, ids)
             add_fused_head(base_policy(model))
             self._reference = Reference(placement, model.requires_grad_(False).eval())
         if placement.sharded and not self.by_logprobs:

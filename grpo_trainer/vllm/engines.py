@@ -316,7 +316,7 @@ class VLLMServer(BackgroundEngine):
             args.vllm_group_port,
             args.vllm_server_timeout,
             request_timeout=args.vllm_request_timeout,
-            vocab_size=context.policy().config.get_text_config().vocab_size,
+            vocab_size=context.vocab_size,
         )
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -13,12 +12,9 @@ from transformers.utils import get_json_schema
 
 from grpo_trainer.common import shortened
 from grpo_trainer.data import data_url, image_source
-from grpo_trainer.engines import Images, TokenIds
+from grpo_trainer.engines import NEVER, Bounds, Completion, Images, TokenIds, checked_ids
 
 Messages = list[dict[str, Any]]
-
-_NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
-_ROUNDING = 1e-2  # by so much a log-probability may be above 0
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,10 @@ def completions_of(
     Raises:
         ValueError, KeyError, TypeError, AttributeError: an answer is no such thing.
     """
-    n, max_tokens, logprobs = fields["n"], fields["max_tokens"], fields["logprobs"]
+    n, logprobs = fields["n"], fields["logprobs"]
+    bounds = Bounds(max_tokens=fields["max_tokens"], vocab_size=vocab_size)
     prompt_ids: list[TokenIds] = []
-    token_ids, values, mask = [], [], []
+    completions: list[Completion] = []
     for question, answer in zip(questions, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n * len(question.prompt_ids))):
@@ -87,23 +84,17 @@ def completions_of(
             own = (answer if "prompt_token_ids" in answer else choice)["prompt_token_ids"]
             if choice["index"] % n == 0:
                 sent = question.prompt_ids[choice["index"] // n]
-                prompt_ids.append(_checked_ids(own, vocab_size) if sent is None else sent)
+                prompt_ids.append(checked_ids(own, vocab_size) if sent is None else sent)
             if own not in (None, prompt_ids[-1]):  # None: that of the choice before
                 raise ValueError("the completion of another prompt")
-            ids = _checked_ids(choice["token_ids"], vocab_size)
-            if not 0 < len(ids) <= max_tokens:
-                raise ValueError(f"{len(ids)} tokens, expected 1 to max_tokens = {max_tokens}")
-            token_ids.append(ids)
-            if logprobs is not None:
-                numbers, sets = _columns(choice["logprobs"], logprobs > 0)
-                for what, column in (("log-probabilities", numbers), ("sets of ids", sets)):
-                    if column is not None and len(column) != len(ids):
-                        raise ValueError(f"{len(column)} {what} for {len(ids)} tokens")
-                values.append([_number(value) for value in numbers])
-                mask.append([_checked_ids(each, vocab_size) for each in sets or ()])
-    answer = {"prompt_ids": prompt_ids, "completion_ids": token_ids}
-    answer["logprobs"] = None if logprobs is None else values
-    return answer | {"sampling_mask": mask} if logprobs else answer
+            columns = () if logprobs is None else _columns(choice["logprobs"], logprobs > 0)
+            completions.append(bounds.checked(choice["token_ids"], *columns))
+    found: dict[str, Any] = {"prompt_ids": prompt_ids}
+    found["completion_ids"] = [one.token_ids for one in completions]
+    found["logprobs"] = None if logprobs is None else [one.logprobs for one in completions]
+    if logprobs:
+        found["sampling_mask"] = [one.sampling_mask for one in completions]
+    return found
 
 
 def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | None]:
@@ -121,26 +112,9 @@ def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | No
         return numbers, None
     # ids come as token_id:7 or 7
     return numbers, [
-        [int(str(token).rpartition(":")[2]) for token, value in each.items() if value > _NEVER]
+        [int(str(token).rpartition(":")[2]) for token, value in each.items() if value > NEVER]
         for each in likeliest
     ]
-
-
-def _checked_ids(ids: TokenIds, vocab_size: int | None) -> TokenIds:
-    end = math.inf if vocab_size is None else vocab_size
-    wrong = [token for token in ids if type(token) is not int or not 0 <= token < end]
-    if wrong:
-        raise ValueError(f"token id {wrong[0]!r}, expected 0 <= id < {end}")
-    return ids
-
-
-def _number(value: float | None) -> float:
-    """Return a log-probability, NaN for one that is unknown."""
-    if value is None or value <= _NEVER:
-        return math.nan
-    if value > _ROUNDING:
-        raise ValueError(f"log-probability {value}, expected at most 0")
-    return float(value)
 
 
 def _kind(prompt: Any) -> str | None:

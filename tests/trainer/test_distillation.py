@@ -13,6 +13,7 @@ from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.engines import Completions
 from grpo_trainer.policy import target_logprobs
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 from tests.trainer.checkpoint.features import trainer
@@ -156,6 +157,25 @@ def test_a_teacher_by_its_folder_and_in_evaluation(tmp_path: Path) -> None:
         trained = made(tmp_path / f"{kind}2", teacher=str(folder), distillation=kind)
         found = trained.evaluate()
         assert found["eval_teacher_kl"] != 0 and found["eval_loss"] != loss
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "jsd"])
+def test_ids_that_only_the_policy_has_are_not_drawn(tmp_path: Path, kind: str) -> None:
+    """Its embedding is padded further than the teacher's; these ids are its likeliest here."""
+    wider = policy(0)
+    wider.resize_token_embeddings(32, mean_resizing=False)
+    with torch.no_grad():
+        wider.lm_head.weight[14:] = 5 * wider.lm_head.weight[3]
+    trained = made(tmp_path / "a", model=wider, rollout_engine=None, distillation=kind)
+    trained.train()
+    assert trained.rollouts.sampling.suppressed == set(range(14, 32))
+
+    class Padding(CannedEngine):
+        def generate(self, prompt_ids: list[list[int]], sampling: Any) -> Completions:
+            return Completions([[31]] * len(prompt_ids))
+
+    with pytest.raises(ValueError, match="engine Padding: .* token ids 0 <= id < 14, got 31"):
+        made(tmp_path / "b", model=wider, rollout_engine=Padding(), distillation=kind).train()
 
 
 def without_model(sequences: list[list[int]]) -> list[list[float]]:

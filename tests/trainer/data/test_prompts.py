@@ -33,6 +33,8 @@ USER = {"role": "user", "content": "12"}
         ([USER, {"role": "user", "text": "1"}], "got a message without content"),
         ([{"role": "user", "content": None}], "got a message without content"),
         ([{}], "got a message without role and content"),
+        ("1" * 300 + "\ud800=", r"got '\\ud800', half of a surrogate pair, as character 300"),
+        ([{"role": "user", "content": "\udc00"}], r"got '\\udc00', .* as character 0 of '\\udc00="),
         ([USER, {"role": "assistant", "tool_calls": [{}]}], r"the chat template fails on \[\{"),
         ([USER], "the chat template fails on .*: no users"),
     ],
@@ -51,6 +53,17 @@ def test_wrong_prompts_name_their_row(make_trainer, dataset):
         setattr(trainer, name, wrong)
         with pytest.raises(ValueError, match="prompt: .* got an empty list in the row .*this one"):
             trainer.train() if name == "train_dataset" else trainer.evaluate()
+
+
+def test_tokens_without_an_embedding(make_trainer, tokenizer):
+    tokenizer.add_tokens(["!"])
+    for prompt in ("12=", "12!"):  # the tokenizer may have more, as long as nobody uses them
+        rows = Dataset.from_list([{"prompt": prompt}] * 4)
+        trainer = make_trainer(lambda completions, **kwargs: [1.0] * 4, train_dataset=rows)
+        if prompt == "12=":
+            trainer.train()
+    with pytest.raises(ValueError, match="prompt: .* embedding for, ids below 14, got 14 from '12"):
+        trainer.train()
 
 
 def test_engine_does_not_see_the_padding(policy, tokenizer, make_args):

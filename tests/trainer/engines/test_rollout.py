@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.engines import Completions, RolloutEngine, Sampling, register_rollout_engine
+from grpo_trainer.engines import Completions, Sampling, register_rollout_engine
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
 from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
@@ -150,18 +151,43 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (([[1]],), "expected 2 completions of one token or more, got 1"),
-        (([[1], []],), "got 2 with 1 empty ones"),
-        (([[1], [2]], [[0.0], [0.0, 0.0]]), "one log-probability per token, got 3 for 2"),
+        (None, "expected Completions, got None"),
+        ([[[2]]], "expected token_ids of 2 completions, got 1"),
+        ([[[2], []]], "completion 1: expected 1 to 3 tokens, got 0"),
+        ([[[2], [2, 3, 4, 5]]], "completion 1: expected 1 to 3 tokens, got 4"),
+        ([[[2], [2, 14]]], "completion 1: expected token ids 0 <= id < 14, got 14"),
+        ([[[-1], [2]]], "completion 0: expected token ids 0 <= id < 14, got -1"),
+        ([[[True], [2]]], "completion 0: expected token ids .*, got True"),
+        ([[[2.0], [2]]], "completion 0: expected token ids .*, got 2.0"),
+        ([[2, 3]], "completion 0: expected a list of token ids, got 2"),
+        ([[[2], [1, 3]]], "no token after the first end-of-sequence token, got 1 as token 1 of 2"),
+        ([[[2], [3]], [0.0, 0.0]], "one log-probability per token, got float for 1"),
+        ([[[2], [3]], [[0.0]]], "expected logprobs of 2 completions, got 1"),
+        ([[[2], [3]], [[0.0], [0.0, 0.0]]], "one log-probability per token, got 2 for 1"),
+        ([[[2], [3]], [[0.5], [0.0]]], "log-probabilities of at most 0, got 0.5"),
+        ([[[2], [3]], [["a"], [0.0]]], "expected log-probabilities, got 'a'"),
+        ([[[2], [3]], None, [[[2]], [[3, 14]]]], "completion 1: expected token ids .*, got 14"),
     ],
 )
-def test_answers_are_checked(make_trainer, answer, message):
-    class Answers(RolloutEngine):
-        def generate(self, prompt_ids, sampling):
-            return Completions(*answer)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_are_checked(make_trainer, tokenizer, answer, message, ahead):
+    class Answers(BackgroundEngine):
+        def _complete(self, prompt_ids, sampling):
+            return answer and Completions(*answer)
 
-    with pytest.raises(ValueError, match=message):
-        make_trainer(engine=Answers()).rollouts.generate([[1], [2]])
+    rollouts = make_trainer(engine=Answers(tokenizer), max_completion_length=3).rollouts
+    with pytest.raises(ValueError, match=f"rollout engine Answers: .*{message}"):
+        rollouts.start([[1], [2]]).result() if ahead else rollouts.generate([[1], [2]])
+
+
+def test_numbers_of_numpy_are_numbers(make_trainer, tokenizer):
+    class Arrays(BackgroundEngine):
+        def _complete(self, prompt_ids, sampling):
+            return Completions([[*np.array([2, 1])]], [[*np.float32([-1.0, -np.inf])]])
+
+    ids, [(known, unknown)], _ = make_trainer(engine=Arrays(tokenizer)).rollouts.generate([[1]])
+    assert ids == [[2, 1]] and type(ids[0][0]) is int
+    assert known == -1.0 and unknown != unknown
 
 
 def test_an_engine_of_another_package(make_trainer, tokenizer, monkeypatch):

@@ -118,5 +118,5 @@ def test_what_a_server_answers(make_client, stub):
     stub.script[COMPLETE] = [answer(sets), answer(sets[:1])]
     client = make_client()
     assert client.generate([[1]], logprobs=2)["sampling_mask"] == [[[7, 2], [0]]]
-    with pytest.raises(ServerError, match="1 sets of ids for 2 tokens"):
+    with pytest.raises(ServerError, match="one sampling mask per token, got 1 for 2"):
         client.generate([[1]], logprobs=2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_trainer.data import Sample
+from grpo_trainer.engines import EngineContext, Sampler, Sampling
 from grpo_trainer.experience import samples_by
 from tests.support.trainer import parameters
 
@@ -83,6 +84,12 @@ def test_log_probabilities_in_a_list_per_token(train, given, candidates):
     assert torch.equal(known, torch.tensor([[-1.0, -2.0]] * 4))
 
 
+def test_a_tool_may_answer_after_an_end(train):
+    trainer = train(changed(completion_ids=[[1, 4, 5, 1]] * 4))
+    [batch] = trainer._buffer.batches
+    assert [row[row >= 0].tolist() for row in batch.target] == [[1, 5]] * 4
+
+
 def test_the_function_can_use_the_engine(train, policy):
     def engine(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]
@@ -120,26 +127,37 @@ def changed(**values):
         (without("prompt_ids", "logprobs"), "a dictionary without prompt_ids, logprobs"),
         (lambda p, t: [1], "expected a dictionary, got list"),
         (changed(completion_ids=[[3]] * 3), "expected 4 entries in 'completion_ids', .* got 3"),
-        (changed(prompt_ids=[["a"]] * 4), "lists of token ids in 'prompt_ids', got"),
-        (changed(logprobs=[[0.0] * 3] * 4), "one value per token in 'logprobs', got 3 for the 4"),
+        (changed(prompt_ids=[["a"]] * 4), "expected prompt_ids 0 <= id < 14, got 'a'"),
+        (changed(prompt_ids=[[]] * 4), "a prompt of at least one token, got none"),
+        (changed(completion_ids=[[3, 14]] * 4), "expected completion_ids 0 <= id < 14, got 14"),
+        (changed(completion_ids=[3] * 4), "expected a list of completion_ids, got 3"),
+        (changed(logprobs=[[0.0] * 3] * 4), "one value of 'logprobs' per token, got 3 for 4"),
+        (changed(logprobs=[[0.5] * 4] * 4), "log-probabilities of at most 0, got 0.5"),
+        (
+            changed(completion_ids=[[3, 1, 1, 1]] * 4, env_mask=None),
+            "no token after the first end-of-sequence token, got 1 as token 2 of 4",
+        ),
+        (changed(completion_ids=[[]] * 4, logprobs=None, env_mask=None), "1 to 4 tokens, got 0"),
         (changed(logprobs=[[[0.0, -1.0]] * 4] * 4), "'logprob_token_ids' .* got None for"),
         (
             changed(logprobs=[[[0.0, -1.0]] * 4] * 4, logprob_token_ids=[[[3]] * 4] * 4),
             r"one id in 'logprob_token_ids' for each .* got \[3\] for",
         ),
-        (changed(env_mask=[[1] * 4] * 3 + [[1]]), "in 'env_mask', got 1 for the 4 tokens of .* 3"),
+        (changed(env_mask=[[1] * 4] * 3 + [[1]]), "ion 3: .* 'env_mask' per token, got 1 for 4"),
+        (changed(logprobs=[0.0] * 4), "'logprobs' per token, got float for 4"),
         (changed(steps=3), "expected 4 entries in 'steps', one per prompt, got int"),
         (changed(prompts=[""] * 4), "other names for its columns than 'prompts'"),
-        (
-            changed(completion_ids=[[3] * 5] * 4),
-            "at most max_completion_length = 4 tokens, got 5",
-        ),
+        (changed(completion_ids=[[3] * 5] * 4, logprobs=None, env_mask=None), "4 tokens, got 5"),
         (changed(prompt_ids=[[3] * 61] * 4), "at most 64 tokens of prompt and .*, got 65"),
     ],
 )
 def test_wrong_answers(make_args, tokenizer, function, message):
     trainer = SimpleNamespace(processing_class=tokenizer)
-    context = SimpleNamespace(args=make_args(), tokenizer=tokenizer, positions=64)
-    sampler = SimpleNamespace(context=context, eos_token_ids=frozenset([1]))
+    context = EngineContext(
+        policy=None, processing_class=tokenizer, args=make_args(), accelerator=None,
+        positions=64, vocab_size=14,
+    )  # fmt: skip
+    sampling = Sampling.from_config(context.args, tokenizer)
+    sampler = Sampler(None, context, sampling, step=lambda: 0, name="none")
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
         samples_by(lambda p: function(p, trainer), sampler, [Sample("12=")] * 4)
