@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.monitor.completions import EVAL_PREFIX, CompletionLog, completion_uploads
-from grpo_trainer.monitor.metrics import MetricLog
+from grpo_trainer.monitor.metrics import MetricLog, doubt_of_logprobs
 from grpo_trainer.monitor.run_file import RunRecord
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class LogsRun(Trainer):
     _metrics: dict[bool, MetricLog]
     _completions: dict[bool, CompletionLog]  # empty unless they are asked for
     _uploads: CommitScheduler | None = None  # of completions, if asked for
+    _has_doubted = False  # the log-probabilities of the engine, in a warning
 
     def start_logs(self) -> None:
         """Drop what was collected.
@@ -62,8 +63,19 @@ class LogsRun(Trainer):
         if "loss" in logs or "train_loss" in logs:
             if drained := self._metrics[True].drain():
                 logs |= drained | {"num_tokens": self.state.num_input_tokens_seen}
+                self._doubt(drained)
             self._write_completions(training=True)
         super().log(logs, start_time)
+
+    def _doubt(self, row: dict[str, float]) -> None:
+        """Warn once of impossible log-probabilities that the loss goes by."""
+        loss = self.loss_config
+        used = loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None
+        doubt = doubt_of_logprobs(row) if used and not self._has_doubted else None
+        if doubt is not None and self.is_world_process_zero():
+            self._has_doubted = True
+            message = "log-probabilities: the engine, or rollout_func, reports %s. The loss %s"
+            logger.warning(message, doubt, "weights tokens by their ratio, and little may be left")
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)

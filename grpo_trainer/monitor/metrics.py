@@ -21,6 +21,8 @@ PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
 _FOLD_AFTER = 256  # marks that may wait, so that long windows hold few events of a device
 _MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
+# nats per token: rounding cannot explain more, and no engine that computes otherwise
+_CERTAIN, _FAR = 0.01, 0.5
 _ZERO_OF_NONE = "_terminated_length"
 
 _timing: ContextVar[MetricLog | None] = ContextVar("timing", default=None)
@@ -157,6 +159,25 @@ def log_value(name: str, value: float) -> None:
     """Log a number other than 0 of the training step that runs; all processes call it."""
     if (log := _timing.get()) is not None:
         log.add(value_metric(name, value, log.device, count=int(value != 0)))
+
+
+def doubt_of_logprobs(row: dict[str, float]) -> str | None:
+    """Say why log-probabilities cannot be those of the tokens, by what was logged of them.
+
+    Several zeros are no reason: a token that was certain, or that filters left alone, has one.
+    """
+    apart = row.get("sampling/sampling_logp_difference/mean", 0.0)
+    if row.get("sampling/rollout_perplexity") == 1 and apart > _CERTAIN:
+        return (
+            "0 for every token, as if each had been certain, while the policy's own are "
+            f"{-apart:.3g} on average; report None in place of what is not known"
+        )
+    if apart > _FAR:
+        return (
+            f"numbers that are {apart:.3g} away from the policy's own on average; expected natural "
+            "logarithms of probabilities, of these tokens, by these weights, at this temperature"
+        )
+    return None
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from grpo_trainer.data import Sample
 from grpo_trainer.engines import EngineContext, Sampler, Sampling
 from grpo_trainer.experience import samples_by
-from tests.support.trainer import parameters
+from tests.support.trainer import BackgroundEngine, parameters
 
 
 def rollout(prompts, trainer):
@@ -33,7 +34,7 @@ def train(make_trainer, policy):
         def rows(prompts, **kwargs):
             return [float(row % 2) for row, _ in enumerate(prompts)]
 
-        changes |= {"max_steps": 1, "rollout_func": function}
+        changes = {"max_steps": 1, "rollout_func": function} | changes
         trainer = make_trainer(reward or rows, copy.deepcopy(policy), **changes)
         trainer.train()
         return trainer
@@ -82,6 +83,39 @@ def test_log_probabilities_in_a_list_per_token(train, given, candidates):
     [batch] = train(nested)._buffer.batches
     known = batch.rollout_logprobs[batch.target >= 0].reshape(4, 2)
     assert torch.equal(known, torch.tensor([[-1.0, -2.0]] * 4))
+
+
+@pytest.mark.parametrize(
+    ("reported", "sharpness", "changes", "doubt"),
+    [
+        (0.0, 1, {}, "reports 0 for every token, .* own are -2.[0-9]* on average; report None"),
+        (0.0, 1, {"bypass_mode": True}, "reports 0 for every token"),
+        (-9.0, 1, {}, "reports numbers that are 6.[0-9]* away from the policy's own on average"),
+        (0.0, 1, {"vllm_importance_sampling_correction": False}, None),
+        (None, 1, {}, None),
+        (None, 20, {}, None),
+        (0.0, 1e6, {}, None),  # every token was certain
+    ],
+)
+def test_impossible_log_probabilities(
+    train, policy, tokenizer, caplog, reported, sharpness, changes, doubt
+):
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(sharpness)
+    engine = BackgroundEngine(tokenizer, copy.deepcopy(policy))
+
+    def placeholder(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        drawn = trainer.rollouts.generate(ids).token_ids
+        values = [[reported] * len(row) for row in drawn]
+        if reported is None:
+            pairs = zip(ids, drawn, strict=True)
+            values = [engine._logprobs(*pair, trainer.args) for pair in pairs]
+        return {"prompt_ids": ids, "completion_ids": drawn, "logprobs": values}
+
+    train(placeholder, max_steps=2, learning_rate=0.0, **changes)
+    found = [row.getMessage() for row in caplog.records if "log-probabilities: " in row.message]
+    assert len(found) == (doubt is not None) and all(re.search(doubt, text) for text in found)
 
 
 def test_a_tool_may_answer_after_an_end(train):
