@@ -17,7 +17,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from grpo_kernels import LossConfig
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.losses import CORRECTION_MODES
-from grpo_trainer.common import masked_text
 from grpo_trainer.config.fields import (
     EITHER,
     Rule,
@@ -27,6 +26,7 @@ from grpo_trainer.config.fields import (
     number,
     options,
 )
+from grpo_trainer.masking import masked_text
 
 # deprecated fields, and those that took their place
 OLD_NAMES = {

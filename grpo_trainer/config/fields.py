@@ -16,7 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.backends import KINDS
 from grpo_kernels.losses import CORRECTION_MODES
-from grpo_trainer.common import masked_text, masked_url
+from grpo_trainer.masking import masked_text, masked_url
 
 Rule = Callable[[str, Any], None]  # takes the name of a field and its value
 

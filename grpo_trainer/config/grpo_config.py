@@ -15,7 +15,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.common import describe_fields, hint, masked
+from grpo_trainer.common import describe_fields, hint
 from grpo_trainer.config.checks import (
     adopt_old_names,
     check_engine,
@@ -28,6 +28,7 @@ from grpo_trainer.config.checks import (
 )
 from grpo_trainer.config.fields import GRPOFields
 from grpo_trainer.config.loss import LossFields, backward_options, check_level, loss_config
+from grpo_trainer.masking import masked
 
 _on_disk = ContextVar("_on_disk", default=False)
 

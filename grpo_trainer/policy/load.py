@@ -35,9 +35,9 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 
 from grpo_kernels.hf import drop_wrappers, has_moe_aux_loss, keep_head_in_fp32
 from grpo_kernels.tools import hub_or_cache, install_command
-from grpo_trainer.common import masked_text
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
+from grpo_trainer.masking import masked_text
 from grpo_trainer.policy.forward import evaluating
 
 _SIDE = 64  # pixels of an image that is tried

@@ -16,7 +16,8 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from grpo_trainer.common import masked_urls, start
+from grpo_trainer.common import start
+from grpo_trainer.masking import masked_urls
 
 logger = logging.getLogger(__name__)
 

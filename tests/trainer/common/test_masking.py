@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.common import masked
 from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.masking import masked
 
 PRIVATE = "hf_private"
 URL = f"http://user:{PRIVATE}@127.0.0.1:8000"
