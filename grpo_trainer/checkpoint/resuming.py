@@ -21,6 +21,7 @@ from grpo_trainer.checkpoint.files import (
     read_manifest,
 )
 from grpo_trainer.config import GRPOConfig, import_path
+from grpo_trainer.masking import masked
 
 # Patterns of the fields of GRPOConfig that do not change what is trained. All others are compared,
 # so that one that is added later is, too, unless it is named here.
@@ -78,7 +79,8 @@ _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_versio
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what must be the same in a run that resumes, by name, as JSON holds it."""
+    """Return what must be the same in a run that resumes, by name, as JSON holds it, without
+    secrets."""
     args, recipe, data = trainer.args, trainer.recipe, trainer.train_dataset
     settings = {
         name: value
@@ -103,7 +105,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
             for name, value in config.to_dict().items()
             if name not in _ORIGIN
         }
-    return json.loads(json.dumps(settings | trainer.interaction_settings, default=_plain))
+    return masked(json.loads(json.dumps(settings | trainer.interaction_settings, default=_plain)))
 
 
 def _plain(value: Any) -> Any:
@@ -171,7 +173,8 @@ def _check_settings(folder: Path, args: GRPOConfig, settings: dict[str, Any], st
     """Raise StartError unless the steps before and after are those of one run."""
     # a field that was not there yet had the effect of its default
     written = {item.name: item.default for item in fields(args)}
-    written |= json.loads((folder / SETTINGS_FILE).read_text())
+    # 1.0.0 masked less
+    written |= masked(json.loads((folder / SETTINGS_FILE).read_text()))
     gone = {name: None for name in written if name.startswith(_ADAPTER)}
     wrong = [
         f"{name} = {before!r}, got {value!r}"

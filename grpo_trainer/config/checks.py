@@ -26,7 +26,7 @@ from grpo_trainer.config.fields import (
     number,
     options,
 )
-from grpo_trainer.masking import masked_text
+from grpo_trainer.masking import cut_at_secret
 
 # deprecated fields, and those that took their place
 OLD_NAMES = {
@@ -112,9 +112,8 @@ def check_fields(args: TrainingArguments) -> None:
         name, how, other = relation.split()
         value, default = getattr(args, name), _default(args, name)
         if value != default and bool(getattr(args, other)) is (how == "with"):
-            raise ValueError(
-                f"{name}: expected {default!r} {how} {other}, {why}; got {masked_text(repr(value))}"
-            )
+            got = cut_at_secret(repr(value))
+            raise ValueError(f"{name}: expected {default!r} {how} {other}, {why}; got {got}")
     low, high = args.entropy_coef_min, args.entropy_coef_max
     number(low)("entropy_coef_max", high)
     if args.use_adaptive_entropy:
@@ -139,7 +138,7 @@ def parse_json_fields(args: TrainingArguments) -> None:
             try:
                 setattr(args, name, json.loads(value))
             except (json.JSONDecodeError, RecursionError) as error:
-                shown = masked_text(repr(value))
+                shown = cut_at_secret(repr(value))
                 raise ValueError(f"{name}: expected JSON, got {shown}: {error}") from error
     of_accelerate = args.accelerator_config
     for name in of_accelerate if isinstance(of_accelerate, dict) else ():

@@ -16,7 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.backends import KINDS
 from grpo_kernels.losses import CORRECTION_MODES
-from grpo_trainer.masking import masked_text, masked_url
+from grpo_trainer.masking import cut_at_secret, masked_url
 
 Rule = Callable[[str, Any], None]  # takes the name of a field and its value
 
@@ -86,7 +86,7 @@ def options(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     raise ValueError(
-        f"{name}: expected a dictionary, as JSON {{...}}, got {masked_text(repr(value))}"
+        f"{name}: expected a dictionary, as JSON {{...}}, got {cut_at_secret(repr(value))}"
     )
 
 

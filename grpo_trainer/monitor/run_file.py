@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
+from grpo_trainer.masking import masked
 
 RUN_FILE = "run.json"  # in the run's folder
 
@@ -51,10 +52,11 @@ class RunRecord:
         """Return the run of ``trainer`` as it is now."""
         args, model, data = trainer.args, trainer.model, trainer.train_dataset
         adapters = model.peft_config.values() if is_peft_model(model) else ()
+        model_name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         recipe = {
-            "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            "model": masked(str(model_name)),
             "rewards": trainer.recipe.rewards,
-            "dataset": trainer.recipe.dataset,
+            "dataset": masked(trainer.recipe.dataset),  # which may be a signed URL
             "prompts": len(data) if hasattr(data, "__len__") else None,  # None: it is a stream
             "adapter": next((str(config.peft_type.value) for config in adapters), None),
             "loss_type": trainer.loss_config.loss_type,

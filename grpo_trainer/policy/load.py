@@ -37,7 +37,7 @@ from grpo_kernels.hf import drop_wrappers, has_moe_aux_loss, keep_head_in_fp32
 from grpo_kernels.tools import hub_or_cache, install_command
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
-from grpo_trainer.masking import masked_text
+from grpo_trainer.masking import cut_at_secret
 from grpo_trainer.policy.forward import evaluating
 
 _SIDE = 64  # pixels of an image that is tried
@@ -108,7 +108,7 @@ def load_policy(
         }
         for name, value in settings.items():
             if value is not None:
-                shown = masked_text(repr(value))
+                shown = cut_at_secret(repr(value))
                 warnings.warn(f"{name}: no effect on a model instance, got {shown}", stacklevel=3)
         _forget_trainer(model)
     if args.cast_lm_head_to_fp32:

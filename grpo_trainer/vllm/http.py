@@ -17,7 +17,7 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from grpo_trainer.common import start
-from grpo_trainer.masking import masked_urls
+from grpo_trainer.masking import masked_url
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +56,23 @@ class JsonServer:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         root = url.rstrip("/")
-        self.url = masked_urls(root)  # for messages
-        if api_key and self.url != root:
-            raise ValueError(
-                f"api_key: expected none with a user and a password in the URL, {self.url}: a "
-                "request carries one of the two"
-            )
+        self.url = masked_url(root)  # for messages
         try:
             parts = httpx.URL(root)
         except httpx.InvalidURL as error:
             raise ValueError(
                 f"url: expected http://host:port, got {self.url!r}: {error}"
             ) from error
+        if parts.query or parts.fragment:  # paths are appended to it
+            raise ValueError(
+                f"url: expected http://host:port without a query, got {self.url!r}; VLLM_API_KEY "
+                "takes an API key"
+            )
+        if api_key and parts.userinfo:
+            raise ValueError(
+                f"api_key: expected none with a user and a password in the URL, {self.url}: a "
+                "request carries one of the two"
+            )
         self._root = str(parts.copy_with(userinfo=b"")).rstrip("/")  # httpx logs it
         self._client = httpx.AsyncClient(
             auth=(parts.username, parts.password) if parts.userinfo else None,
