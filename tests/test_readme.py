@@ -346,7 +346,7 @@ def test_settings_are_fields() -> None:
     named = {name for name in code(DOCS) if name.startswith(prefixes)}
     known = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
     known |= set(inspect.signature(linear_policy_loss).parameters)
-    of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio"}
+    of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio", "max_new_tokens"}
     assert named - known == of_others
 
 
