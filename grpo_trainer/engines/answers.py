@@ -70,19 +70,16 @@ class Bounds:
 
     max_tokens: int
     vocab_size: int | None = None  # ids are below it; None: it is not known
-    eos_token_ids: frozenset[int] = frozenset()  # a completion ends with the first of these
+    # a completion ends with the first of these; empty: it may have several turns
+    eos_token_ids: frozenset[int] = frozenset()
 
     def checked(
         self,
         ids: Any,
         logprobs: Sequence[Any] | None = None,
         sampling_mask: Sequence[Any] | None = None,
-        by_policy: Sequence[Any] | None = None,
     ) -> Completion:
         """Return a completion as Python's numbers.
-
-        Args:
-            by_policy: false for tokens of tools and environments, which may follow an end.
 
         Raises:
             ValueError: it is out of bounds; the message says what was expected and what came.
@@ -92,13 +89,11 @@ class Bounds:
             raise ValueError(f"expected 1 to {self.max_tokens} tokens, got {len(ids)}")
         check_length("log-probability", logprobs, len(ids))
         check_length("sampling mask", sampling_mask, len(ids))
-        drawn = by_policy or [True] * len(ids)
-        ends = [place for place, token in enumerate(ids[:-1]) if token in self.eos_token_ids]
-        for place in ends:
-            if drawn[place] and drawn[place + 1]:
+        for place, token in enumerate(ids[:-1]):
+            if token in self.eos_token_ids:
                 raise ValueError(
                     "expected no token after the first end-of-sequence token, got "
-                    f"{ids[place]} as token {place + 1} of {len(ids)}"
+                    f"{token} as token {place + 1} of {len(ids)}"
                 )
         numbers = None if logprobs is None else [checked_logprob(value) for value in logprobs]
         if sampling_mask is not None:

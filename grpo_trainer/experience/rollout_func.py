@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from grpo_kernels.losses import Metrics
@@ -105,8 +106,9 @@ def _complete(
         if logprobs is not None:  # those of others say nothing
             pairs = zip(logprobs, sample.env_mask, strict=True)
             logprobs = [value if drawn else None for value, drawn in pairs]
-    found = sampler.bounds().checked(completion_ids, logprobs, by_policy=sample.env_mask)
-    sample.completion_ids, sample.logprobs = found.token_ids, found.logprobs
+    bounds = replace(sampler.bounds(), eos_token_ids=frozenset())  # it may join several turns
+    completion = bounds.checked(completion_ids, logprobs)
+    sample.completion_ids, sample.logprobs = completion.token_ids, completion.logprobs
     length = len(sample.prompt_ids) + len(sample.completion_ids)
     if context.positions is not None and length > context.positions:
         raise ValueError(
