@@ -54,7 +54,8 @@ class LossConfig:
             ratio, of the token or of its whole sequence: ``token_truncate`` and
             ``sequence_truncate`` clamp it to the bounds, ``token_mask`` and ``sequence_mask`` make
             it 0 outside of them, ``geometric_mask`` where its geometric mean over the tokens is
-            outside. The others only keep or drop: by the ratio (``token_k1``, ``sequence_sum_k1``,
+            outside. The others only keep or drop, as in verl: by the inverse ratio, the engine's
+            probability over the old policy's (``token_k1``, ``sequence_sum_k1``,
             ``sequence_mean_k1``: its geometric mean), or by an estimate k2 or k3 of the KL
             divergence (``token_k3``, ``sequence_sum_k3``, ``sequence_mean_k3``,
             ``sequence_max_k3``; k2 likewise).

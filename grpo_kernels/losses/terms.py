@@ -113,7 +113,8 @@ class CorrectionMode(NamedTuple):
     """
 
     reduce: str | None = None  # the method of Segments; None: token by token
-    estimate: Callable[[Tensor], Tensor] | None = None  # of the divergence; None: the ratio
+    estimate: Callable[[Tensor], Tensor] | None = None  # of the divergence; None: e itself
+    bounds_exp: bool = True  # hold exp of it to the bounds, which are then those of a ratio
     truncate: bool = False  # clamp to the bounds; otherwise zero outside of them
     weighs: bool = True  # inside of them by the ratio; False: by 1
 
@@ -128,7 +129,7 @@ class CorrectionMode(NamedTuple):
         value = log_ratio if self.estimate is None else self.estimate(log_ratio)
         if self.reduce is not None:
             value = getattr(segments, self.reduce)(value)
-        if self.estimate is None:
+        if self.bounds_exp:
             value = value.exp()
         # without an upper bound it ends at a finite number, since infinity times 0 is NaN
         if self.truncate:
@@ -142,7 +143,8 @@ class CorrectionMode(NamedTuple):
 
 
 # truncated and masked importance sampling, and rejection: verl's rollout_is and rollout_rs, of
-# "When Speed Kills Stability" (richardli.xyz/rl-collapse)
+# "When Speed Kills Stability" (richardli.xyz/rl-collapse). As in verl, the bounds of k1 are those
+# of exp(k1) = exp(-e), the inverse of the ratio that weighs.
 CORRECTION_MODES: dict[str, CorrectionMode] = {
     "token_truncate": CorrectionMode(truncate=True),
     "token_mask": CorrectionMode(),
@@ -150,14 +152,16 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
     "sequence_mask": CorrectionMode("sum"),
     "geometric_mask": CorrectionMode("mean"),
     **{
-        f"{level}_{name}": CorrectionMode(reduce, estimate, weighs=False)
+        f"{level}_{name}": CorrectionMode(
+            reduce, KL_ESTIMATORS[name], bounds_exp=name == "k1", weighs=False
+        )
         for level, reduce in {
             "token": None,
             "sequence_sum": "sum",
             "sequence_mean": "mean",
             "sequence_max": "max",
         }.items()
-        for name, estimate in {"k1": None, **{k: KL_ESTIMATORS[k] for k in ("k2", "k3")}}.items()
+        for name in ("k1", "k2", "k3")
         if (level, name) != ("sequence_max", "k1")
     },
 }

@@ -210,7 +210,8 @@ def test_extremes_of_sequences() -> None:
 
 
 LOG_RATIO = np.log(RATIO)
-ESTIMATES = {"k1": None, "k2": LOG_RATIO**2 / 2, "k3": RATIO - 1 - LOG_RATIO}
+# of the divergence of the policy from the engine, as verl has them; of k1 the bounds are exp's
+ESTIMATES = {"k1": -LOG_RATIO, "k2": LOG_RATIO**2 / 2, "k3": RATIO - 1 - LOG_RATIO}
 LEVELS = {"token": None, "sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}
 
 
@@ -220,9 +221,9 @@ LEVELS = {"token": None, "sequence_sum": np.sum, "sequence_mean": np.mean, "sequ
 def test_rejection(level: str, estimate: str, low: float | None, high: float) -> None:
     if (level, estimate) == ("sequence_max", "k1"):
         return
-    held = LOG_RATIO if ESTIMATES[estimate] is None else ESTIMATES[estimate]
+    held = ESTIMATES[estimate]
     held = held if LEVELS[level] is None else of_sequences(held, LEVELS[level])
-    held = np.exp(held) if ESTIMATES[estimate] is None else held
+    held = np.exp(held) if estimate == "k1" else held
     config = LossConfig(
         loss_type="pg", rollout_correction_mode=f"{level}_{estimate}",
         rollout_correction_max=high, rollout_correction_min=low,

@@ -490,6 +490,7 @@ def _correction(old: Tensor, x: Rollout, c: SimpleNamespace) -> Tensor | None:
 def _held_to_bounds(drift: Tensor, x: Rollout, mode: str) -> Tensor:
     """Return what a mask compares with its bounds: a ratio, or an estimate of the divergence."""
     if mode.endswith(("_mask", "_k1")):
+        drift = -drift if mode.endswith("_k1") else drift  # k1 is log(engine / old policy)
         if mode.startswith("token"):
             return drift.exp()
         by_product = mode in ("sequence_mask", "sequence_sum_k1")
