@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import LossConfig
+from grpo_kernels import LossConfig, TokenBatch, policy_loss
 from grpo_kernels.integrations import verl as ours
 from tests.integrations.contract import Adapter, Run, assert_passed, contract_of
 from tests.integrations.hosts import need
@@ -31,6 +31,10 @@ from tensordict import TensorDict
 from transformers import Qwen2ForCausalLM
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import (
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
+    compute_rollout_rejection_mask,
+)
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
@@ -291,6 +295,28 @@ def test_policy_losses(loss_type: str, mode: str, known: bool) -> None:
     gradients = (torch.autograd.grad(loss, logp)[0] for loss in (found, expected))
     torch.testing.assert_close(*gradients)
     assert metrics["actor/clip_ratio/region_mean"] == pytest.approx(theirs["actor/pg_clipfrac"])
+
+
+@pytest.mark.parametrize("option", sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
+def test_modes_of_the_correction_reject_what_theirs_do(option: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    old, drift = (torch.randn(60, 5, generator=g) * scale for scale in (1, 0.45))
+    mask = (torch.arange(5) < torch.arange(60)[:, None] % 6).float()
+    low, high = (0.9, 1.5) if option.endswith("k1") else (None, 0.1)
+    threshold = high if low is None else f"{low}_{high}"
+    kept, _ = compute_rollout_rejection_mask(drift, mask, option, threshold)
+    assert 0 < kept.sum() < mask.sum()
+    mode = option.replace("seq_", "sequence_")
+    config = LossConfig(
+        loss_type="pg", rollout_correction_mode=mode, rollout_correction_min=low,
+        rollout_correction_max=high,
+    )  # fmt: skip
+    batch = TokenBatch.from_padded(
+        mask.long(), torch.ones(60), mask, old_logprobs=old, rollout_logprobs=old - drift
+    )
+    logprobs = old.clone().requires_grad_()
+    policy_loss(logprobs, batch, config).loss.backward()
+    assert torch.equal(logprobs.grad != 0, kept.bool())
 
 
 def test_their_own_tests() -> None:
