@@ -95,6 +95,8 @@ class Dppo(Gated):
 class DppoTv(Dppo):
     """DPPO by the total variation of "this token or another" (arXiv:2602.04879, equation 13).
 
+    With ``dppo_tau=1e-3`` and without a bound of the weight it is prime-rl's default loss.
+
     Args:
         dppo_tv_low: by how much the probability of a token of negative advantage may fall.
         dppo_tv_high: by how much that of one of positive advantage may rise.
@@ -131,7 +133,7 @@ class DppoKl(Dppo):
 
 @dataclass(frozen=True, kw_only=True)
 class Ipo(Gated):
-    """Drop tokens whose probability moved too far either way (prime-rl's default loss).
+    """Drop tokens whose probability moved too far either way (prime-rl's loss of type ``ipo``).
 
     Args:
         ipo_threshold: by how much a probability may move.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +166,23 @@ def test_losses(host: Host, loss_type: str, number: int) -> None:
     torch.testing.assert_close(found, expected)
     assert all(value.isfinite() for value in outputs.metrics.values())
     assert bool(outputs.metrics) == ("kl" in outputs.metrics) == (number != 1)
+
+
+@pytest.mark.parametrize("host", PRIME_RL.kinds[1:], indirect=True)
+def test_which_of_ours_are_theirs(host: Host) -> None:
+    """Their default is DPPO with a penalty, ``ipo`` another; only the values have another form."""
+    bounds = {"dppo_mask_low": 0.01, "dppo_mask_high": 0.01, "ipo_threshold": 0.01}
+    config = SimpleNamespace(adv_tau=1.0, kl_tau=1e-3, **bounds)
+    dppo = {"dppo_tv_low": 0.01, "dppo_tv_high": 0.01, "dppo_tau": 1e-3, "dppo_ratio_max": 1e9}
+    for name, ours, settings in (
+        ("default_loss_fn", prime_rl.dppo_tv, dppo),
+        ("ipo_loss_fn", prime_rl.ipo, {"ipo_threshold": 0.01}),
+    ):
+        inputs = make_sample(host, 2)
+        theirs = getattr(host["loss"], name)(inputs, config)
+        assert 0 < theirs.metrics["is_masked"] < 1
+        found = (with_gradient(x.loss, inputs)[1] for x in (ours(inputs, **settings), theirs))
+        torch.testing.assert_close(*found)
 
 
 def test_weights_of_tokens(host: Host) -> None:
