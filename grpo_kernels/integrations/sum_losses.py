@@ -34,15 +34,31 @@ _REFUSED = {
 }
 
 
-def check_aggregation(loss_type: str, known: Mapping[str, str], host: str) -> None:
-    """Raise ValueError unless ``host``, which has the ``known`` aggregations, has the loss's."""
+def host_aggregation(
+    loss_type: str, known: Mapping[str, str], host: str, aggregation: str | None = None
+) -> str:
+    """Return what ``host`` calls the loss's own aggregation, or the ``aggregation`` in its place.
+
+    Args:
+        loss_type: a name of ``grpo_kernels.losses.LOSSES``.
+        known: our name of each aggregation that the host has, and the host's.
+        host: its name, for messages.
+        aggregation: None: the loss's own.
+
+    Raises:
+        ValueError: the host has no such aggregation, or there is no such loss.
+    """
     check_name("loss_type", loss_type, LOSSES)
+    if aggregation is not None:
+        check_name("loss_aggregation", aggregation, known)
+        return known[aggregation]
     if LOSSES[loss_type].aggregation not in known:
         possible = [name for name, loss in LOSSES.items() if loss.aggregation in known]
         raise ValueError(
             f"loss_type: expected one of {', '.join(possible)}, which normalise as {host} does, "
             f"got {loss_type!r} ({LOSSES[loss_type].aggregation})"
         )
+    return known[LOSSES[loss_type].aggregation]
 
 
 def config_of(
@@ -56,9 +72,9 @@ def config_of(
     for name, value in settings.items():
         if name in refused:
             raise ValueError(f"{name}: expected none here ({refused[name]}), got {value!r}")
-    # without a correction that nobody asked for; the length is not divided by
-    values = {"rollout_correction_mode": None, "max_completion_length": 1, **settings}
-    return LossConfig(loss_type=loss_type, **values)
+    # a sum has no aggregation, this one needs nothing of a batch; no correction unless asked for
+    values = {"rollout_correction_mode": None, **settings}
+    return LossConfig(loss_type=loss_type, loss_aggregation="window_token_mean", **values)
 
 
 def summed_loss(

@@ -24,6 +24,15 @@ REDUCTIONS = {
     "dr_grpo": "seq_mean_token_sum_norm",
 }
 _SETTINGS: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
+# other aggregations than the loss's own
+AGGREGATIONS = {
+    "window_token_mean": "token_mean",
+    "token_mean": "token_mean_legacy",
+    "sequence_mean": "sequence_mean",
+    "fixed_length": "seq_mean_token_sum_norm",
+    "prompt_mean": "prompt_mean",
+}
+PROMPTS = [(0, 2), (2, 4)]  # the sequences of each; one of them is empty
 
 Host = dict[str, ModuleType]
 
@@ -57,6 +66,10 @@ def algorithm(loss_reduction: str, **corrections: Any) -> SimpleNamespace:
     return SimpleNamespace(loss_reduction=loss_reduction, off_policy_correction=settings)
 
 
+def prompt_tokens(mask: Tensor) -> Tensor:
+    return torch.cat([mask[a:b].sum().expand(b - a) for a, b in PROMPTS])
+
+
 def reduced(advantages: Tensor, mask: Tensor, loss_reduction: str) -> Tensor:
     """Scale advantages as SkyRL's documentation of ``loss_reduction`` says."""
     by = {
@@ -64,6 +77,7 @@ def reduced(advantages: Tensor, mask: Tensor, loss_reduction: str) -> Tensor:
         "token_mean_legacy": mask.sum(),  # of one micro-batch
         "sequence_mean": B * mask.sum(1, keepdim=True).clamp(min=1),
         "seq_mean_token_sum_norm": torch.tensor(B * LONGEST),
+        "prompt_mean": len(PROMPTS) * prompt_tokens(mask)[:, None],
     }
     return advantages / by[loss_reduction]
 
@@ -74,6 +88,7 @@ def own_loss(loss_type: str, inputs: dict[str, Tensor], **settings: Any) -> Tens
     batch = TokenBatch.from_padded(
         torch.zeros(B, T, dtype=torch.int64), inputs["advantages"], inputs["loss_mask"],
         old_logprobs=inputs["old_log_probs"], rollout_logprobs=inputs["rollout_logprobs"],
+        prompt_tokens=prompt_tokens(inputs["loss_mask"]).long(),
     )  # fmt: skip
     return policy_loss(inputs["log_probs"][inputs["loss_mask"] == 1], batch, config)[0]
 
@@ -81,12 +96,21 @@ def own_loss(loss_type: str, inputs: dict[str, Tensor], **settings: Any) -> Tens
 @pytest.mark.parametrize("correction", [None, "token_truncate"])
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 def test_losses(host: Host, loss_type: str, correction: str | None) -> None:
-    inputs, settings = make_inputs(), dict(_SETTINGS.get(loss_type, {}))
+    settings = dict(_SETTINGS.get(loss_type, {}))
     if correction is not None:
         settings["rollout_correction_mode"] = correction
+    check_loss(host, REDUCTIONS[loss_type], loss_type, **settings)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations(host: Host, aggregation: str) -> None:
+    check_loss(host, AGGREGATIONS[aggregation], "luspo", loss_aggregation=aggregation)
+
+
+def check_loss(host: Host, reduction: str, loss_type: str, **settings: Any) -> None:
+    inputs, correction = make_inputs(), settings.get("rollout_correction_mode")
     name = skyrl.register_policy_loss(loss_type, **settings)
     expected = own_loss(loss_type, inputs, **settings)
-    reduction = REDUCTIONS[loss_type]
     scaled = reduced(inputs["advantages"], inputs["loss_mask"], reduction)
     function = host["ppo_utils"].PolicyLossRegistry.get(name)
     loss, metrics = function(**inputs | {"advantages": scaled}, config=algorithm(reduction))
@@ -103,8 +127,8 @@ def test_their_reductions(host: Host) -> None:
     """Hold what :func:`reduced` says against SkyRL's own function, which the stand-in lacks."""
     theirs = host["ppo_utils"].apply_loss_reduction_to_advantages_minibatch
     inputs = make_inputs()
-    for name in set(REDUCTIONS.values()):
-        found = theirs(inputs["advantages"], inputs["loss_mask"], name, B, LONGEST)
+    for name in AGGREGATIONS.values():
+        found = theirs(inputs["advantages"], inputs["loss_mask"], name, B, LONGEST, PROMPTS)
         torch.testing.assert_close(found, reduced(inputs["advantages"], inputs["loss_mask"], name))
 
 
@@ -126,6 +150,9 @@ def test_what_is_refused(host: Host) -> None:
     register = skyrl.register_policy_loss
     wrong = {
         "loss_type: expected one of .* SkyRL .* 'luspo'": partial(register, "luspo"),
+        "loss_aggregation: expected one of .*prompt_mean": partial(
+            register, "dapo", loss_aggregation="sequence_sum"
+        ),
         "beta: expected none here .SkyRL adds its own KL": partial(register, "dapo", beta=0.1),
         "epsilonn: expected a setting of dapo": partial(register, "dapo", epsilonn=0.1),
         "already registered": partial(register, "dapo"),

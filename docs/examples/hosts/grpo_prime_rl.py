@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_kernels import TokenBatch, Transform, linear_logprobs
 from grpo_kernels.head import head_of_layer
-from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
+from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
 from grpo_kernels.integrations.switch import Host, Replacement, Switch
 from grpo_kernels.losses import LOSSES
 
@@ -79,7 +79,7 @@ def loss_fn(loss_type: str) -> Callable[..., Any]:
             does. In a call: a setting is unknown, out of range or cannot be honoured; ``beta`` is
             not 0 and there are no ``ref_logprobs``.
     """
-    check_aggregation(loss_type, _AGGREGATIONS, "prime-rl")
+    host_aggregation(loss_type, _AGGREGATIONS, "prime-rl")
     return functools.partial(_loss, loss_type)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, VocabShard, linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
-from grpo_kernels.integrations.sum_losses import check_aggregation, config_of, summed_loss
+from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
 from grpo_kernels.integrations.switch import Host, Replacement, Switch
 
 _MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -32,6 +32,7 @@ _REDUCTIONS = {
     "token_mean": "token_mean_legacy",
     "sequence_mean": "sequence_mean",
     "fixed_length": "seq_mean_token_sum_norm",
+    "prompt_mean": "prompt_mean",
 }
 _REFUSED = {"beta": "SkyRL adds its own KL penalty, trainer.algorithm.use_kl_loss"}
 # of their off_policy_correction, those that switch something on
@@ -121,7 +122,12 @@ enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def register_policy_loss(
-    loss_type: str, name: str | None = None, *, any_version: bool = False, **settings: Any
+    loss_type: str,
+    name: str | None = None,
+    *,
+    loss_aggregation: str | None = None,
+    any_version: bool = False,
+    **settings: Any,
 ) -> str:
     """Put one of our losses into SkyRL's registry; return its name for ``policy_loss_type``.
 
@@ -130,6 +136,9 @@ def register_policy_loss(
             has to be its own: token_mean (dapo, cispo, vespo, pg, topr), token_mean_legacy (bnpo),
             sequence_mean (grpo, gspo, sapo, gmpo) or seq_mean_token_sum_norm (dr_grpo).
         name: what to call it; None: ``grpo_kernels.`` and ``loss_type``.
+        loss_aggregation: in place of the loss's own: window_token_mean, token_mean, sequence_mean,
+            fixed_length or prompt_mean. ``loss_reduction`` has to be token_mean,
+            token_mean_legacy, sequence_mean, seq_mean_token_sum_norm or prompt_mean then.
         any_version: also with a version of SkyRL that was not tested.
         settings: of :class:`grpo_kernels.LossConfig`. SkyRL's own settings of losses are not read.
 
@@ -141,7 +150,7 @@ def register_policy_loss(
             ``rollout_correction_mode`` here).
     """
     SWITCH.host.check(any_version)
-    check_aggregation(loss_type, _REDUCTIONS, "SkyRL")
+    reduction = host_aggregation(loss_type, _REDUCTIONS, "SkyRL", loss_aggregation)
     config = config_of(loss_type, settings, _REFUSED)
     if not config.surrogate.vanishes_at_zero_advantage:
         raise ValueError(
@@ -150,12 +159,13 @@ def register_policy_loss(
         )
     name = f"grpo_kernels.{loss_type}" if name is None else name
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
-    registry.register(name, functools.partial(_policy_loss, config))
+    registry.register(name, functools.partial(_policy_loss, config, reduction))
     return name
 
 
 def _policy_loss(
     own: LossConfig,
+    reduction: str,  # the loss_reduction that it is registered for
     log_probs: Tensor,  # (B, T), as all that follow
     old_log_probs: Tensor,
     advantages: Tensor,  # over what loss_reduction divides by
@@ -163,7 +173,7 @@ def _policy_loss(
     loss_mask: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    _check_algorithm(own, config)
+    _check_algorithm(own.loss_type, reduction, config)
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
     batch = TokenBatch.from_padded(
         torch.zeros_like(log_probs, dtype=torch.int64),  # ids, which no loss reads
@@ -178,13 +188,11 @@ def _policy_loss(
     return loss, dict(zip(metrics, values.tolist(), strict=True))
 
 
-def _check_algorithm(own: LossConfig, config: Any) -> None:
+def _check_algorithm(loss_type: str, reduction: str, config: Any) -> None:
     """Raise ValueError if SkyRL's settings ask for what the loss is not."""
-    expected = _REDUCTIONS[own.loss.aggregation]
-    if config.loss_reduction != expected:
+    if config.loss_reduction != reduction:
         raise ValueError(
-            f"loss_reduction: expected {expected!r} for {own.loss_type}, "
-            f"got {config.loss_reduction!r}"
+            f"loss_reduction: expected {reduction!r} for {loss_type}, got {config.loss_reduction!r}"
         )
     for name in _CORRECTIONS:
         value = getattr(config.off_policy_correction, name)
