@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from grpo_trainer.cli.parser import TrlParser
     from grpo_trainer.config import GRPOConfig
+    from grpo_trainer.monitor import RichProgressCallback
     from grpo_trainer.trainer import GRPOTrainer
     from grpo_trainer.vllm import VLLMClient
 
@@ -24,6 +25,7 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "ModelConfig",
+    "RichProgressCallback",
     "ScriptArguments",
     "TrlParser",
     "VLLMClient",
@@ -35,6 +37,7 @@ __all__ = [
 _ELSEWHERE = {
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
+    "RichProgressCallback": "monitor",
     "TrlParser": "cli.parser",
     "VLLMClient": "vllm",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -331,12 +332,19 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_what_scripts_for_trl_import_is_here_and_there() -> None:
     trl = pytest.importorskip("trl")
     text = section(DOCS, "Scripts written for TRL")
-    named = code(text.partition(" and the rewards of")[0]) - {"trl"}
+    named = code(text.partition("and the rewards of")[0]) - {"trl"}
     named -= {"grpo_trainer", "VLLMClient"}  # theirs is deeper inside
     assert len(named) > 5
     assert [
         name for name in named if not hasattr(trl, name) or not hasattr(grpo_trainer, name)
     ] == []
+    script = Path(trl.__file__).parent / "scripts" / "grpo.py"  # theirs of the command line
+    imports = [x for x in ast.walk(ast.parse(script.read_text())) if isinstance(x, ast.ImportFrom)]
+    of_theirs = [x for x in imports if (x.module or "").partition(".")[0] == "trl"]
+    assert len(of_theirs) > 2
+    for node in of_theirs:
+        ours = importlib.import_module(str(node.module).replace("trl", "grpo_trainer", 1))
+        assert [each.name for each in node.names if not hasattr(ours, each.name)] == []
 
 
 def test_settings_are_fields() -> None:

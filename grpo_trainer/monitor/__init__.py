@@ -12,3 +12,4 @@ from grpo_trainer.monitor.log import CARD_NAME, LogsRun
 from grpo_trainer.monitor.metrics import MetricLog, log_value, phase, token_rate, value_metric
 from grpo_trainer.monitor.progress import close_progress, show_progress
 from grpo_trainer.monitor.run_file import History, Recipe, RunRecord, load_run
+from grpo_trainer.monitor.view import RichProgressCallback

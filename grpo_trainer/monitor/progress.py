@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from transformers import ProgressCallback, Trainer
 
-from grpo_trainer.monitor.view import RunView
+from grpo_trainer.monitor.view import RichProgressCallback, RunView
 
 _OF_NOTEBOOKS = "NotebookProgressCallback"  # transformers has it in a notebook
 
@@ -15,13 +13,14 @@ _OF_NOTEBOOKS = "NotebookProgressCallback"  # transformers has it in a notebook
 def show_progress(trainer: Trainer, console: Console | None = None) -> None:
     """Replace the bar of transformers, or its table in a notebook, by a view.
 
-    Nothing is shown with ``disable_tqdm``.
+    Nothing is shown with ``disable_tqdm``. A view among the callbacks is the one that shows.
     """
     kinds = {type(item) for item in trainer.callback_handler.callbacks}
     for kind in kinds:
         if kind is ProgressCallback:
             trainer.remove_callback(kind)
-            trainer.add_callback(RunView(console or Console(file=sys.stderr)))
+            if RichProgressCallback not in kinds:
+                trainer.add_callback(RunView(console))
         elif kind.__name__ == _OF_NOTEBOOKS:
             from grpo_trainer.monitor.notebook import NotebookView
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -34,10 +35,13 @@ class RunView(TrainerCallback):
     """Shows the numbers of a run as lines; in a terminal as a panel that stays at the bottom.
 
     Evaluations and the end have a line of their own. Only the main process shows.
+
+    Args:
+        console: where. Default: stderr.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
         self._live: Live | None = None  # the panel, from the first step to the last
         self._start = (0.0, 0)  # when this process began, and at which step
         self._row: dict[str, Any] = {}  # of the last log call
@@ -128,6 +132,13 @@ class RunView(TrainerCallback):
                 legend.append("■ ", style=colour).append(f"{name} {share:.0%}  ")
             parts += [Text(), bars, legend]
         return Panel(Group(*parts), title="GRPO", title_align="left")
+
+
+class RichProgressCallback(RunView):
+    """The live view that every run shows by default, under TRL's name.
+
+    In ``callbacks`` it is that one view. With ``disable_tqdm`` it is shown nevertheless.
+    """
 
 
 def _time(seconds: float) -> str:

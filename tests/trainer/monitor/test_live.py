@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
+from grpo_trainer import RichProgressCallback
 from grpo_trainer.monitor import show_progress
 from grpo_trainer.monitor.completions import completion_table
 from grpo_trainer.monitor.view import RunView
@@ -78,6 +79,13 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
     show_progress(trainer, terminal())
     kinds = {type(view) for view in trainer.callback_handler.callbacks}
     assert RunView in kinds and not kinds & {ProgressCallback, PrinterCallback}
+
+
+def test_a_view_among_the_callbacks_is_the_only_one(make_trainer, capsys):
+    """TRL's example scripts pass it."""
+    trainer = make_trainer(callbacks=[RichProgressCallback()], disable_tqdm=False, max_steps=2)
+    trainer.train()
+    assert len(re.findall(r"^step \d/2 ", capsys.readouterr().err, re.MULTILINE)) == 2
 
 
 def test_a_notebook_gets_a_table_of_the_numbers(make_trainer, monkeypatch):
