@@ -130,9 +130,7 @@ def parse_json_fields(args: TrainingArguments) -> None:
     Raises:
         ValueError: one is not JSON, or accelerate has no such setting.
     """
-    known = annotated_fields(args.__class__)
-    own = [name for name, (_, marks) in known.items() if options in marks]
-    for name in (*own, *args._VALID_DICT_FIELDS):
+    for name in args._VALID_DICT_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
             try:

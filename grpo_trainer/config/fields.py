@@ -277,6 +277,11 @@ def annotated_fields(config: type) -> dict[str, tuple[Any, list[Any]]]:
     }
 
 
+def fields_with(mark: Any, config: type) -> list[str]:
+    """Return the names of the fields whose annotation has ``mark``."""
+    return [name for name, (_, marks) in annotated_fields(config).items() if mark in marks]
+
+
 def _marks(annotation: Any) -> list[Any]:
     inner = [mark for part in get_args(annotation) for mark in _marks(part)]
     return [*getattr(annotation, "__metadata__", ()), *inner]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -26,7 +26,7 @@ from grpo_trainer.config.checks import (
     set_generation_batch,
     set_padding,
 )
-from grpo_trainer.config.fields import GRPOFields
+from grpo_trainer.config.fields import GRPOFields, fields_with, options
 from grpo_trainer.config.loss import LossFields, backward_options, check_level, loss_config
 from grpo_trainer.masking import masked
 
@@ -73,6 +73,12 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
         TypeError: there is no such argument; the message says which one was meant.
         ValueError: values are out of range or do not fit together.
     """
+
+    # dictionaries that may be JSON text; subclasses add theirs, as to transformers' and TRL's
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        *fields_with(options, GRPOFields),
+    ]
 
     def __post_init__(self) -> None:
         parse_json_fields(self)

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
@@ -311,6 +311,23 @@ def test_values_of_trl():
     }
     both = DEFAULTS.keys() & theirs.keys()
     assert {name for name in both if DEFAULTS[name] != theirs[name]} - on_purpose == set()
+
+
+def test_dictionaries_as_json(tmp_path):
+    """A subclass adds its own to the list, as one of TRL's does."""
+
+    @dataclasses.dataclass
+    class Own(GRPOConfig):
+        _VALID_DICT_FIELDS: ClassVar = [*GRPOConfig._VALID_DICT_FIELDS, "mine"]
+        mine: dict[str, Any] | str | None = None
+
+    found = {name for name, hint in HINTS.items() if "dict[str" in str(hint)} & set(OWN)
+    assert "loss_kwargs" in found and found <= set(GRPOConfig._VALID_DICT_FIELDS)
+    text = '{"temperature": 2}'
+    args = Own(output_dir=str(tmp_path), use_cpu=True, mine=text, chat_template_kwargs=text)
+    assert args.mine == args.chat_template_kwargs == {"temperature": 2}
+    trl = pytest.importorskip("trl")
+    assert set(trl.GRPOConfig._VALID_DICT_FIELDS) <= set(GRPOConfig._VALID_DICT_FIELDS)
 
 
 def test_a_name_that_is_misspelled_in_python(tmp_path):
