@@ -81,7 +81,7 @@ class LogsRun(Trainer):
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         self._write_completions(training=False)
-        drained = self._metrics[False].drain()
+        drained = self._metrics[False].drain() | {"num_tokens": self.state.num_input_tokens_seen}
         output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
         return output
 

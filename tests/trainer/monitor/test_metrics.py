@@ -146,6 +146,7 @@ def test_missing_rewards_do_not_count(make_trainer):
     assert row["calls"] == 1.5
     evaluation = trainer.evaluate()
     assert not any("profiling" in name or "step_time" in name for name in evaluation)
+    assert evaluation["eval_num_tokens"] == row["num_tokens"] > 0  # those trained on, as in TRL
     assert evaluation["eval_calls"] == pytest.approx(
         sum(range(3, len(calls) + 1)) / (len(calls) - 2)
     )
