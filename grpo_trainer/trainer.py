@@ -113,9 +113,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             ``package.module.function``, or several of them. None: environments have them.
         args: the configuration.
         train_dataset: rows with a ``prompt`` (text, or messages for the chat template); reward
-            functions get the other columns. A streaming dataset needs ``max_steps`` and comes in
-            its own order, again and again. Environments need no ``prompt``, and with ``max_steps``
-            those of one kind no dataset.
+            functions get the other columns. A streaming dataset needs ``max_steps`` and comes again
+            and again; ``shuffle_dataset`` shuffles it in a buffer. Environments need no
+            ``prompt``, and with ``max_steps`` those of one kind no dataset.
         eval_dataset: the same, or a dictionary of them.
         processing_class: the tokenizer, or the processor of a model that takes images. Default:
             the one that belongs to the model.

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -165,7 +165,7 @@ class DatasetRow(dict[str, Any]):
     """A row of a dataset.
 
     Args:
-        number: where it stands there.
+        number: where it stands there; None: nobody knows.
         original: the dataset's prompt, if this one has another.
     """
 
@@ -232,8 +232,8 @@ class PromptStream:
     """The training prompts, pass after pass, in one order on every process and after a resume.
 
     A dataset is shuffled by ``seed`` and the number of the pass, and its passes are cut to whole
-    generation batches; the rest has its turn in another order. A streaming dataset comes in the
-    order of its own: shuffle it with its ``shuffle``, which gets a new epoch with every pass.
+    generation batches; the rest has its turn in another order. A streaming dataset is shuffled by
+    its ``shuffle``, in a buffer of 1,000 rows, and gets a new epoch with every pass.
 
     Args:
         dataset: rows with a ``prompt``.
@@ -247,8 +247,9 @@ class PromptStream:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
         self._seed = seed
+        self._shuffled = seed is not None  # whether a streaming dataset is
         self._next: Callable[[int], list[Row]]  # returns as many more rows of the pass, if any
-        self.restore({"epoch": 0, "offset": 0})
+        self._go_to(0, 0)
 
     def take(self, count: int) -> list[Row]:
         """Return the next ``count`` rows.
@@ -265,29 +266,35 @@ class PromptStream:
                 return taken
             if self._offset == 0:
                 raise ValueError("train_dataset: expected prompts, got an empty dataset")
-            self.restore({"epoch": self._epoch + 1, "offset": 0})
+            self._go_to(self._epoch + 1, 0)
 
     def state(self) -> dict[str, int]:
         """Return where the stream stands."""
-        return {"epoch": self._epoch, "offset": self._offset}
+        return {"epoch": self._epoch, "offset": self._offset, "shuffled": self._shuffled}
 
     def restore(self, state: dict[str, int]) -> None:
         """Go to where a stream of the same dataset stood. A streaming dataset is read again."""
-        self._epoch, self._offset = state["epoch"], state["offset"]
+        self._shuffled = bool(state.get("shuffled", False))  # version 1.0 shuffled no stream
+        self._go_to(state["epoch"], state["offset"])
+
+    def _go_to(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset = epoch, offset
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
-            dataset.set_epoch(self._epoch)
-            stream = islice(iter(dataset), self._offset, None)
-            rows = map(DatasetRow, stream, count(self._offset))
+            numbers: Iterator[int | None] = count(offset)
+            if self._shuffled:
+                dataset, numbers = dataset.shuffle(seed=self._seed), repeat(None)
+            dataset.set_epoch(epoch)
+            rows = map(DatasetRow, islice(iter(dataset), offset, None), numbers)
             self._next = lambda number: list(islice(rows, number))
             return
         size = len(dataset)
         order = list(range(size))
         if self._seed is not None:
             # consecutive seeds are fine: the generator mixes its seed
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(size, generator=generator).tolist()
-        left = iter(order[self._offset : size - size % self._per_batch])
+        left = iter(order[offset : size - size % self._per_batch])
         numbered = Numbered(dataset)
         self._next = lambda number: numbered.__getitems__([*islice(left, number)])
 

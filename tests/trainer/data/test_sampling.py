@@ -37,9 +37,13 @@ def test_a_pass_is_a_permutation_and_the_next_another(size, batch, seed, stop):
     assert taken(other, length) != passes[0]
     plain = PromptStream(numbers(size), batch)
     assert taken(plain, 2 * length) == 2 * [*range(length)]
-    flowing = PromptStream(streamed(size), batch, seed)  # in its own order, with no end
+    flowing = PromptStream(streamed(size), batch)  # in its own order, with no end
     assert taken(flowing, 4 * size) == 4 * [*range(size)]
-    for make, whole in ((numbers, shuffled), (streamed, 4 * [*range(size)])):
+    mixed = taken(PromptStream(streamed(size), batch, seed), 4 * size)
+    passes = [mixed[i * size : (i + 1) * size] for i in range(4)]
+    assert [sorted(found) for found in passes] == 4 * [[*range(size)]]
+    assert len(set(map(tuple, passes))) == 4
+    for make, whole in ((numbers, shuffled), (streamed, mixed)):
         started, restored = (PromptStream(make(size), batch, seed) for _ in range(2))
         assert taken(started, stop) == whole[:stop]
         restored.restore(started.state())
@@ -55,6 +59,15 @@ def test_shuffled_streaming_dataset_gets_a_new_epoch_with_every_pass():
     second = taken(stream, 15)
     assert taken(restored, 15) == second
     assert sorted(first) == list(range(20)) and first[5:] != second
+
+
+def test_a_stream_of_a_checkpoint_of_version_1_0_goes_on_in_its_own_order():
+    stream = PromptStream(streamed(20), seed=1)
+    assert taken(stream, 5) != [*range(5)]
+    stream.restore({"epoch": 0, "offset": 5})
+    rows = stream.take(15)
+    assert [row.number for row in rows] == [int(row["prompt"]) for row in rows] == [*range(5, 20)]
+    assert stream.state() == {"epoch": 0, "offset": 20, "shuffled": False}
 
 
 def test_nothing_to_take():
