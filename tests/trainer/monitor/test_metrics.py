@@ -12,9 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pyarrow import parquet
 
+from grpo_kernels.losses import Metrics
 from grpo_trainer.engines import Completions, RolloutEngine
+from grpo_trainer.experience import compute_advantages, rollout_metrics
 from grpo_trainer.monitor import is_own_metric, phase
 from tests.support.trainer import CannedEngine
 
@@ -150,6 +153,21 @@ def test_missing_rewards_do_not_count(make_trainer):
     assert evaluation["eval_calls"] == pytest.approx(
         sum(range(3, len(calls) + 1)) / (len(calls) - 2)
     )
+
+
+def test_lengths_of_several_generation_batches():
+    """Extremes and means are those of all completions, not means of the batches'."""
+    compared = compute_advantages(torch.zeros(2, 1), torch.ones(1), 2)
+    batches = [
+        rollout_metrics(
+            ["r"], torch.zeros(2, 1), compared, torch.tensor(lengths), torch.tensor(cut)
+        )
+        for lengths, cut in (([1.0, 5.0], [0.0, 1.0]), ([3.0, 4.0], [1.0, 1.0]))
+    ]
+    merged = Metrics.merge(batches)
+    found = {name: float(merged[f"completions/{name}_length"]) for name in ("min", "max", "mean")}
+    assert found == {"min": 1, "max": 5, "mean": 13 / 4}
+    assert all(merged[f"completions/{name}_terminated_length"] == 1 for name in found)
 
 
 def test_the_rate_of_completions(make_trainer, monkeypatch):
