@@ -100,6 +100,7 @@ def test_the_settings_page_has_every_option(pages: ModuleType) -> None:
     options = re.findall(r"^  --(\w+)", described, re.M)
     assert len(options) > 100
     assert [name for name in options if f"`{name}`" not in written] == []
+    assert "(../../grpo_trainer/help.txt)" in REFERENCE["settings"]  # for who reads the repository
     assert "#### `dtype`\n\n`TEXT`, default `float32`. Dtype of the weights;" in written
 
 
