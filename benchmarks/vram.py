@@ -14,8 +14,9 @@ import torch
 
 from benchmarks import text
 from benchmarks.footprint import POLICIES, WAYS, Policy, Way
+from grpo_kernels.tools.call import Call
 from grpo_kernels.tools.cli import main
-from grpo_kernels.tools.estimate import Call
+from grpo_kernels.tools.estimate import total
 from grpo_kernels.tools.text import byte_size, in_units
 
 GIB = 1 << 30
@@ -109,7 +110,7 @@ def _head(policy: Policy, way: Way, tokens: int, cast: bool = True) -> int:
         weight_dtype=torch.float32 if way.cast and cast else None,
         frozen=way.adapted,
     )
-    return replace(call, name=call.default).total
+    return total(replace(call, name=call.default))
 
 
 def fewest_gpus(policy: Policy, way: Way, gib: int) -> int:

@@ -2,154 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from grpo_kernels.arguments import check_fields, choice
 from grpo_kernels.backends import BACKENDS
-from grpo_kernels.batch import TokenBatch
-from grpo_kernels.engine import Needs, RunOptions, chunk_height, tile_height, tile_shape
-from grpo_kernels.head import Head, leading_dim
-from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import FORMED_ROWS, Plan, keeps_gradients, planned_rows
+from grpo_kernels.engine import chunk_height, tile_height, tile_shape
+from grpo_kernels.head import leading_dim
+from grpo_kernels.schedule import FORMED_ROWS, keeps_gradients
+from grpo_kernels.tools.call import FP16, WIDE, Call
 from grpo_kernels.tools.machine import native_isas
 
-FP16 = torch.float16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
-WIDE = 4  # bytes of an element in fp32
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 _TRL_ROWS, _TRL_COLUMNS = 4096, 32768
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A loss of ``tokens`` valid tokens, all with a gradient, at an LM head.
-
-    Sizes are in bytes: of the ``weight``, its gradient and its copy in the dtype of the hidden
-    states (``cast``), of the hidden ``rows`` and of their gradient before the loss's own is
-    multiplied in (``dhidden``); of all that is given, of all gradients, and at the peak.
-
-    Raises:
-        ValueError: a dtype is none of those that are known; the message names the argument.
-    """
-
-    name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
-    hidden: int  # D
-    vocabulary: int  # V
-    tokens: int  # T
-    dtype: torch.dtype = choice(torch.bfloat16, DTYPES.values())  # of the hidden states
-    weight_dtype: torch.dtype | None = None  # None: the same; or fp32, as under autocast
-    frozen: bool = False  # the weight needs no gradient
-    softcap: bool = False
-    device: str = "cuda"  # | "cpu"
-    options: RunOptions = field(default_factory=RunOptions)  # of ours
-    sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
-    teacher: int = 0  # hidden size of one, from which the divergence is taken in one pass; 0: none
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.weight_dtype not in (None, torch.float32, self.dtype):
-            raise ValueError(
-                f"weight_dtype: expected torch.float32 or that of the hidden states, "
-                f"{self.dtype}; got {self.weight_dtype}"
-            )
-
-    @property
-    def elements(self) -> int:
-        return self.vocabulary * self.hidden
-
-    @property
-    def weight(self) -> int:
-        return self.elements * (self.weight_dtype or self.dtype).itemsize
-
-    @property
-    def dweight(self) -> int:
-        return 0 if self.frozen else self.weight
-
-    @property
-    def cast(self) -> int:
-        same = self.weight_dtype in (None, self.dtype)
-        return 0 if same else self.elements * self.dtype.itemsize
-
-    @property
-    def rows(self) -> int:
-        return self.tokens * self.hidden * self.dtype.itemsize
-
-    @property
-    def wide_rows(self) -> int:
-        return self.tokens * self.hidden * WIDE
-
-    @property
-    def dhidden(self) -> int:
-        return self.wide_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
-
-    @property
-    def inputs(self) -> int:
-        of_teacher = self.teacher * (self.tokens + self.vocabulary) * self.dtype.itemsize
-        return self.rows + self.weight + of_teacher
-
-    @property
-    def returned(self) -> int:
-        return self.rows + self.dweight
-
-    @property
-    def growth(self) -> int:
-        """Bytes from the inputs alone to the peak of one forward and backward."""
-        return max(self.returned, {"eager": _eager, "trl": _trl}.get(self.name, _ours)(self))
-
-    @property
-    def total(self) -> int:
-        return self.inputs + self.growth
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of ours. Its route is that of any number of tokens, what it saves is not."""
-        return replace(_plan(replace(self, tokens=1)), tokens=self.tokens)
-
-    @property
-    def keeps(self) -> str | None:
-        """What the forward keeps for the backward; None where it is not to keep anything."""
-        asked = self.name == "two_pass" or self.options.bounded is not None
-        return self.plan.saving.kind if asked else None
-
-    @property
-    def gemms(self) -> int:
-        """GEMMs over the vocabulary, forward and backward together."""
-        if self.keeps is not None:
-            return self.plan.saving.gemms
-        return (4 if self.name == "trl" or self.teacher else 3) - self.frozen
-
-    @property
-    def flop(self) -> float:
-        """Operations of these GEMMs."""
-        depth = (self.gemms - bool(self.teacher)) * self.hidden + self.teacher
-        return 2.0 * self.tokens * self.vocabulary * depth
-
-    @property
-    def default(self) -> str:
-        """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
-        return _plan(replace(self, name="auto")).schedule
+def growth(call: Call) -> int:
+    """Return the bytes from the inputs alone to the peak of one forward and backward."""
+    return max(call.returned, {"eager": _eager, "trl": _trl}.get(call.name, _ours)(call))
 
 
-@functools.lru_cache
-def _plan(call: Call) -> Plan:
-    """Return the plan for tensors without memory, on a device that need not be here."""
-    tokens = call.tokens
-    with FakeTensorMode():
-        hidden = torch.empty(tokens, call.hidden, dtype=call.dtype, device=call.device)
-        weight = torch.empty(call.vocabulary, call.hidden, dtype=call.dtype, device=call.device)
-        target = torch.empty(tokens, dtype=torch.int64, device=call.device)
-    counts = torch.tensor([[tokens], [tokens]])
-    known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
-    batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
-    # all with tiles plan the same
-    options = replace(call.options, backend="chunked", schedule=call.name)
-    needs = Needs(hidden=True, weight=not call.frozen)
-    return planned_rows(hidden, Head(weight), batch, LossConfig(), options, needs)[1]
+def total(call: Call) -> int:
+    """Return the bytes at that peak, with the inputs."""
+    return call.inputs + growth(call)
 
 
 def _copies(call: Call, elements: int) -> int:

@@ -16,7 +16,8 @@ import torch
 
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
-from grpo_kernels.tools.estimate import DTYPES, Call
+from grpo_kernels.tools.call import DTYPES, Call
+from grpo_kernels.tools.estimate import growth, total
 from grpo_kernels.tools.hub import read_head
 from grpo_kernels.tools.text import aligned, byte_size, count, in_units, positive
 
@@ -213,8 +214,8 @@ def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dic
         "implementation": call.name,
         "inputs_bytes": call.inputs,
         "returned_bytes": call.returned,
-        "extra_bytes": call.growth - call.returned,
-        "total_bytes": call.total,
+        "extra_bytes": growth(call) - call.returned,
+        "total_bytes": total(call),
         "gemms": call.gemms,
         "keeps": call.keeps,
         "seconds": call.flop / (tflops * 1e12) if tflops else None,
@@ -232,7 +233,7 @@ def _largest(call: Call, free: int) -> int:
         return replace(call, tokens=tokens)
 
     numbers = range(1, free + 1)
-    fitting = partial(bisect_right, numbers, free, key=lambda tokens: at(tokens).total)
+    fitting = partial(bisect_right, numbers, free, key=lambda tokens: total(at(tokens)))
     saving = bisect_left(numbers, True, key=lambda tokens: at(tokens).keeps in (None, "nothing"))
     most = fitting(lo=saving)
     return most if most > saving else fitting(hi=saving)
