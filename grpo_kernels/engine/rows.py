@@ -208,7 +208,7 @@ class Rows:
         if self.index is None:
             return values
         whole = values.new_zeros((self.total, *values.shape[1:]))
-        return whole.index_copy(0, self.index, values)
+        return whole.index_copy_(0, self.index, values)
 
 
 def narrowed(x: Tensor, part: slice) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.engine import chunk_height, tile_height, tile_shape
 from grpo_kernels.head import leading_dim
@@ -64,10 +66,19 @@ def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, in
     ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
     """
     dhidden = call.wide_rows if wide else call.dhidden
+    dweight = _summed_weight(call, single)
+    return dhidden + dweight, _rounded(call, dhidden, dweight)
+
+
+def _summed_weight(call: Call, single: bool) -> int:
     narrow = call.frozen or (single and call.dtype != FP16 and not call.cast)
-    dweight = call.dweight if narrow else call.elements * WIDE
+    return call.dweight if narrow else call.elements * WIDE
+
+
+def _rounded(call: Call, dhidden: int, dweight: int) -> int:
+    """Return the bytes of the gradients that are not what they were summed in."""
     pairs = ((dhidden, call.rows), (dweight, call.dweight))
-    return dhidden + dweight, sum(end for size, end in pairs if size != end)
+    return sum(end for size, end in pairs if size != end)
 
 
 def _kept_gradients(call: Call, pitch: int) -> int:
@@ -82,48 +93,114 @@ def _kept_gradients(call: Call, pitch: int) -> int:
 
 
 def _ours(call: Call) -> int:
-    """Estimate one pass, or two by what is kept between them."""
-    tokens, route, saving = call.tokens, call.plan.route, call.plan.saving
-    bounded, kept, wide = call.options.bounded, saving.nbytes, call.wide_rows
-    sparse = bounded is not None and not bounded.exact_weight
-    rounded_rows = call.rows if call.rows != wide else 0
-    # a tile of logits, and what forms it
+    if call.options.bounded is not None:
+        return _bounded(call)
+    return _one_pass(call) if call.name == "one_pass" else _two_pass(call)
+
+
+class _Tiles(NamedTuple):
+    """The tiles of logits of ours: bytes, with the copy of the weight that forms them."""
+
+    height: int  # rows of a chunk in the forward
+    single: bool  # it is the only one
+    forward: int  # bytes of a chunk's logits, and of those of a teacher
+    pitch: int  # bytes of a row of them
+    rows: int  # of a slice of the vocabulary, whose logits are formed again
+    columns: int
+    again: int  # bytes of a slice's logits
+
+
+def _tiles(call: Call) -> _Tiles:
+    tokens, route = call.tokens, call.plan.route
     most = route.tile_rows // (1 + bool(call.teacher))  # rows of each of two tiles
     height = min(tokens, chunk_height(tokens, most, route.block))
     pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
-    tile = tile_height(height, most, route.device) * pitch
-    logits = tile * (1 + bool(call.teacher)) + call.cast
-    if call.name == "one_pass":
-        # the weight's gradient is one GEMM where the logits are one tile, or entries
-        single = tokens <= most or sparse
-        sums, rounded = _sums(call, single)
-        if not single and not call.frozen:
-            logits += _copies(call, height * (call.vocabulary + call.hidden))
-        if bounded is not None:  # entries, of several chunks joined
-            logits += kept if height == tokens else 2 * kept
-        return max(sums + max(logits, rounded), _kept_gradients(call, pitch))
-    # logits formed again, a slice of the vocabulary at a time, and dweight: a slice of it is
-    # summed apart where its own dtype would round the sums
-    elements = route.tile_rows * route.columns
-    rows, columns = tile_shape(tokens, route.columns, elements, route.block)
-    again = call.cast + min(rows, tokens) * columns * route.logits.itemsize + call.dweight
-    rounds = (tokens > rows and call.weight < call.elements * WIDE) or call.dtype == FP16
-    again += columns * call.hidden * WIDE if rounds and not call.frozen else 0
+    forward = tile_height(height, most, route.device) * pitch * (1 + bool(call.teacher))
+    rows, columns = tile_shape(tokens, route.columns, route.tile_rows * route.columns, route.block)
+    again = min(rows, tokens) * columns * route.logits.itemsize
     again += _copies(call, (min(rows, tokens) + call.hidden) * columns)
+    return _Tiles(
+        height=height,
+        single=tokens <= most,
+        forward=forward + call.cast,
+        pitch=pitch,
+        rows=rows,
+        columns=columns,
+        again=again + call.cast,
+    )
+
+
+def _one_pass(call: Call) -> int:
+    tiles = _tiles(call)
+    sums, rounded = _sums(call, tiles.single)
+    return max(sums + max(_summing_tile(call, tiles), rounded), _kept_gradients(call, tiles.pitch))
+
+
+def _summing_tile(call: Call, tiles: _Tiles) -> int:
+    """Return the bytes of a chunk's logits and of what is beside them to sum the gradients."""
+    sums_weight = not (tiles.single or call.frozen)
+    elements = tiles.height * (call.vocabulary + call.hidden) if sums_weight else 0
+    return tiles.forward + _copies(call, elements)
+
+
+def _two_pass(call: Call) -> int:
+    """Estimate two passes, by what is kept between them."""
+    tiles, saving, wide = _tiles(call), call.plan.saving, call.wide_rows
+    kept = saving.nbytes
+    rounded_rows = call.rows if call.rows != wide else 0
     sums, rounded = _sums(call, single=True)
     # the forward has a tile only where no GEMM comes with its statistics
     no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_rows
-    forward = call.cast + (0 if no_tile else tile)
-    sparse_head = kept + sums + max(call.cast, rounded)
-    of_entries = sparse_head if sparse or call.frozen else call.dhidden + max(kept, again)
-    found = 2 * (kept * height // tokens)  # entries of a chunk, as they are found
+    forward = call.cast if no_tile else tiles.forward
+    again = _weight_again(call, tiles)
     phases = {  # what is there in turn
         "nothing": (forward, again + wide, call.dweight + wide + rounded_rows),
         # whose rows the backward multiplies
-        "dhidden": (max(kept, call.dhidden) + logits, kept + wide + rounded_rows),
+        "dhidden": (max(kept, call.dhidden) + tiles.forward, kept + wide + rounded_rows),
         # the backward is the GEMMs of the gradients alone
-        "dlogits": (kept + logits, kept + sums + max(call.cast + wide, rounded)),
-        # which are there twice, as kept and as used
-        "entries": (kept + logits + found, kept + of_entries),
+        "dlogits": (kept + tiles.forward, kept + sums + max(call.cast + wide, rounded)),
     }
     return max(phases[saving.kind])
+
+
+def _weight_again(call: Call, tiles: _Tiles) -> int:
+    """Return the bytes of dweight, and of what sums it from logits that are formed again.
+
+    A slice of it is summed apart where its own dtype would round the sums.
+    """
+    rounds = call.tokens > tiles.rows and call.weight < call.elements * WIDE
+    apart = (rounds or call.dtype == FP16) and not call.frozen
+    return tiles.again + call.dweight + (tiles.columns * call.hidden * WIDE if apart else 0)
+
+
+def _bounded(call: Call) -> int:
+    """Estimate a backward by entries, at most: as if every row needed more than it may have.
+
+    The logits of such rows are formed again, and their gradients are fp32 until the end.
+    """
+    bounded, tiles, kept = call.options.bounded, _tiles(call), call.plan.saving.nbytes
+    assert bounded is not None
+    exact, two_pass = bounded.exact_weight and not call.frozen, call.name == "two_pass"
+    wide, sparse = call.wide_rows, 0 if exact or call.frozen else call.elements * WIDE
+    copies = kept // 2  # of either the values or the ids among what is kept
+    if two_pass:
+        found = 2 * (kept * tiles.height // call.tokens)  # a chunk's entries, while they are joined
+        forward = max(tiles.forward + kept + found, 2 * kept)
+        before, dweight = kept + copies, call.dweight if exact else sparse
+    else:
+        dweight = _summed_weight(call, tiles.single) if exact else sparse
+        forward = dweight - sparse + _summing_tile(call, tiles) + kept
+        before = dweight - sparse + (kept if tiles.single else 2 * kept)
+    products = call.cast + two_pass * copies + (_sorted_entries(call, kept) if sparse else 0)
+    # the rows that need more with their gradient, which is put among that of all rows
+    of_rows = before + sparse + call.rows + wide + max(tiles.again, wide, products)
+    of_weight = before + wide + _weight_again(call, tiles) if exact and two_pass else 0
+    end = two_pass * kept + wide + dweight + _rounded(call, wide, dweight)
+    return max(forward, of_rows, of_weight, end)
+
+
+def _sorted_entries(call: Call, kept: int) -> int:
+    """Return the bytes of entries by their columns; ``kept`` has eight bytes for each."""
+    if call.device == "cpu":
+        return kept  # the row and the value, four bytes each
+    return kept * 17 // 8  # whether each is meant, its column, that sorted, and the order in int64

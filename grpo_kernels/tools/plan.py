@@ -279,7 +279,8 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
     yield "time", f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}"
     if facts["slots"] is not None:
-        yield "bounded", "beside the GEMM: sparse products, and rows that need more entries"
+        entries = "memory: if every row needs more entries than it may have; time: if none does"
+        yield "bounded", f"{entries}, without the sparse products"
     largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
     if memory is not None:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
