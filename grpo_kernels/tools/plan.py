@@ -19,7 +19,8 @@ from grpo_kernels.tools import machine
 from grpo_kernels.tools.call import DTYPES, Call
 from grpo_kernels.tools.estimate import growth, total
 from grpo_kernels.tools.hub import read_head
-from grpo_kernels.tools.text import aligned, byte_size, count, in_units, positive
+from grpo_kernels.tools.plan_table import table
+from grpo_kernels.tools.text import byte_size, count, in_units, positive
 
 # name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
 # with fp32 sums, by the data sheets. The first pattern that is found decides.
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(f"argument --{name.replace('_', '-')}: {message}")
     for name in ("dtype", "weight_dtype"):
         facts["head"][name] = str(facts["head"][name]).removeprefix("torch.")
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(_table(facts)))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(table(facts)))
     return 0
 
 
@@ -237,59 +238,3 @@ def _largest(call: Call, free: int) -> int:
     saving = bisect_left(numbers, True, key=lambda tokens: at(tokens).keeps in (None, "nothing"))
     most = fitting(lo=saving)
     return most if most > saving else fitting(hi=saving)
-
-
-def _table(facts: dict[str, Any]) -> list[str]:
-    """Return the lines that say what was asked, the table, and what its columns are."""
-    head, shard = facts["head"], facts["shard"]
-    rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
-    for line in facts["implementations"]:
-        seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
-        time = "-"
-        if seconds is not None:
-            time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-        largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
-        sizes = (
-            in_units(line[f"{name}_bytes"]) for name in ("inputs", "returned", "extra", "total")
-        )
-        rows.append([line["title"], *sizes, str(line["gemms"]), time, largest])
-    by = f", one of {shard['ranks']} ranks with {shard['by']}" if shard else ""
-    return [
-        f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
-        f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
-        f"{head['dtype']}, weight {head['weight_dtype']}{', frozen' if head['frozen'] else ''}",
-        f"{facts['tokens']:,} tokens on {facts['device']}{by}",
-        "An estimate from formulas, of the loss's forward and backward at the head.",
-        "",
-        *aligned(rows),
-        "",
-        *(f"{name:<11}{note}" for name, note in _notes(facts)),
-    ]
-
-
-def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the columns are, by their titles, and what else there is to say."""
-    memory, reserved, shard = facts["memory_bytes"], facts["reserved_bytes"], facts["shard"]
-    part = f"{shard['rows']:,} rows of the " if shard else ""
-    yield "inputs", f"hidden states and {part}head weight"
-    frozen = facts["head"]["frozen"]
-    yield "gradients", f"of {'the hidden states: the head is frozen' if frozen else 'both'}"
-    yield "extra", "what else is alive at the peak"
-    yield "peak", "all of it, without the CUDA context and the libraries' workspaces"
-    rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
-    yield "time", f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}"
-    if facts["slots"] is not None:
-        entries = "memory: if every row needs more entries than it may have; time: if none does"
-        yield "bounded", f"{entries}, without the sparse products"
-    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
-    if memory is not None:
-        taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
-        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
-    yield "largest", largest
-    ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
-    if most := ours["largest_micro_batch_tokens"]:
-        budget = f"max_tokens_per_micro_batch = {most} of the trainer takes no more at the head"
-        yield "budget", f"{budget}; the body's activations, which grow with it, are in --reserved"
-    if shard:
-        sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
-        yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
