@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks import text
+from grpo_kernels.tools.body import ADAPTED, TRAINED, Body
 
 RANK = 16  # of LoRA on all linear layers of the body
 
@@ -73,19 +74,16 @@ class Way(NamedTuple):
 
     def per_token(self, policy: Policy) -> int:
         """Return the bytes of a token's activations, with gradient checkpointing."""
-        sizes = (policy.hidden, policy.queries, policy.inner)
-        inside = sum(a * b for a, b in zip(self.layer, sizes, strict=True))
-        return (policy.layers + 4) * policy.hidden * self.state + inside
+        body = Body(policy.layers, policy.hidden, policy.queries, policy.inner)
+        return body.per_token(self.state, self.layer)
 
 
 _IN_BF16, _LORA = "--dtype bfloat16", "--use_peft --lora_target_modules all-linear"
 WAYS = {
-    "full": Way(4, 4, 4, 8, 2, 4, (32, 16, 12), False, ""),
-    "full, bf16": Way(2, 2, 2, 4, 0, 2, (32, 16, 12), False, _IN_BF16),
-    "LoRA": Way(2, 2, 4, 8, 0, 2, (48, 20, 24), True, f"{_IN_BF16} {_LORA}"),
-    "QLoRA": Way(
-        0.5 + 4 / 64, 2, 2, 4, 0, 2, (48, 20, 24), True, f"{_IN_BF16} {_LORA} --load_in_4bit"
-    ),
+    "full": Way(4, 4, 4, 8, 2, 4, TRAINED, False, ""),
+    "full, bf16": Way(2, 2, 2, 4, 0, 2, TRAINED, False, _IN_BF16),
+    "LoRA": Way(2, 2, 4, 8, 0, 2, ADAPTED, True, f"{_IN_BF16} {_LORA}"),
+    "QLoRA": Way(0.5 + 4 / 64, 2, 2, 4, 0, 2, ADAPTED, True, f"{_IN_BF16} {_LORA} --load_in_4bit"),
 }
 POLICIES = {
     policy.name: policy

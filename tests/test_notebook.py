@@ -81,4 +81,4 @@ def test_every_cell_shows_what_it_is_for(ran):
     assert "&lt;h1&gt;dapo / soft_clip&lt;/h1&gt;" in shown(outputs["own"])
     said = printed(outputs["explain"])
     assert re.search(r"^schedule  one_pass", said, re.M)
-    assert re.search(r"^ours, one_pass .* GiB .* tokens\r?$", said, re.M)
+    assert re.search(r"^ours, one_pass .* GiB .* fits\r?$", said, re.M)

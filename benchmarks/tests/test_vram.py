@@ -143,7 +143,8 @@ def test_the_guides_commands_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     planned = [words[1:] for words in commands(GUIDE) if words[0] == "grpo-kernels"]
     assert len(planned) == 3
     for words in planned:
-        assert "max_tokens_per_micro_batch" in printed(words)
+        answer = "budget " if "--model" in words else "fits "
+        assert printed(words).splitlines()[-1].startswith(answer)
 
 
 def test_the_guides_loss_runs() -> None:

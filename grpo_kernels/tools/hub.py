@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.tools.body import Body, body_of
 from grpo_kernels.tools.machine import install_command
 
 
@@ -37,8 +38,8 @@ def hub_or_cache(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def read_head(model: str) -> dict[str, Any]:
-    """Read what a head is from the config of a model in a folder, on the hub or in its cache.
+def read_model(model: str) -> tuple[dict[str, Any], Body | None]:
+    """Read what the head and the body of a model are, in a folder, on the hub or in its cache.
 
     Raises:
         ValueError: there is no config, or none of a model with a head; or no transformers.
@@ -64,9 +65,10 @@ def read_head(model: str) -> dict[str, Any]:
     absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
     if absent:
         raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
-    return {
+    head = {
         "hidden": text.hidden_size,
         "vocabulary": text.vocab_size,
         "dtype": getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16,
         "softcap": getattr(text, "final_logit_softcapping", None) is not None,
     }
+    return head, body_of(text)

@@ -16,9 +16,10 @@ import torch
 
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
+from grpo_kernels.tools.body import Body, activations
 from grpo_kernels.tools.call import DTYPES, Call
 from grpo_kernels.tools.estimate import growth, total
-from grpo_kernels.tools.hub import read_head
+from grpo_kernels.tools.hub import read_model
 from grpo_kernels.tools.plan_table import table
 from grpo_kernels.tools.text import byte_size, count, in_units, positive
 
@@ -55,7 +56,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     device = plan.add_argument_group("the device").add_argument
     device("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
     device("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
-    device("--reserved", type=byte_size, default=0, help="for all else in training")
+    reserved = "for all else in training; with --model the body's activations are estimated"
+    device("--reserved", type=byte_size, default=0, help=reserved)
     device("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
     device("--gpu", help=f"for the time [the present device]: {_GPU_NAMES}")
     device("--tflops", type=positive, help="for the time: reached by GEMMs")
@@ -95,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
-    whole = call = _call(arguments)
+    whole, body = _asked(arguments)
+    call, per_token = whole, None if body is None else activations(body, whole)
     ranks, shard, memory, device = arguments.shard, None, arguments.gpu_memory, call.device
     if ranks is not None:
         call = replace(call, vocabulary=-(-call.vocabulary // ranks), sums_dhidden=True)
@@ -120,27 +123,29 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "device": device,
         "memory_bytes": memory,
         "reserved_bytes": arguments.reserved,
+        "body_bytes_per_token": per_token,
         "activation_bytes": arguments.activation_bytes,
         "slots": arguments.bounded,
         "default": call.default,
         "tflops": tflops,
         "tflops_source": source,
-        "implementations": [_line(title, one, tflops, free) for title, one in calls],
+        "implementations": [_line(title, one, tflops, free, per_token) for title, one in calls],
     }
 
 
-def _call(arguments: argparse.Namespace) -> Call:
-    """Return the call for the whole head that is asked for."""
+def _asked(arguments: argparse.Namespace) -> tuple[Call, Body | None]:
+    """Return the call for the whole head that is asked for, and the body if it is known."""
     sizes = {"hidden": arguments.hidden, "vocabulary": arguments.vocab}
     head: dict[str, Any] = {"dtype": torch.bfloat16, **sizes}
+    body = None
     if arguments.model is not None:
         if any(sizes.values()):
             raise ValueError("model: not allowed with --hidden or --vocab")
-        head = read_head(arguments.model)
+        head, body = read_model(arguments.model)
     elif None in sizes.values():
         raise ValueError("model: expected it, or both --hidden and --vocab")
     head["dtype"] = DTYPES.get(arguments.dtype, head["dtype"])
-    return Call(
+    call = Call(
         name="one_pass",
         **head,
         weight_dtype=DTYPES.get(arguments.weight_dtype, head["dtype"]),
@@ -149,6 +154,7 @@ def _call(arguments: argparse.Namespace) -> Call:
         device=arguments.device,
         options=RunOptions(activation_bytes=arguments.activation_bytes),
     )
+    return call, body
 
 
 def find_gpu(name: str) -> tuple[str, str, float, float] | None:
@@ -208,7 +214,9 @@ def _calls(
                 yield f"ours, {name}, bounded{how}", replace(one, options=options)
 
 
-def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dict[str, Any]:
+def _line(
+    title: str, call: Call, tflops: float | None, free: int | None, per_token: int | None
+) -> dict[str, Any]:
     """Return the answer for one of them."""
     return {
         "title": title,
@@ -220,12 +228,14 @@ def _line(title: str, call: Call, tflops: float | None, free: int | None) -> dic
         "gemms": call.gemms,
         "keeps": call.keeps,
         "seconds": call.flop / (tflops * 1e12) if tflops else None,
-        "largest_micro_batch_tokens": None if free is None else _largest(call, free),
+        "largest_micro_batch_tokens": None
+        if free is None
+        else _largest(call, free, per_token or 0),
     }
 
 
-def _largest(call: Call, free: int) -> int:
-    """Return how many tokens fit into bytes, each of which takes more than one.
+def _largest(call: Call, free: int, per_token: int) -> int:
+    """Return how many tokens fit into bytes, with so many more for each of them.
 
     Beyond a budget nothing is kept, so more tokens than that may take less.
     """
@@ -233,8 +243,11 @@ def _largest(call: Call, free: int) -> int:
     def at(tokens: int) -> Call:
         return replace(call, tokens=tokens)
 
-    numbers = range(1, free + 1)
-    fitting = partial(bisect_right, numbers, free, key=lambda tokens: total(at(tokens)))
+    def needed(tokens: int) -> int:
+        return total(at(tokens)) + tokens * per_token
+
+    numbers = range(1, free + 1)  # a token takes more than a byte
+    fitting = partial(bisect_right, numbers, free, key=needed)
     saving = bisect_left(numbers, True, key=lambda tokens: at(tokens).keeps in (None, "nothing"))
     most = fitting(lo=saving)
     return most if most > saving else fitting(hi=saving)

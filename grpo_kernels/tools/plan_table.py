@@ -17,11 +17,10 @@ def table(facts: dict[str, Any]) -> list[str]:
         time = "-"
         if seconds is not None:
             time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-        largest = "-" if most is None else f"{most:,} tokens" if most else "not one token"
         sizes = (
             in_units(line[f"{name}_bytes"]) for name in ("inputs", "returned", "extra", "total")
         )
-        rows.append([line["title"], *sizes, str(line["gemms"]), time, largest])
+        rows.append([line["title"], *sizes, str(line["gemms"]), time, _largest(facts, most)])
     by = f", one of {shard['ranks']} ranks with {shard['by']}" if shard else ""
     return [
         f"{facts['model'] or 'A head'}: hidden size {head['hidden']:,}, vocabulary "
@@ -34,6 +33,15 @@ def table(facts: dict[str, Any]) -> list[str]:
         "",
         *(f"{name:<11}{note}" for name, note in _notes(facts)),
     ]
+
+
+def _largest(facts: dict[str, Any], most: int | None) -> str:
+    """Say how many tokens fit; what is reserved has the activations of those asked for at most."""
+    if most is None:
+        return "-"
+    if most >= facts["tokens"] and not facts["body_bytes_per_token"]:
+        return "fits"
+    return f"{most:,} tokens" if most else "not one token"
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -51,14 +59,19 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         entries = "memory: if every row needs more entries than it may have; time: if none does"
         yield "bounded", f"{entries}, without the sparse products"
     largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
+    per_token, tokens = facts["body_bytes_per_token"], facts["tokens"]
     if memory is not None:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
-        largest = f"peak, and {taken} for all else in training, in {in_units(memory)}"
+        body = f", and {in_units(per_token)} of activations for each token" if per_token else ""
+        largest = f"peak, and {taken} for all else in training{body}, in {in_units(memory)}"
     yield "largest", largest
     ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
-    if most := ours["largest_micro_batch_tokens"]:
-        budget = f"max_tokens_per_micro_batch = {most} of the trainer takes no more at the head"
-        yield "budget", f"{budget}; the body's activations, which grow with it, are in --reserved"
+    most = ours["largest_micro_batch_tokens"]
+    if most and (per_token or most < tokens):
+        other = f"; {tokens:,} tokens do not fit" if most < tokens else ""
+        yield "budget", f"max_tokens_per_micro_batch = {most} of the trainer{other}"
+    elif most:
+        yield "fits", f"{tokens:,} tokens, if --reserved includes their activations"
     if shard:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
         yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)

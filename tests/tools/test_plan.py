@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 import weakref
 from dataclasses import replace
@@ -20,7 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Gemma2Config, Gemma3Config, Gemma3TextConfig, Qwen2Config, ViTConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    ViTConfig,
+)
 
 from grpo_kernels import (
     Bounded,
@@ -266,20 +274,25 @@ def test_a_plan_of_one_rank(capsys) -> None:
         assert line["total_bytes"] < others[line["title"], line["implementation"]]["total_bytes"]
 
 
+def most_of_default(data: dict) -> int:
+    lines = [x for x in data["implementations"] if x["implementation"] == data["default"]]
+    return lines[0]["largest_micro_batch_tokens"]
+
+
 def test_reserved_memory(capsys) -> None:
     everything = plan_data(capsys, *SIZES, "--gpu-memory", "1GiB")["implementations"]
     less = plan_data(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "512MiB")
     for line, half in zip(everything, less["implementations"], strict=True):
         assert 0 < half["largest_micro_batch_tokens"] < line["largest_micro_batch_tokens"]
-    [most, *_] = [
-        line["largest_micro_batch_tokens"]
-        for line in less["implementations"]
-        if line["implementation"] == less["default"]
-    ]
     said = plan(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "512MiB")
-    assert f"max_tokens_per_micro_batch = {most} of the trainer" in said
+    assert said.endswith("\nfits       100 tokens, if --reserved includes their activations\n")
+    assert re.search(r"^ours, one_pass .* fits$", said, re.M) and "max_tokens" not in said
+    many = (*SIZES, "--gpu-memory", "1GiB", "--tokens", "100000000")
+    most = most_of_default(plan_data(capsys, *many))
+    trainer = f"max_tokens_per_micro_batch = {most} of the trainer; 100,000,000 tokens do not fit"
+    assert trainer in plan(capsys, *many)
     none = plan(capsys, *SIZES, "--gpu-memory", "1GiB", "--reserved", "1GiB")
-    assert "not one token" in none and "max_tokens" not in none
+    assert "not one token" in none and "max_tokens" not in none and "fits " not in none
     plan(capsys, "--hidden", "1", "--vocab", "2", "--gpu-memory", "16TiB")  # is found at once
 
 
@@ -313,6 +326,32 @@ def test_heads_of_models(capsys, tmp_path) -> None:
     assert (head["dtype"], head["weight_dtype"]) == ("bfloat16", "float32")
     folder = save(Gemma2Config(hidden_size=48, vocab_size=700), tmp_path / "capped")
     assert plan_data(capsys, "--model", folder)["head"]["softcap"]
+
+
+def test_the_body_of_a_dense_model_counts(capsys, tmp_path) -> None:
+    """As the tables of docs/guides/limited-vram.md do: ``benchmarks/tests/test_vram.py``."""
+    sizes = {"hidden_size": 64, "vocab_size": 1000, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "intermediate_size": 96}
+    memory = ("--gpu-memory", "1GiB", "--dtype", "bf16")
+    dense = ("--model", save(Qwen2Config(**sizes), tmp_path / "dense"), *memory)
+    for options, state, inside in (
+        ((), 2, (32, 16, 12)),
+        (("--weight-dtype", "fp32"), 4, (32, 16, 12)),
+        (("--frozen-head",), 2, (48, 20, 24)),
+    ):
+        data = plan_data(capsys, *dense, *options)
+        per_token = (3 + 4) * 64 * state + 64 * inside[0] + 64 * inside[1] + 96 * inside[2]
+        assert data["body_bytes_per_token"] == per_token
+        head_alone = most_of_default(plan_data(capsys, *SIZES, *memory, *options))
+        most = most_of_default(data)
+        assert 100 < most < head_alone
+        assert most * per_token < 1 << 30
+        assert f"max_tokens_per_micro_batch = {most} of the trainer\n" in plan(
+            capsys, *dense, *options
+        )
+    mixture = Qwen3MoeConfig(**sizes, num_experts=4)
+    mixed = plan_data(capsys, "--model", save(mixture, tmp_path / "mixture"), *memory)
+    assert mixed["body_bytes_per_token"] is None
 
 
 def test_a_model_of_the_hub_is_read_from_its_cache_where_no_hub_answers(
