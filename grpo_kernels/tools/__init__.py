@@ -7,4 +7,4 @@ from grpo_kernels.tools.machine import (
     install_command,
     installed_version,
 )
-from grpo_kernels.tools.text import OneLineParser, count
+from grpo_kernels.tools.text import OneLineParser, count, read_in_part

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from grpo_kernels.integrations import HOSTS
 from grpo_kernels.tools import check, machine, plan
-from grpo_kernels.tools.text import OneLineParser, in_units
+from grpo_kernels.tools.text import OneLineParser, in_units, read_in_part
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command("doctor", _doctor, found)
     estimated = "memory and time of a model's head, without running it"
     plan.add_arguments(command("plan", plan.run, estimated))
-    arguments = parser.parse_args(argv)
-    return arguments.run(arguments) or 0
+    with read_in_part():
+        arguments = parser.parse_args(argv)
+        return arguments.run(arguments) or 0
 
 
 def _info(arguments: argparse.Namespace) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 _MOST = 2**31 - 1  # of a count: far above what there is, and small enough to compute with
@@ -26,6 +28,19 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+@contextmanager
+def read_in_part() -> Iterator[None]:
+    """Exit quietly with code 1 if nobody reads on what is printed inside, as after ``| head``."""
+    try:
+        try:
+            yield
+        finally:  # argparse exits after a help
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        raise SystemExit(1) from None
 
 
 def count(text: str) -> int:

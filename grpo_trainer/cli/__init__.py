@@ -46,7 +46,7 @@ def _run(words: Sequence[str]) -> None:
             print(f"grpo-train {VERSION}")
             return
         if "--help" in words or "-h" in words:
-            print(HELP.read_text(), end="")
+            _print_for_a_reader(HELP.read_text())
             return
         try:
             check_options(words)
@@ -65,3 +65,12 @@ def _run(words: Sequence[str]) -> None:
             f"expected the package {missing} to be installed; {command}"
         )
     run(words)
+
+
+def _print_for_a_reader(text: str) -> None:
+    """Print what may be read in part, as by ``| head``; grpo_kernels' own function is slow to
+    import."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end

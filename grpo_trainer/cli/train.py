@@ -13,6 +13,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from grpo_kernels.tools import read_in_part
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
 from grpo_trainer.cli.arguments import (
     RunArguments,
@@ -50,11 +51,13 @@ def main(argv: Sequence[str]) -> None:
     if argv and argv[0] in ("serve", "vllm-serve"):
         from grpo_trainer.cli.serve import main as serve
 
-        return serve(argv[1:])
+        with read_in_part():
+            return serve(argv[1:])
     parser, trainer = run_parser(), None
     try:
         if argv and argv[0] == "report":
-            return report(argv[1:])
+            with read_in_part():
+                return report(argv[1:])
         parser.start_if_asked(argv)
         trainer = build_trainer(argv)
         return _train(trainer)

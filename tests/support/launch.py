@@ -23,7 +23,7 @@ from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,15 @@ _GROUP_TIMEOUT = timedelta(seconds=300)  # of a collective
 
 class RanksFailedError(AssertionError):
     """What went wrong on which rank, that which failed first before the others."""
+
+
+@contextmanager
+def unread() -> Iterator[TextIO]:
+    """Yield an output whose reader has gone, as after ``| head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        yield output
 
 
 class Ranks:

@@ -16,6 +16,7 @@ from grpo_kernels import __version__, available_backends
 from grpo_kernels.backends.choice import BACKEND_VARIABLE, BACKENDS
 from grpo_kernels.tools import check as selfcheck
 from grpo_kernels.tools import cli, install_command
+from tests.support.launch import unread
 
 SIZES = ["--hidden", "64", "--vocab", "1000"]
 
@@ -175,6 +176,19 @@ def test_check_fails_on_what_is_wrong(capsys, monkeypatch, wrong, dtype, said):
 def test_errors_name_the_argument(capsys, arguments, expected):
     tokens = [] if "--tokens" in arguments else ["--tokens", "5"]
     assert re.search(expected, error(capsys, "plan", *SIZES, *tokens, *arguments.split()))
+
+
+COMMANDS = "info", "doctor", "check", "", "--help", "plan --hidden 64 --vocab 1000 --tokens 5"
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_output_may_be_read_in_part(monkeypatch, words):
+    with unread() as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words.split())
+        assert stop.value.code == 1
+        output.flush()  # as Python does at its end
 
 
 def test_what_is_left_out(capsys):

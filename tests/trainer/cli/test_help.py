@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from grpo_trainer.cli.parser import own_configs
 from grpo_trainer.cli.train import run_parser
 from grpo_trainer.common import check_options
 from grpo_trainer.config import GRPOConfig
+from tests.support.launch import unread
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
 KINDS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
@@ -76,6 +78,15 @@ def test_answers_import_nothing_heavy(words, code, said):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == code
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["report"]], ids=str)
+def test_a_help_may_be_read_in_part(monkeypatch, command):
+    with unread() as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        with contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+        output.flush()  # as Python does at its end
 
 
 def test_the_version(capsys):
