@@ -377,7 +377,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: policy_loss(torch.zeros(5), batch(), ENTROPY), "entropy", "got None"),
     # settings
     (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom", "a setting of dapo"),
-    (lambda: LossConfig(epsilon=1.0), "epsilon", r"\[0, 1\), got 1.0"),
+    (lambda: LossConfig(epsilon=-0.1), "epsilon", ">= 0, got -0.1"),
     (lambda: LossConfig(temperature=0.0), "temperature", "a finite number > 0"),
     (lambda: LossConfig(delta=0), "delta", "> 0"),
     (lambda: LossConfig(dual_clip=1.0), "dual_clip", "> 1"),

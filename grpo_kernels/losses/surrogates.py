@@ -83,11 +83,12 @@ class ClipRange(Surrogate):
     """What is done differently where the ratio has left a range around 1.
 
     Args:
-        epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``.
+        epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``; 1 or more: no lower
+            bound.
         epsilon_high: upper clip distance (DAPO, arXiv:2503.14476); None: ``epsilon``.
     """
 
-    epsilon: float = number(0.2, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    epsilon: float = number(0.2, *NOT_NEGATIVE)
     epsilon_high: float | None = number(None, *NOT_NEGATIVE, optional=True)
 
     @property

@@ -27,7 +27,13 @@ from grpo_trainer.config.checks import (
     set_padding,
 )
 from grpo_trainer.config.fields import GRPOFields, fields_with, options
-from grpo_trainer.config.loss import LossFields, backward_options, check_level, loss_config
+from grpo_trainer.config.loss import (
+    LossFields,
+    backward_options,
+    check_level,
+    check_unused,
+    loss_config,
+)
 from grpo_trainer.masking import masked
 
 _on_disk = ContextVar("_on_disk", default=False)
@@ -99,6 +105,7 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
             self.check_eval_batch()
         loss = loss_config(self)
         check_level(self, loss)
+        check_unused(self)
         backward_options(self)  # which checks the seed
         check_engine(self, loss)
 

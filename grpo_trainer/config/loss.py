@@ -19,6 +19,12 @@ _GENERAL = {
     for item in dataclasses.fields(LossConfig)
     if item.init and item.name != "surrogate" and not item.name.startswith("rollout_correction_")
 }
+# settings of single losses that TRL's GRPOConfig has for all of them, and its scripts set
+OF_TRL = (
+    *("epsilon", "epsilon_high", "delta"),
+    *("sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 
 
 def _mirrored() -> list[tuple[str, Any, Any]]:
@@ -60,13 +66,10 @@ def loss_config(args: TrainingArguments) -> LossConfig:
     }
     loss = LOSSES.get(str(args.loss_type))  # an unknown one is an error of LossConfig
     named = _GENERAL.union(loss.settings if loss else ())
-    changed = set()
+    changed, unused = _changed(args), unused_settings(args)
     for item in dataclasses.fields(LossFields):
-        value = getattr(args, item.name)
-        if value != item.default:
-            changed.add(item.name)
-        if item.name in named | changed:
-            settings[item.name] = value
+        if item.name in named | changed and item.name not in unused:
+            settings[item.name] = getattr(args, item.name)
     for name, value in options("loss_kwargs", args.loss_kwargs).items():
         if name in LossConfig.__dataclass_fields__:
             raise ValueError(
@@ -83,6 +86,32 @@ def loss_config(args: TrainingArguments) -> LossConfig:
             "trainer counts the tokens of all sequences"
         )
     return config
+
+
+def _changed(args: TrainingArguments) -> set[str]:
+    items = dataclasses.fields(LossFields)
+    return {item.name for item in items if getattr(args, item.name) != item.default}
+
+
+def unused_settings(args: TrainingArguments) -> list[str]:
+    """Return the settings of other losses that are set, as TRL's scripts do for every loss."""
+    loss, changed = LOSSES.get(str(args.loss_type)), _changed(args)
+    own = OF_TRL if loss is None else loss.settings
+    return [name for name in OF_TRL if name in changed and name not in own]
+
+
+def check_unused(args: TrainingArguments) -> None:
+    """Warn of settings that the loss does not use.
+
+    Raises:
+        ValueError: the losses that have one would not accept its value either.
+    """
+    unused = unused_settings(args)
+    for name in unused:
+        owner = next(loss for loss in LOSSES.values() if name in loss.settings)
+        owner.surrogate(**{name: getattr(args, name)})  # which checks it
+    if unused:
+        warnings.warn(f"{', '.join(unused)}: not used by {args.loss_type}", stacklevel=4)
 
 
 def check_level(args: TrainingArguments, loss: LossConfig) -> None:

@@ -110,7 +110,7 @@ def _mostly(usual: Any, *others: Any) -> st.SearchStrategy:
 
 
 _NUMBERS = {
-    "epsilon": (0.2, 0.1, 0.0, 0.5),
+    "epsilon": (0.2, 0.1, 0.0, 0.5, 1.0, 10.0),
     "epsilon_high": (None, 0.0, 0.28, 2.0, 5.0),
     "delta": (None, 1.1, 2.0),
     "dual_clip": (None, 1.5, 3.0),

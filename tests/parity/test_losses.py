@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from trl import GRPOConfig
 
 from grpo_kernels.losses import LOSSES
+from grpo_trainer.config.loss import OF_TRL
 from tests.parity.compare import (
     ROLLOUTS,
     Case,
@@ -53,6 +56,7 @@ OPTIONS = {
     "delta below clip": Case(dict(delta=1.1, epsilon=0.3)),
     "clip": Case(dict(epsilon=0.02, epsilon_high=0.5)),
     "epsilon_high": Case(dict(epsilon=0.1, epsilon_high=1.02)),
+    "no lower bound": Case(dict(epsilon=10.0, epsilon_high=0.1)),  # DeepSeek-R1's epsilon
     "off-policy mask": Case(GATE),
     "off-policy mask, no rollout": Case(GATE, without="sampling_per_token_logps"),
     "top entropy": Case(dict(top_entropy_quantile=0.45)),
@@ -100,6 +104,11 @@ def cases() -> Iterator[Any]:
         if refused or (case.settings and not settings):
             continue
         yield pytest.param(name, level, settings, case, id=f"{name}-{level or 'own'}-{option}")
+
+
+def test_settings_that_trl_has_for_every_loss() -> None:
+    of_losses = {name for loss in LOSSES.values() for name in loss.settings}
+    assert of_losses & {item.name for item in fields(GRPOConfig)} == set(OF_TRL)
 
 
 @pytest.mark.parametrize(("name", "level", "settings", "case"), cases())

@@ -58,6 +58,18 @@ def test_every_loss_field_reaches_the_loss(make_args, loss_type):
     assert changed.max_completion_length == 4
 
 
+@pytest.mark.parametrize("loss_type", ["sapo", "vespo", "pg"])
+def test_settings_that_trl_has_for_every_loss_are_left_out_with_a_warning(make_args, loss_type):
+    changes = {"loss_type": loss_type, "epsilon": 10.0, "delta": 2.0}
+    with pytest.warns(UserWarning, match=f"^epsilon, delta: not used by {loss_type}$") as warned:
+        args = make_args(**changes)
+    assert len(warned) == 1
+    assert loss_config(args) == loss_config(make_args(loss_type=loss_type))
+    for strict in ({"dual_clip": 3.0}, {"loss_kwargs": {"epsilon": 0.1}}):
+        with pytest.raises(ValueError, match=f"(dual_clip|epsilon): .* a setting of {loss_type}"):
+            make_args(loss_type=loss_type, **strict)
+
+
 def test_the_backward_of_the_head(make_args):
     assert backward_options(make_args()) == {"activation_bytes": None}
     words = "--backward_tolerance 2e-3 --no_backward_exact_weight --activation_bytes 4096 --seed 7"
