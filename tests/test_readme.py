@@ -78,6 +78,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=["text", "messages"])
+def kinds(request: pytest.FixtureRequest, folder: Path) -> str:
+    """Put prompts of either kind into the folder."""
+    if request.param == "messages":
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{n}="}], "answer": f"{n}"} for n in range(9)
+        ]
+        (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        (folder / "path/to/model/chat_template.jinja").write_text(template)
+    return request.param
+
+
 @pytest.fixture
 def names(model: PreTrainedModel) -> dict[str, Any]:
     """Return what the blocks of kernels take as given."""
@@ -207,7 +220,7 @@ def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedL
     del sys.modules["own_loss"]
 
 
-def test_trainer(folder: Path) -> None:
+def test_trainer(kinds: str) -> None:
     names: dict[str, Any] = {}
     exec(python_block(README, "GRPOTrainer(").replace('output_dir="out"', TINY), names)
     assert names["trainer"].state.global_step == 1
@@ -218,7 +231,7 @@ def test_trainer(folder: Path) -> None:
     assert "judged/best" in names["trainer"].state.log_history[0]
 
 
-def test_getting_started(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_getting_started(kinds: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(python_block(DOCS, "def hidden_states()"), {})
     assert len(re.findall(r"^loss [+-]", capsys.readouterr().out, re.M)) == 2
     script = python_block(DOCS, "fused.enable()").replace('output_dir="trl-out"', TINY)
@@ -228,9 +241,12 @@ def test_getting_started(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     finally:
         names["fused"].disable()
     assert names["trainer"].state.global_step == 1
+    exec(python_block(DOCS, "def right("), names)
+    completions = ["12 ", [{"role": "assistant", "content": "12"}], "13"]
+    assert names["right"](completions, answer=["12"] * 3) == [1, 1, 0]
 
 
-def test_training_from_python(folder: Path) -> None:
+def test_training_from_python(kinds: str) -> None:
     names: dict[str, Any] = {}
     exec(python_block(DOCS, "def distinct").replace('output_dir="out"', TINY), names)
     assert names["trainer"].state.log_history[0]["reward"] > 0

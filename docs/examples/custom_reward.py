@@ -12,13 +12,14 @@ from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.rewards import text_of
 
 
 def right_digits(completions, answer, log_metric, **kwargs):
     """Return the share of digits in their place."""
     scores = [
         sum(a == b for a, b in zip(text, right, strict=False)) / len(right)
-        for text, right in zip(completions, answer, strict=True)
+        for text, right in zip(map(text_of, completions), answer, strict=True)
     ]
     log_metric("right_digits/best", max(scores))  # averaged until it is logged
     return scores
@@ -31,7 +32,7 @@ async def judged(completions, log_extra, **kwargs):
         await asyncio.sleep(0)
         return 1.0 if len(text) == 3 else None  # None: does not apply
 
-    scores = await asyncio.gather(*map(judge, completions))
+    scores = await asyncio.gather(*(judge(text_of(completion)) for completion in completions))
     log_extra("judge", ["three digits" if score else "-" for score in scores])
     return scores
 

@@ -28,12 +28,13 @@ from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
 from grpo_trainer.report import REPORT_NAME
 from grpo_trainer.report import main as report
+from grpo_trainer.rewards import RewardError
 from grpo_trainer.trainer import GRPOTrainer
 from grpo_trainer.vllm import ServerError
 
 logger = logging.get_logger(__name__)
 
-_FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError)
+_FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError, RewardError)
 _HOOKS = ("rollout_func", "environment_factory", "advantages")  # given by import paths
 _MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so

@@ -8,7 +8,8 @@ from grpo_trainer.rewards.builtin import (
     get_soft_overlong_punishment,
     no_reward,
     reasoning_accuracy_reward,
+    text_of,
     think_format_reward,
 )
-from grpo_trainer.rewards.call import RewardFunction, RewardLog, score
+from grpo_trainer.rewards.call import RewardError, RewardFunction, RewardLog, score
 from grpo_trainer.rewards.resolve import RewardModel, RewardSource, Tokenizers, resolve_rewards

@@ -21,6 +21,22 @@ _PARSE_SECONDS, _VERIFY_SECONDS = 10, 5
 _NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # as _compare returns
 
 
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """Return the text of a completion: itself, or the content of its last message.
+
+    With it a reward works for prompts of text and of messages alike.
+    """
+    return completion if isinstance(completion, str) else content_of(completion[-1])
+
+
+def content_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, also of one in parts, some of them images."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Return 1 for one ``<think>...</think>`` block and then the answer, else 0."""
 
@@ -33,9 +49,8 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def _parts(completion: str | list[dict[str, Any]]) -> tuple[str | None, str]:
     """Return the thought that was told from the answer, and the text of the (last) message."""
-    if isinstance(completion, str):
-        return None, completion
-    return completion[-1].get("reasoning_content"), completion[-1]["content"]
+    thought = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
+    return thought, text_of(completion)
 
 
 def _with_settings(reward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -114,7 +129,7 @@ def accuracy_reward(
     Raises:
         ImportError: math-verify is not installed.
     """
-    return _accuracies([_parts(completion)[1] for completion in completions], solution, log_extra)
+    return _accuracies([text_of(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(

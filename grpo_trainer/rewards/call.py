@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric, valu
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
+_OF_MESSAGES = (AttributeError, KeyError, TypeError)  # of a reward that takes messages for text
 _LARGEST = torch.finfo(torch.float32).max  # rewards are float32
+
+
+class RewardError(RuntimeError):
+    """A reward function raised: which one, on which line, and what it was called with."""
 
 
 class RewardLog:
@@ -102,7 +108,7 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     Raises:
         ValueError: a function does not take what it is called with, or returned the wrong number
             or type of values.
-        RuntimeError: a function raised; the message names it and what it was called with.
+        RewardError: a function raised.
     """
     awaited = [reward for reward in rewards if reward.is_async]
     pending = start([_await(reward, arguments) for reward in awaited])
@@ -151,6 +157,15 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         entered = not (isinstance(error, TypeError) and len(frames) == 2)
         if not entered:
             message += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
+        elif len(frames) > 2:  # in Python
+            frame, line = frames[2]
+            message += f"in {Path(frame.f_code.co_filename).name}, line {line}; "
+        messages = not isinstance(next(iter(arguments.get("completions", ())), ""), str)
+        if entered and messages and isinstance(error, _OF_MESSAGES):
+            message += (
+                "with prompts of messages a completion is a list of messages: its text is "
+                'completion[-1]["content"], or grpo_trainer.rewards.text_of(completion); '
+            )
         first = [
             f"{name[:-1]} {shortened(arguments[name][0], _SHOWN_CHARACTERS)}"
             for name in ("prompts", "completions")
@@ -158,7 +173,7 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         ]
         count = len(arguments.get("completions", ()))
         message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
-        kind = RuntimeError if entered else ValueError  # which the user can put right
+        kind = RewardError if entered else ValueError  # which the user can put right
         raise kind(message) from error
 
 

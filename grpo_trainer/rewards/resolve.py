@@ -19,7 +19,7 @@ from grpo_trainer.common import hint, load_function
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.policy import load_pretrained, loading_whole
 from grpo_trainer.rewards import builtin
-from grpo_trainer.rewards.builtin import BUILTIN_REWARDS
+from grpo_trainer.rewards.builtin import BUILTIN_REWARDS, content_of
 from grpo_trainer.rewards.call import RewardFunction
 
 RewardSource: TypeAlias = str | nn.Module | Callable[..., Any]
@@ -212,10 +212,9 @@ class RewardModel:
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose content is text: a reward model sees no images."""
-    content = message.get("content")
-    if not isinstance(content, list):
+    if not isinstance(message.get("content"), list):
         return message
-    return message | {"content": "".join(part.get("text") or "" for part in content)}
+    return message | {"content": content_of(message)}
 
 
 def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:

@@ -15,7 +15,7 @@ from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.cli import main
 from grpo_trainer.cli import train as cli
 from grpo_trainer.vllm import ServerError
-from tests.trainer.cli.runs import a_judge, arguments
+from tests.trainer.cli.runs import a_judge, arguments, write_module
 
 
 @pytest.fixture
@@ -151,6 +151,17 @@ def test_errors_of_a_running_training(fails, monkeypatch, error):
     monkeypatch.setattr(cli.GRPOTrainer, "train", lambda *_, **__: raises(theirs))
     with pytest.raises(ValueError, match="of another package"):
         main(arguments())
+
+
+def test_a_reward_for_text_with_prompts_of_messages(fails):
+    message = {"role": "user", "content": "1="}
+    Path("chat.jsonl").write_text(json.dumps({"prompt": [message], "answer": "1"}))
+    Path("model", "chat_template.jinja").write_text("{{ messages[0].content }}")
+    body = "return [text.strip() for text in completions]"
+    write_module("stripped", f"def reward(completions, **kwargs):\n    {body}")
+    said = fails(arguments(dataset_name="chat.jsonl", reward_funcs="stripped.reward"))
+    assert "raised AttributeError: 'list' object has no attribute 'strip'; in stripped.py, " in said
+    assert 'its text is completion[-1]["content"]' in said
 
 
 def raises(error: Exception) -> None:

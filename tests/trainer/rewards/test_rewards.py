@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from grpo_trainer.rewards import RewardLog, resolve_rewards, score
+from grpo_trainer.rewards import RewardError, RewardLog, resolve_rewards, score, text_of
 from tests.support.trainer import MuteError
 
 
@@ -160,6 +160,39 @@ def test_exceptions_name_the_function_and_what_it_was_called_with(function, said
     assert said in message and unsaid not in message and len(message) < 700
     assert isinstance(error.value.__cause__, KeyError | TypeError | MuteError)
     assert "2 completions, the first of them: prompt '1 + 1 =', completion '222" in message
+
+
+PARTS = [{"type": "image"}, {"type": "text", "text": "ye"}, {"type": "text", "text": "s"}]
+TALK = [{"role": "tool", "content": "7"}, {"role": "assistant", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("yes", "yes"),
+        (TALK, "?"),
+        ([{"role": "assistant", "content": PARTS}], "yes"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], ""),
+    ],
+)
+def test_the_text_of_a_completion(completion, text):
+    assert text_of(completion) == text
+
+
+def test_a_reward_that_takes_messages_for_text_is_told():
+    def right(completions, **kwargs):
+        return [float(text.strip() == "?") for text in completions]
+
+    assert call(right, completions=["?", "no"]).flatten().tolist() == [1, 0]
+    said = (
+        r"in test_rewards.py, line \d+; with prompts of messages .* completion\[-1\]\[\"content\"\]"
+    )
+    with pytest.raises(RewardError, match=said):
+        call(right, completions=[TALK, TALK])
+    for other in (raises(OSError("no connection")), narrow):  # for another reason
+        with pytest.raises((ValueError, RewardError)) as error:
+            call(other, completions=[TALK, TALK])
+        assert "text_of" not in str(error.value)
 
 
 def test_names():
