@@ -1,6 +1,13 @@
 """What a run logs, shows and leaves to look at."""
 
-from grpo_trainer.monitor.charts import CHARTS, EVERY_CHART, Chart, is_own_metric
+from grpo_trainer.monitor.charts import (
+    CHARTS,
+    EVERY_CHART,
+    WITHOUT_SIGNAL,
+    Chart,
+    is_own_metric,
+    nothing_to_learn,
+)
 from grpo_trainer.monitor.completions import (
     EVAL_PREFIX,
     IMAGES,

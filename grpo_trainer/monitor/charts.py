@@ -37,6 +37,7 @@ class Chart:
     total: str | None = None  # metric that the lines, stacked, add up to, or that stands for them
     log: bool = False  # logarithmic axis
     held_out: bool = False  # evaluations are drawn as dots
+    folds: bool = True  # away where nothing moves
     exact: bool = False  # the values have no noise to smooth
     sign: Sign | None = None  # of ill health, in the first of the lines that a run has
 
@@ -59,8 +60,8 @@ EVERY_CHART = [chart for charts in CHARTS.values() for chart in charts]
 
 # what the trainer logs beside the metrics of charts, transformers' part included
 _NOT_DRAWN = (
-    "entropy_top", "epoch", "frac_rows_skipped", "num_input_tokens_seen", "num_tokens",
-    "perplexity", "step", "step_time", "total_flos", "weight_update_bytes",
+    "entropy_top", "epoch", "num_input_tokens_seen", "num_tokens", "step", "step_time",
+    "total_flos", "weight_update_bytes",
 )  # fmt: skip
 # of whole families, which a run or a loss may add to
 _FAMILIES = (
@@ -70,6 +71,19 @@ _FAMILIES = (
 _OWN = {*_NOT_DRAWN, *(name for chart in EVERY_CHART for name in chart.metrics())} - {
     "tokens_per_second"  # the report computes it
 }
+
+
+WITHOUT_SIGNAL = "frac_reward_zero_std"
+
+
+def nothing_to_learn(shares: Sequence[float], logged: Container[str]) -> bool:
+    """Return whether all groups of a run had equal rewards, and no teacher taught it.
+
+    Args:
+        shares: of the groups without signal, whenever they were logged.
+        logged: the metrics of the run.
+    """
+    return bool(shares) and min(shares) == 1 and "teacher_kl" not in logged
 
 
 def is_own_metric(name: str) -> bool:

@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerState
 
 from grpo_trainer.common import unfailing
-from grpo_trainer.monitor.charts import EVERY_CHART
+from grpo_trainer.monitor.charts import EVERY_CHART, WITHOUT_SIGNAL, nothing_to_learn
 from grpo_trainer.monitor.completions import REWARD_PREFIX
 from grpo_trainer.monitor.metrics import PHASES, token_rate
 
@@ -58,10 +58,18 @@ class RunView(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._start = (time.perf_counter(), state.global_step)
         self._row = {"step": state.global_step, "num_tokens": state.num_input_tokens_seen}
-        if state.is_world_process_zero and self._console.is_terminal:
-            with unfailing(VIEW):
+        if not state.is_world_process_zero:
+            return
+        with unfailing(VIEW):
+            if self._console.is_terminal:
                 self._live = Live(console=self._console, get_renderable=lambda: self.picture(state))
                 self._live.start()
+            else:
+                prompts = args.prompts_per_generation
+                self.say(
+                    f"{state.max_steps - state.global_step} steps, {prompts} prompt"
+                    f"{'s' * (prompts != 1)} x {args.num_generations} completions at a time"
+                )
 
     def on_log(
         self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
@@ -81,11 +89,21 @@ class RunView(TrainerCallback):
                     f"trained {step - self._start[1]} steps in {_time(logs['train_runtime'])}  "
                     f"mean loss {logs['train_loss']:.3g}"
                 )
+                self._say_without_signal(state)
             elif runtime := next((name for name in logs if name.endswith(_RUNTIME)), None):
                 prefix = runtime.removesuffix(_RUNTIME)
                 own = {name.removeprefix(f"{prefix}_"): value for name, value in logs.items()}
                 told = [f"{name} {value}" for name, value in numbers_of(own).items()]
                 self.say("  ".join([f"{prefix} step {step}", *told, _time(logs[runtime])]))
+
+    def _say_without_signal(self, state: TrainerState) -> None:
+        rows = state.log_history
+        shares = [row[WITHOUT_SIGNAL] for row in rows if WITHOUT_SIGNAL in row]
+        if nothing_to_learn(shares, {name for row in rows for name in row}):
+            self.say(
+                "every group had equal rewards: nothing was learned from them; see the report, and "
+                "with log_completions what was scored"
+            )
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Give the terminal back."""

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from grpo_trainer.monitor import CHARTS, EVERY_CHART, REWARD_PREFIX, Chart, History, token_rate
+from grpo_trainer.monitor import (
+    CHARTS,
+    EVERY_CHART,
+    REWARD_PREFIX,
+    WITHOUT_SIGNAL,
+    Chart,
+    History,
+    nothing_to_learn,
+    token_rate,
+)
 
 _NOT_METRICS = ("step", "epoch", "total_flos")
 _SUMMARY = "train_"  # what the row at the end of training has of its own begins so
@@ -20,6 +29,7 @@ _SUMMARY = "train_"  # what the row at the end of training has of its own begins
 _NOT_DRAWN = {"num_tokens", "reward_std", "step_time"}
 _FAMILIES = ("eval_", REWARD_PREFIX, "clip_ratio/", "completions/")
 _LEARNED = 0.95  # share of the way from the first reward to the best one: then all is learned
+_OTHERS = "Other metrics"
 _BINS = 24  # of the histograms
 
 Curve = dict[int, float | None]  # by optimizer step; None where a value is not finite
@@ -78,17 +88,37 @@ def findings(curves: Curves, best: float | None = None) -> list[Finding]:
     ][:1]
     learned = False
     if best is not None and (rewards := _ends(curves, "reward")):
-        learned = rewards[1] - rewards[0] >= _LEARNED * (best - rewards[0])
+        rise = rewards[1] - rewards[0]
+        learned = rise > 0 and rise >= _LEARNED * (best - rewards[0])
+    if equal := nothing_to_learn(finite(curves, WITHOUT_SIGNAL), curves):
+        signs.append(_equal_rewards(curves))
     for chart in EVERY_CHART:
         sign, metric = chart.sign, chart.first(curves)
         ends = _ends(curves, metric) if sign and metric else None
         if sign is None or ends is None or (sign.ends_well and learned):
+            continue
+        if metric == WITHOUT_SIGNAL and equal:  # which has been said
             continue
         first, last = ends
         if last > max(sign.above, sign.growth * first) or last < sign.fall * first:
             text = sign.text.format(metric=metric, first=first, last=last)
             signs.append(Finding(sign.title, text))
     return signs
+
+
+def _equal_rewards(curves: Curves) -> Finding:
+    """Return the sign of a run in which no group had two different rewards."""
+    rewards = set(finite(curves, "reward"))
+    which = "In each group all completions got the same reward"
+    if len(rewards) == 1 and not any(finite(curves, "reward_std")):
+        which = f"Every completion got the reward {rewards.pop():.3g}"
+    return Finding(
+        "Every group had equal rewards",
+        f"{which}, so nothing was learned from it. If no completion can get more, the policy was "
+        "right from the beginning and needs harder prompts. If it can, the prompts are too hard, "
+        "or the reward is too coarse or looks at the wrong thing: with prompts of messages a "
+        "completion is a list of messages, whose text grpo_trainer.rewards.text_of returns.",
+    )
 
 
 def _ends(curves: Curves, name: str) -> tuple[float, float] | None:
@@ -111,7 +141,7 @@ def cards_of(
     table = CHARTS | {"Learning": [reward, *_by_function(names, apart=several), *learning]}
     shown = {title: [one for one in each if one.first(names)] for title, each in table.items()}
     drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}
-    shown["Other metrics"] = [
+    shown[_OTHERS] += [
         Chart(title=name, lines={name: name})
         for name in sorted(set(names) - drawn - _NOT_DRAWN)
         if not name.startswith(_FAMILIES)
@@ -147,9 +177,11 @@ def _by_function(names: list[str], apart: bool) -> list[Chart]:
 def _constants(chart: Chart, runs: Iterable[Curves]) -> dict[str, float] | None:
     """Return the value of each line where no run ever moves any of them, else None.
 
-    A chart with evaluations is never flat, nor is a single point.
+    A chart with evaluations is never flat, nor is a single point, nor one that does not fold.
     """
     runs = list(runs)
+    if not chart.folds:
+        return None
     if chart.held_out and any(_evaluations(curves) for curves in runs):
         return None
     constant: dict[str, float] = {}

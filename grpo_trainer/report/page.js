@@ -65,8 +65,18 @@ function traces(figure, weight) {
   return [...band, ...lines(figure, weight), ...dots];
 }
 
+// the range of an axis with one value: plotly would draw from 1 below it to 1 above
+function around(values, margin) {
+  const known = values.filter((value) => value !== null);
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  return low === high ? { range: [low - margin(low), high + margin(high)] } : {};
+}
+
 function layout(figure) {
   const text = color("--text"), grid = color("--line"), card = color("--card");
+  const drawn = figure.heat ? [] : traces(figure, 0);
+  const steps = around(drawn.flatMap(({ x }) => x), () => 1);
+  const heights = around(drawn.flatMap(({ y }) => y), (value) => Math.abs(value) / 2 || 1);
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickfont: { size: 11 } };
   return {
     height: 250, margin: { l: 48, r: 12, t: 8, b: 34 }, hovermode: "x unified",
@@ -74,8 +84,8 @@ function layout(figure) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: text, size: 12, family: "system-ui, sans-serif" },
     hoverlabel: { bgcolor: card, bordercolor: grid, font: { color: text } },
-    xaxis: { ...axis, title: { text: "step", standoff: 4, font: { size: 11 } } },
-    yaxis: { ...axis, automargin: true, ...(figure.log ? { type: "log", dtick: "D2" } : { type: "linear" }) },
+    xaxis: { ...axis, ...steps, title: { text: "step", standoff: 4, font: { size: 11 } } },
+    yaxis: { ...axis, automargin: true, ...(figure.log ? { type: "log", dtick: "D2" } : { type: "linear", ...heights }) },
   };
 }
 

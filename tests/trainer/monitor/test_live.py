@@ -15,6 +15,8 @@ from grpo_trainer.monitor import show_progress
 from grpo_trainer.monitor.completions import completion_table
 from grpo_trainer.monitor.view import RunView
 
+NOTHING_LEARNED = "every group had equal rewards: nothing was learned from them; see the report"
+
 
 def terminal(force_terminal: bool = True, **options: Any) -> Console:
     size = {"width": 100, "height": 40}
@@ -61,7 +63,9 @@ def test_evaluations_each_reward_and_the_end_are_shown(make_trainer, live):
         expected = rf"eval step {step} reward 0.625 ± 0 rewards/short 0.125 rewards/right 0.5 "
         assert re.search(expected, text), text
     assert re.search(r"trained 3 steps in 0:00:\d\d mean loss \S+", text)
+    assert NOTHING_LEARNED in text
     if not live:
+        assert text.startswith("3 steps, 1 prompt x 4 completions at a time step")
         assert re.findall(r"(?<!eval )step (\d)/3", text) == ["2", "3"]  # what came last, too
 
 
@@ -74,7 +78,8 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
     trainer.callback_handler.callbacks.insert(0, Broken(terminal(False)))
     trainer.train()
     assert caplog.text.count("the terminal is gone") == 1
-    assert re.search(r"step 2/2 +reward .* left", capsys.readouterr().err)  # in no terminal
+    shown = capsys.readouterr().err  # which is no terminal
+    assert re.search(r"step 2/2 +reward .* left", shown) and NOTHING_LEARNED not in shown
     trainer.add_callback(ProgressCallback)
     show_progress(trainer, terminal())
     kinds = {type(view) for view in trainer.callback_handler.callbacks}

@@ -45,6 +45,8 @@ CURVES: dict[str, Callable[[int], float]] = {
     "profiling/generate": lambda step: 2.0,
     "profiling/loss": lambda step: 1.0,
     "step_time": lambda step: 3.0,
+    "frac_rows_skipped": lambda step: 0.5 + step / 1000,
+    "perplexity": lambda step: 3 - step / 100,
     "num_tokens": lambda step: 3000 * step,
     "my/metric": lambda step: step % 3,
 }
@@ -126,7 +128,8 @@ def test_page_of_one_run(sick_run, tmp_path):
     text = visible(page)
     for words in ("Worth a look", "Entropy has collapsed", "Reward by function", "my/metric",
                   "Seconds per step", "answer 6 at 5", "answer 6 at 100", "1 + 1 =", "beta",
-                  "path/to/model", "a CPU", "Clipped tokens: all 0.01"):  # fmt: skip
+                  "path/to/model", "a CPU", "Clipped tokens: all 0.01", "that need no backward",
+                  "Of the policy on its own completions"):  # fmt: skip
         assert words in text, words
     assert "example.com" in text and "<img src=http" not in page.dom
 
@@ -190,6 +193,50 @@ def test_signs_of_ill_health(changes, title):
     assert ("Worth a look" in page) == (title is not None) and (title or "") in page
     early = history(**changes)[:3]  # too short for a trend
     assert "Worth a look" not in render([RunRecord(name="r", history=early)])
+
+
+EQUAL = {"frac_reward_zero_std": lambda step: 1.0}
+NEVER = {"reward": lambda step: 0.0, "reward_std": lambda step: 0.0}
+RIGHT = NEVER | {"reward": lambda step: 1.0}
+MIXED = {"reward": lambda step: 0.5 + step / 1000, "reward_std": lambda step: 0.4}
+
+
+@pytest.mark.parametrize("count", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (NEVER, "Every completion got the reward 0, so nothing was learned"),
+        (RIGHT, "Every completion got the reward 1, so nothing was learned"),
+        (MIXED, "In each group all completions got the same reward, so nothing was learned"),
+        ({"teacher_kl": lambda step: 0.1}, None),  # it learns from another
+    ],
+)
+def test_a_run_whose_groups_all_have_equal_rewards(tmp_path, changes, said, count):
+    """Also a short one, with and without the completions, whose best reward is what all got."""
+    record = run(tmp_path, **EQUAL | changes)
+    record = replace(record, history=record.history[:count])
+    for one in (record, replace(record, folder=tmp_path / "none")):
+        shown = render([one])
+        assert ("Every group had equal rewards" in shown) == (said is not None)
+        assert said is None or (said in shown and "Most advantages are zero" not in shown)
+        assert "Flat throughout: Reward" not in shown and "<h3>Reward</h3>" in shown
+
+
+def test_a_reward_that_never_rises_is_not_learned(tmp_path):
+    """All completions got it but for some that did worse: what was best at first is no rise."""
+    curves = {"reward": lambda step: 1.0, "frac_reward_zero_std": lambda step: 0.9}
+    assert "Most advantages are zero" in render([run(tmp_path, **curves)])
+
+
+@pytest.mark.slow
+def test_axes_around_one_value(tmp_path):
+    record = run(tmp_path, grad_norm=lambda step: 3e-4)
+    path = tmp_path / "report.html"
+    path.write_text(render([replace(record, history=record.history[:1])]))
+    page = open_page(path, tmp_path)
+    [card] = re.findall(r"(?s)<h3>Gradient norm</h3>.*?</figure>", page.dom)
+    ticks = re.findall(r'class="ytick"><text[^>]*>(?:<tspan>)?([^<]+)', card)
+    assert ticks and not any(tick.startswith("\u2212") for tick in ticks), ticks
 
 
 def test_a_policy_that_has_learned_all_is_well(tmp_path):
