@@ -7,6 +7,7 @@ It imports no room, and nothing heavy: a server imports it beside the guard.
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import functools
 import importlib
@@ -119,11 +120,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# The arguments of ``grpo-train``, as the file has them that ``--help`` prints.
+# The arguments of ``grpo-train``, as the file has them that ``--help-all`` prints.
 
 HELP = Path(__file__).with_name("help.txt")
 # where other packages name options: those of another version are not in the file
 _ELSEWHERE = {"transformers": "training_args.py", "accelerate": "commands/launch.py"}
+
+
+def short_help() -> str:
+    """Return the usage and the first two sections of the file: what one needs first."""
+    return "".join(re.split(r"^(?=\S.*:$)", HELP.read_text(), flags=re.M)[:3]).rstrip() + "\n"
 
 
 def descriptions() -> dict[str, str]:
@@ -137,8 +143,9 @@ def describe_fields(kind: Any) -> None:
     """Give the fields of a dataclass the texts of the file, which a parser shows."""
     for name, text in descriptions().items():
         if text and name in kind.__dataclass_fields__:
-            field = kind.__dataclass_fields__[name]
+            field = copy.copy(kind.__dataclass_fields__[name])  # a base class may share it
             field.metadata = {**field.metadata, "help": text.replace("%", "%%")}
+            kind.__dataclass_fields__[name] = field
 
 
 def check_options(words: Sequence[str]) -> None:

@@ -61,9 +61,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = pages.notebook(source.read_text(encoding="utf-8"))
     markdown = pages.as_site_reads(pages.without_markers(markdown))
     markdown = re.sub(r"^<!-- help: (.+?) -->$", _help, markdown, flags=re.M)
-    described = HELP.read_text(encoding="utf-8")
-    for name, write in (("usage", pages.usage), ("settings", pages.settings)):
-        markdown = markdown.replace(f"<!-- {name} -->\n", write(described) + "\n")
+    if "<!-- settings -->" in markdown:
+        described = pages.settings(HELP.read_text(encoding="utf-8"))
+        markdown = markdown.replace("<!-- settings -->\n", described + "\n")
     built = [file for file in files if not file.inclusion.is_excluded()]
     here = {place: file for file in built if (place := _source(file)) is not None}
 

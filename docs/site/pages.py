@@ -103,12 +103,6 @@ def _option(text: str) -> Option:
     return Option(name.removeprefix("--"), kind, words, default[1] if default else "")
 
 
-def usage(text: str) -> str:
-    """Write what a help says before it lists arguments."""
-    words = re.split(r"^\S.*:$", text, maxsplit=1, flags=re.M)[0]
-    return f"```text\n{words.rstrip()}\n```"
-
-
 def settings(text: str) -> str:
     """Write the arguments of a help, each with an anchor of its name."""
     parts = []

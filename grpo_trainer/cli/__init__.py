@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from grpo_trainer.common import HELP, check_options
+from grpo_trainer.common import HELP, check_options, short_help
 
 _ENDED_BY_SIGINT = 130  # as a shell says
 
@@ -45,8 +45,11 @@ def _run(words: Sequence[str]) -> None:
 
             print(f"grpo-train {VERSION}")
             return
-        if "--help" in words or "-h" in words:
+        if "--help-all" in words:
             _print_for_a_reader(HELP.read_text())
+            return
+        if "--help" in words or "-h" in words:
+            _print_for_a_reader(short_help())
             return
         try:
             check_options(words)

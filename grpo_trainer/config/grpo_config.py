@@ -72,7 +72,7 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
     """How to train.
 
     The arguments of :class:`~grpo_trainer.GRPOTrainer`: fields of GRPO, which
-    ``grpo-train --help`` describes, those of :class:`grpo_kernels.LossConfig` and those of
+    ``grpo-train --help-all`` describes, those of :class:`grpo_kernels.LossConfig` and those of
     ``transformers.TrainingArguments``. Batch sizes count completions, not prompts.
 
     Raises:

@@ -42,7 +42,28 @@ def test_the_file_is_what_the_parser_takes():
         ours = text or name not in GRPOConfig.__mro__[-2].__dataclass_fields__
         expected = f"{action.default})" if ours and action.default is not None else ""
         assert default == expected, name
-        assert not text or all(str(choice) in text for choice in action.choices or ()), name
+        of_transformers = name in GRPOConfig.__mro__[-2].__dataclass_fields__
+        choices = () if of_transformers or not text else action.choices or ()
+        assert all(str(choice) in text for choice in choices), name
+
+
+FIRST = [
+    *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "max_steps"),
+    *("num_generations", "max_completion_length"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "logging_steps", "save_steps"),
+]
+
+
+def test_the_short_help_has_what_one_needs_first(capsys):
+    main(["--help-all"])
+    assert capsys.readouterr().out == HELP.read_text()
+    main(["--help"])
+    short = capsys.readouterr().out
+    assert HELP.read_text().startswith(short[:-1]) and short.count("\n") < 50
+    named = re.findall(r"^  --(\w+) [A-Z]", short.partition("The dozen to know:\n")[2], re.M)
+    assert named == [*FIRST, "config", "accelerate_config"]
+    assert all(common.descriptions()[name] for name in named) and "--help-all" in short
 
 
 def test_it_names_what_is_installed():
@@ -67,6 +88,7 @@ def test_settings_of_losses_are_described_as_in_their_classes(owner):
     "words, code, said",
     [
         (["--config", "run.yaml", "-h"], 0, "usage: grpo-train"),
+        (["--help-all"], 0, "--vllm_mode"),
         (["--beta", "0", "--model", "m"], 2, "(is it model_name_or_path?)"),
     ],
 )
