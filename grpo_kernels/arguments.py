@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import field, fields
@@ -16,11 +17,17 @@ POSITIVE = ("a finite number > 0", lambda x: x > 0)
 NOT_NEGATIVE = ("a finite number >= 0", lambda x: x >= 0)
 
 
+def hint(name: object, known: Collection[Any]) -> str:
+    """Return a remark on the one of ``known`` that was meant; empty if none is alike."""
+    found = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
+    return f" (is it {found[0]}?)" if found else ""
+
+
 def check_name(argument: str, value: object, known: Collection[Any]) -> None:
     """Raise ValueError, listing the known names, unless ``value`` is one."""
     if value not in tuple(known):  # which any value can be asked for, unlike a dictionary
         names = ", ".join(sorted(map(str, known)))
-        raise ValueError(f"{argument}: expected one of {names}; got {value!r}")
+        raise ValueError(f"{argument}: expected one of {names}; got {value!r}{hint(value, known)}")
 
 
 def check_number(

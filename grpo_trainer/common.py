@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import os
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -190,8 +191,21 @@ def load_module(name: str, argument: str) -> ModuleType:
         where = f" ({file.name}, line {frame.lineno})" if file.is_file() else ""
         raise ValueError(
             f"{argument}: module {name!r} cannot be imported: {type(error).__name__}: "
-            f"{message_of(error)}{where}"
+            f"{message_of(error)}{where}{_not_here(error, name)}"
         ) from error
+
+
+def _not_here(error: BaseException, name: str) -> str:
+    """Say where a module was searched that is not there, and which one there is like it."""
+    top = name.partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != top:
+        return ""
+    here = Path.cwd()
+    if not {"", str(here)}.intersection(sys.path):
+        return ""
+    modules = [path.stem for path in here.glob("*.py")]
+    modules += [path.parent.name for path in here.glob("*/__init__.py")]
+    return f"; nor is it in the working directory {str(here)!r}{hint(top, modules)}"
 
 
 def load_function(path: str, argument: str) -> Callable[..., Any]:

@@ -291,7 +291,8 @@ PROMPTS = LossConfig(loss_aggregation="prompt_mean")
 CASES: list[tuple[Callable[[], object], str, str]] = [
     # a batch
     (lambda: batch(mask=torch.full((2, 3), 0.5)), "mask", "bool or 0 and 1"),
-    (lambda: batch(mask=TARGET), "mask", "bool or 0 and 1"),
+    (lambda: batch(mask=TARGET), "mask", "bool or 0 and 1, got other values$"),
+    (lambda: batch(mask=-torch.rand(2, 3)), "mask", r"\(is it old_logprobs=\?\)$"),  # by position
     (lambda: batch(rollout_logprobs=torch.full((2, 3), -torch.inf)), "rollout_logprobs", "finite"),
     (lambda: batch(rollout_weights=torch.full((2, 3), -1.0)), "rollout_weights", "finite .* >= 0"),
     (lambda: batch(num_items_in_batch=torch.ones(2)), "num_items_in_batch", r"got shape \(2,\)"),
@@ -376,7 +377,8 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: policy_loss(torch.zeros(4), batch(), ENTROPY), "logprobs", r"\(5,\) .* or \(2, 3\)"),
     (lambda: policy_loss(torch.zeros(5), batch(), ENTROPY), "entropy", "got None"),
     # settings
-    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom", "a setting of dapo"),
+    (lambda: FusedLinearGRPOLoss(epsilom=0.1), "epsilom", r"a setting of dapo .*is it epsilon\?"),
+    (lambda: LossConfig(loss_type="dappo"), "loss_type", r"got 'dappo' \(is it dapo\?\)"),
     (lambda: LossConfig(epsilon=-0.1), "epsilon", ">= 0, got -0.1"),
     (lambda: LossConfig(temperature=0.0), "temperature", "a finite number > 0"),
     (lambda: LossConfig(delta=0), "delta", "> 0"),

@@ -81,7 +81,10 @@ def packed_fields(
         ones = mask.reshape(-1)
         if mask.dtype != torch.bool:
             given, ones = ones, ones != 0
-            wrong["mask: expected bool or 0 and 1, got other values"] = (ones & (given != 1)).any()
+            # of losses it is the fifth argument
+            meant = " (is it old_logprobs=?)" if mask.is_floating_point() else ""
+            message = f"mask: expected bool or 0 and 1, got other values{meant}"
+            wrong[message] = (ones & (given != 1)).any()
         valid = ones & valid
     sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
     columns, per_token = _columns(advantages, target, sequences, sizes, optional)

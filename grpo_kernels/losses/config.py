@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
+from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, hint, number
 from grpo_kernels.batch import host
 from grpo_kernels.losses import terms
 from grpo_kernels.losses.registry import LOSSES, NamedLoss
@@ -183,10 +183,11 @@ class LossConfig:
         """Return the surrogate with these settings: the one that is given, or a new one."""
         loss, given = self.loss, self.surrogate
         for name in [name for name in settings if name not in loss.settings]:
-            known = ", ".join(item.name for item in fields(self) if item.init)
+            known = [item.name for item in fields(self) if item.init]
             own = ", ".join(loss.settings) or "none"
             raise ValueError(
-                f"{name}: expected a setting of {self.loss_type} ({own}) or one of {known}"
+                f"{name}: expected a setting of {self.loss_type} ({own}) or one of "
+                f"{', '.join(known)}{hint(name, [*loss.settings, *known])}"
             )
         if given is None:
             return loss.surrogate(**settings)

@@ -154,6 +154,12 @@ def _rendered(
     messages: list[dict[str, Any]], processing_class: ProcessingClass, template: dict[str, Any]
 ) -> str:
     # a prompt that ends with the assistant's words is continued, not answered
+    if getattr(processing_class, "chat_template", "") is None and "chat_template" not in template:
+        name = tokenizer_of(processing_class).name_or_path
+        raise ValueError(
+            f"prompt: expected text, since the tokenizer of {name!r} has no chat template, got "
+            f"{shortened(messages)}; take an instruct model, or set tokenizer.chat_template"
+        )
     answered = messages[-1]["role"] == "assistant"
     options = {"add_generation_prompt": not answered, "continue_final_message": answered}
     try:

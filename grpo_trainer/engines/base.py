@@ -94,8 +94,8 @@ class Sampling:
             named = _listed(tokenizer.eos_token_id) + of_model
             unknown = [token for token in named if not 0 <= token < size]
             if unknown:
-                message = "eos_token_id: %s end nothing, the model has %d tokens"
-                logger.warning(message, unknown, size)
+                message = "eos_token_id %s ignored: the model's token ids are 0 to %d"
+                logger.warning(message, ", ".join(map(str, unknown)), size - 1)
             ends = [token for token in named if token not in unknown]
         of_images = {getattr(config, name, None) for name in _IMAGE_TOKENS}
         beyond = range(size if vocab_size is None else vocab_size, size)
@@ -248,6 +248,11 @@ class EngineContext:
                 without an embedding.
         """
         args, length = self.args, self.args.max_completion_length
+        if self.positions is not None and length >= self.positions:
+            raise ValueError(
+                f"max_completion_length: expected less than the model's {self.positions} "
+                f"positions, which have to hold the prompt, too; got {length}"
+            )
         template = options("chat_template_kwargs", args.chat_template_kwargs)
         prompts = [sample.prompt for sample in samples]
         encoded = encode_prompts(

@@ -65,6 +65,9 @@ def test_gradient_accumulation_adds_up_to_one_batch(name: str, option: dict[str,
 
 
 def test_generated_cases_have_every_loss() -> None:
+    missing = ", ".join(set(LOSSES) - set(cases.LOSSES))
+    advice = "add it to tests/net/cases.py, and its formula to tests/net/oracle.py"
+    assert not missing, f"{missing}: {advice}"
     assert set(cases.LOSSES) == set(LOSSES)
 
 

@@ -136,6 +136,8 @@ UNTRAINABLE = [
     (prompted("1" * 61),
      r"prompt: expected at most 60 tokens \(the model's 64 positions less max_completion_length = "
      r"4\), got 61 tokens from '111"),
+    ({"max_completion_length": 64},
+     "max_completion_length: expected less than the model's 64 positions, .*; got 64"),
     ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
      "generation_batches_ahead: .*reports log-probabilities"),
@@ -153,7 +155,9 @@ def test_it_is_refused(make_trainer, policy, tokenizer, dataset, changes, messag
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), UNTRAINABLE, ids=["empty", "long", "none", "unreported", "no engine's"]
+    ("changes", "message"),
+    UNTRAINABLE,
+    ids=["empty", "long", "no room", "none", "unreported", "engine"],
 )
 def test_it_cannot_be_trained_on(make_trainer, changes, message) -> None:
     trainer = make_trainer(lengths_reward, **changes)

@@ -72,6 +72,8 @@ LATE = [
     ({"model_init_kwargs": '{"nothing": 1}'}, "model_init_kwargs: expected known names: "),
     ({"reward_funcs": "unbound.f"}, "NameError: name 'z' is not defined (unbound.py, line 2)"),
     ({"tools": "needs.f"}, "No module named 'not_there' (needs.py, line 1)"),
+    ({"reward_funcs": "unbond.f"}, "'unbond'; nor is it in the working directory '"),
+    ({"reward_funcs": "unbond.f"}, "' (is it unbound?)"),
     ({"import_modules": "script"}, "module 'script' cannot be imported: SystemExit: 0 (script.py"),
 ]
 

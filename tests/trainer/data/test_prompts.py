@@ -37,11 +37,14 @@ USER = {"role": "user", "content": "12"}
         ([{"role": "user", "content": "\udc00"}], r"got '\\udc00', .* as character 0 of '\\udc00="),
         ([USER, {"role": "assistant", "tool_calls": [{}]}], r"the chat template fails on \[\{"),
         ([USER], "the chat template fails on .*: no users"),
+        ([USER], r"expected text, since the tokenizer of '.*' has no chat template, got \[\{"),
     ],
 )
 def test_wrong_prompts(chat_tokenizer, prompt, got):
     if "no users" in got:
         chat_tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    if "no chat template" in got:
+        chat_tokenizer.chat_template = None
     with pytest.raises(ValueError, match=f"prompt: .*{got}"):
         encode_prompts([prompt], chat_tokenizer)
 
