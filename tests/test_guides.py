@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from grpo_kernels import FusedHead
 from grpo_kernels.integrations import trl as our_trl
 from grpo_trainer.demo.policy import write_policy
-from tests.support.documents import ROOT, blocks
+from tests.support.documents import ROOT, blocks, with_settings
 
 B, P, L, V, D = 4, 4, 5, 50, 16
 # what stands in the place of a user's own arguments of TRL, and makes a run tiny
@@ -156,7 +156,7 @@ def train(code: str) -> dict[str, float]:
         "dataset": Dataset.from_dict({"prompt": [f"{n}=" for n in range(10, 18)]}),
         "reward": lambda completions, **_: [float(len(set(text))) for text in completions],
     }
-    exec(code.replace('output_dir="out"', TINY), names)
+    exec(with_settings(code, TINY), names)
     log: dict[str, float] = names["trainer"].state.log_history[0]  # type: ignore[attr-defined]
     return {name: log[name] for name in ("reward", "reward_std", "loss", "grad_norm", "entropy")}
 

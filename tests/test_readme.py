@@ -38,7 +38,17 @@ from grpo_trainer.experience.comparisons import rloo
 from grpo_trainer.report.page import report_arguments
 from grpo_trainer.rewards import BUILTIN_REWARDS, resolve_rewards
 from tests.hf.test_families import FAMILIES
-from tests.support.documents import DOCS, README, ROOT, block, blocks, code, python_block, section
+from tests.support.documents import (
+    DOCS,
+    README,
+    ROOT,
+    block,
+    blocks,
+    code,
+    python_block,
+    section,
+    with_settings,
+)
 from tests.support.vllm_stub import StubServer
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
@@ -222,11 +232,11 @@ def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedL
 
 def test_trainer(kinds: str) -> None:
     names: dict[str, Any] = {}
-    exec(python_block(README, "GRPOTrainer(").replace('output_dir="out"', TINY), names)
+    exec(with_settings(python_block(README, "GRPOTrainer("), TINY), names)
     assert names["trainer"].state.global_step == 1
     names |= {"dataset": load_prompts("prompts.jsonl")}
     tiny = TINY.replace('"out"', '"other"')
-    exec(python_block(DOCS, "async def").replace('output_dir="out"', tiny), names)
+    exec(with_settings(python_block(DOCS, "async def"), tiny), names)
     names["trainer"].train()
     assert "judged/best" in names["trainer"].state.log_history[0]
 
@@ -234,7 +244,7 @@ def test_trainer(kinds: str) -> None:
 def test_getting_started(kinds: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(python_block(DOCS, "def hidden_states()"), {})
     assert len(re.findall(r"^loss [+-]", capsys.readouterr().out, re.M)) == 2
-    script = python_block(DOCS, "fused.enable()").replace('output_dir="trl-out"', TINY)
+    script = with_settings(python_block(DOCS, "fused.enable()"), TINY)
     names: dict[str, Any] = {}
     try:
         exec(script, names)
@@ -248,7 +258,7 @@ def test_getting_started(kinds: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_training_from_python(kinds: str) -> None:
     names: dict[str, Any] = {}
-    exec(python_block(DOCS, "def distinct").replace('output_dir="out"', TINY), names)
+    exec(with_settings(python_block(DOCS, "def distinct"), TINY), names)
     assert names["trainer"].state.log_history[0]["reward"] > 0
 
 
@@ -256,7 +266,7 @@ def test_an_engine_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("grpo_trainer.engines.sampler.ENGINES", dict(ENGINES))
     names: dict[str, Any] = {}
     own = python_block(DOCS, "register_rollout_engine(")
-    exec(own.replace('output_dir="out"', TINY), names)
+    exec(with_settings(own, TINY), names)
     trainer = GRPOTrainer(
         model="path/to/model",
         reward_funcs=lambda completions, **columns: [float(text == "42") for text in completions],
@@ -292,7 +302,7 @@ def test_commands(
         assert "path/to/model" in serve_command(words[1:]).words
         return
     if words[0] == "report":
-        assert report_arguments(words[1:]).runs[0] == Path("out")
+        assert report_arguments(words[1:]).runs[0] == Path("out-file")
         return
     if "--use_peft" in words:
         pytest.importorskip("peft")
@@ -300,7 +310,14 @@ def test_commands(
     monkeypatch.setitem(LOSSES, "my_loss", own_loss)
     monkeypatch.setitem(sys.modules, "my_package.losses", ModuleType("losses"))
     run, args = parse([*words, "--use_cpu"])
-    assert run.model_name_or_path == "path/to/model" and args.output_dir == "out"
+    assert run.model_name_or_path == "path/to/model" and args.output_dir.startswith("out-")
+
+
+def test_runs_of_the_pages_do_not_meet_in_one_folder() -> None:
+    """Who follows them in one folder would be told that a run is there."""
+    text = "\n".join(blocks(f"{README}\n{DOCS}", r"(?:python|yaml|bash)"))
+    folders = re.findall(r"output_dir(?:=\"|: | )(out[\w-]*)", text)
+    assert len(folders) > 10 and len(set(folders)) == len(folders), folders
 
 
 def test_lists_are_complete() -> None:

@@ -24,6 +24,13 @@ def python_block(text: str, mentioning: str) -> str:
     return block(text, "python", mentioning)
 
 
+def with_settings(code: str, settings: str) -> str:
+    """Return code with other settings in place of its ``output_dir``."""
+    made, found = re.subn(r'output_dir="out-[\w-]+"', settings, code)
+    assert found == 1, code
+    return made
+
+
 def section(text: str, title: str) -> str:
     """Return what stands under a heading, up to the next one of its level or above."""
     marks, _, rest = re.split(rf"^(#+) ({re.escape(title)})$", text, maxsplit=1, flags=re.M)[1:]

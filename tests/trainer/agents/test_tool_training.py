@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from grpo_trainer import GRPOConfig
 from tests.support.batches import BatchTrainer
-from tests.support.documents import DOCS, python_block
+from tests.support.documents import DOCS, python_block, with_settings
 from tests.support.tools import (
     add,
     call,
@@ -92,7 +92,7 @@ TINY += "save_strategy='no', max_completion_length=300"
 
 
 def block(mentioning: str) -> str:
-    return python_block(DOCS, mentioning).replace('output_dir="out"', TINY)
+    return with_settings(python_block(DOCS, mentioning), TINY)
 
 
 @pytest.fixture
