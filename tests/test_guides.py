@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,20 @@ def run(code: str, names: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set what torchrun sets; the group that is made of it is ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     yield
     dist.destroy_process_group()
 
 
 def test_a_loop_of_ones_own(
-    names: dict[str, Any], group: None, capsys: pytest.CaptureFixture[str]
+    names: dict[str, Any], under_torchrun: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run the page from top to bottom: the loss stays that of the eager loop."""
     text = page("plain-loop")
