@@ -7,8 +7,13 @@ installs without it.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -48,20 +53,58 @@ _BEFORE_LINKS = re.compile(
 
 
 class BuildNative(build_ext):
-    """``build_ext`` that says what it means when an optional extension does not compile."""
+    """``build_ext`` that compiles unchanged sources once for all environments of a checkout.
+
+    It says what it means when the optional extension does not compile.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         """Name the file without the Python that built it."""
         return f"{fullname.replace('.', '/')}.so"
 
     def build_extension(self, ext: Extension) -> None:
+        built = Path(self.get_ext_fullpath(ext.name))
         try:
-            super().build_extension(ext)
+            kept = ROOT / "build" / f"native-{self.content_key(ext)}.so"
+            if not kept.exists():
+                print("compiling the CPU kernels: up to a minute", flush=True)
+                self.force = True  # a library of other flags may lie there
+                self.compile_in_parallel()
+                super().build_extension(ext)
+                kept.parent.mkdir(exist_ok=True)
+                partial = kept.with_suffix(f".{os.getpid()}")
+                shutil.copy(built, partial)
+                partial.replace(kept)
         except (BaseError, CCompilerError):
             print(
                 f"grpo-kernels: {ext.name} could not be compiled (the compiler's words are above); "
                 "on CPU the pure-torch path will serve. A C++17 g++ or clang++ enables it."
             )
+            return
+        built.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(kept, built)
+
+    def content_key(self, ext: Extension) -> str:
+        """Return a hash of everything the library depends on."""
+        command = self.compiler.compiler_so_cxx
+        version = b""
+        if shutil.which(command[0]):
+            version = subprocess.run([*command, "--version"], capture_output=True).stdout
+        flags = [self.plat_name, command, self.compiler.linker_so_cxx]
+        flags += [ext.extra_compile_args, ext.extra_link_args]
+        files = [path.read_bytes() for path in map(Path, [*ext.sources, *ext.depends])]
+        return hashlib.sha256(b"\0".join([repr(flags).encode(), version, *files])).hexdigest()[:16]
+
+    def compile_in_parallel(self) -> None:
+        """Let the compiler object run one process for each source file."""
+        compile_one_by_one = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = pool.map(lambda source: compile_one_by_one([source], **options), sources)
+                return [name for names in made for name in names]
+
+        self.compiler.compile = compile_all
 
 
 class Wheel(bdist_wheel):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -203,3 +205,34 @@ def test_one_wheel_serves_every_python() -> None:
     assert wheel.get_tag()[:2] == ("py3", "none")
     native = distribution.get_command_obj("build_ext").get_ext_filename("grpo_kernels._native")
     assert ROOT / native == _LIBRARY
+
+
+def test_the_native_library_is_compiled_once_for_all_environments(tmp_path: Path) -> None:
+    """The compiler is a stand-in that writes its arguments into its output and counts its calls."""
+    pytest.importorskip("setuptools")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    sources = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version) exit;; *" -c "*) echo >>{calls};; esac\n'
+        'for word; do [ "$last" = -o ] && echo "$*" >"$word"; last=$word; done\n'
+    )
+    compiler.chmod(0o755)
+
+    def calls_of_a_build(environment: str, flags: str = "") -> int:
+        calls.write_text("")
+        build = ["build", "--build-base", environment, "--build-lib", environment]
+        variables = os.environ | {"CC": str(compiler), "CXX": str(compiler), "CXXFLAGS": flags}
+        command = [sys.executable, "setup.py", "-q", *build]
+        subprocess.run(command, cwd=tmp_path, env=variables, check=True)
+        assert flags in (tmp_path / environment / "grpo_kernels/_native.so").read_text()
+        return len(calls.read_text())
+
+    everything = len(list(sources.glob("*.cpp")))
+    assert calls_of_a_build("first") == everything
+    assert calls_of_a_build("second") == 0
+    assert calls_of_a_build("second", flags="-O0") == everything
+    (sources / "rows.h").write_text("// another")
+    assert calls_of_a_build("first") == everything
+    assert calls_of_a_build("second") == 0
