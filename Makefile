@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# a terminal shows pip's progress, a log stays short
+QUIET := $(shell [ -t 2 ] || echo --quiet)
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -129,7 +131,7 @@ wheels:
 
 $(VENV)/.torch: constraints.txt
 	@.ci/check_python.sh $(PYTHON)
-	@echo "installing torch, triton, transformers ... into $(VENV): about 2.8 GB (CUDA: 7 more), 1 to 3 minutes"
+	@echo "installing torch, triton, transformers ... into $(VENV): about 2.8 GB (CUDA: 7 more), 2 to 10 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@.ci/install_torch.sh $(BIN)/python $(TORCH)
 	@touch $@
@@ -137,12 +139,13 @@ $(VENV)/.torch: constraints.txt
 # a source file that changed is rebuilt into the environment
 NATIVE := setup.py pyproject.toml grpo_kernels/version.py $(wildcard csrc/*)
 
+# [dev] contains [demo] and [docs]
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
-	@echo "installing grpo-kernels[$*] into $(VENV)"
-	@$(PIP) install --quiet -c constraints.txt -e ".[$*]"
+	@echo "installing grpo-kernels[$*] into $(VENV); compiles the CPU kernels if they have changed: up to a minute"
+	@$(PIP) install $(QUIET) -c constraints.txt -e ".[$*]"
 	@if [ -f grpo_kernels/_native.so ]; then echo "native CPU kernels: built"; else \
 		echo "native CPU kernels: not built, pure torch serves; with g++ installed: touch setup.py, and again"; fi
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.demo $(VENV)/.docs)
 
 clean:
 	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build dist runs *.egg-info

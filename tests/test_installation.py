@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,15 @@ def stand_in(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def sh(folder: Path, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def sh(
+    folder: Path, script: str, *arguments: object, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     stand_in(folder, "nvidia-smi", "exit 1")
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     command = [str(ROOT / ".ci" / script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
 
 
 @pytest.mark.parametrize("having_it", [1, 2, 3, None])
@@ -44,6 +49,27 @@ def test_torch_comes_from_the_first_place_that_has_it(tmp_path, having_it):
     assert len(tried) == (having_it or len(places))
     assert all(line.endswith(f" {place}") for line, place in zip(tried, places, strict=False))
     assert (done.returncode, done.stderr) == ((0, "") if having_it else (1, "no torch\n"))
+
+
+def test_a_terminal_shows_progress_and_a_log_does_not(tmp_path):
+    python = stand_in(tmp_path, "python", 'echo "$*"')
+    _, terminal = os.openpty()
+    shown = sh(tmp_path, "install_torch.sh", python, "9.9", stderr=terminal).stdout
+    logged = sh(tmp_path, "install_torch.sh", python, "9.9").stdout
+    assert "install torch==" in shown and "install --quiet torch==" in logged
+
+
+def test_what_is_installed_for_development_serves_demo_and_docs(tmp_path):
+    for name in ("Makefile", "constraints.txt", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (".ci", "grpo_kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
+    copies_itself = 'if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi'
+    make = ["make", "-C", tmp_path, f"PYTHON={stand_in(tmp_path, 'py', copies_itself)}"]
+    parts = [".venv/.demo", ".venv/.docs"]
+    assert subprocess.run([*make, "-q", *parts]).returncode == 1
+    subprocess.run([*make, ".venv/.dev"], check=True)
+    assert subprocess.run([*make, "-q", *parts]).returncode == 0
 
 
 @pytest.mark.parametrize(
