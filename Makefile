@@ -79,6 +79,7 @@ check: $(VENV)/.dev
 # the documentation as a site, in build/site; a link or an anchor that leads nowhere fails it
 docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
+	@echo "open this in a browser: $(CURDIR)/build/site/index.html"
 
 # the same on http://127.0.0.1:8000, made anew when a page changes
 docs-serve: $(VENV)/.docs

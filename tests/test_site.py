@@ -20,6 +20,7 @@ import pytest
 import grpo_kernels
 import grpo_trainer
 from tests.conftest import HAS_GPU
+from tests.support.browser import open_page
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
@@ -41,17 +42,35 @@ def environment() -> dict[str, str]:
     return others | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site; a warning is an error."""
     for name in NEEDED:
         if importlib.util.find_spec(name.split(".")[0]) is None:
             pytest.skip(f"THE SITE IS NOT BUILT: {name} is not installed (pip install '.[docs]')")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr[-5000:]
-    shown = "\n".join(path.read_text() for path in tmp_path.rglob("*.html"))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    shown = "\n".join(path.read_text() for path in site.rglob("*.html"))
     assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', shown) == []
     assert "[[[" not in shown and ":::" not in shown and ":class:`" not in shown
+
+
+@pytest.mark.slow
+def test_the_site_works_from_files(site: Path, tmp_path: Path) -> None:
+    """Follow a link and search a word, though no server answers for folders."""
+    home = open_page(site / "index.html", tmp_path, query="?q=old_logprobs")
+    assert re.search(r"\d+ matching documents", home.dom)
+    [link] = re.findall(r'<a href="([^"]+)" class="md-tabs__link">\s*Getting started', home.dom)
+    followed = open_page(site / link, tmp_path)
+    assert "<title>Getting started" in followed.dom
+    assert home.console == followed.console == []
 
 
 @pytest.mark.slow

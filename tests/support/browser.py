@@ -31,19 +31,23 @@ def chromium() -> str:
     """Return the browser; skip the test where there is none."""
     found = [path for name in _NAMES if (path := shutil.which(name))]
     if not found:
-        pytest.skip(f"THE REPORT IS NOT CHECKED: none of {', '.join(_NAMES)} is installed")
+        pytest.skip(f"NO BROWSER OPENS THE PAGE: none of {', '.join(_NAMES)} is installed")
     return found[0]
 
 
 def open_page(
-    path: Path, folder: Path, dark: bool = False, size: tuple[int, int] = (1400, 1000)
+    path: Path,
+    folder: Path,
+    dark: bool = False,
+    size: tuple[int, int] = (1400, 1000),
+    query: str = "",
 ) -> Page:
-    """Load ``path``; the browser keeps its profile in ``folder``."""
+    """Load ``path`` with ``query`` after it; the browser keeps its profile in ``folder``."""
     picture = folder / "page.png"
     command = [
         chromium(), *_OPTIONS, f"--user-data-dir={folder / 'profile'}",
         f"--window-size={size[0]},{size[1]}", f"--blink-settings=preferredColorScheme={1 - dark}",
-        f"--screenshot={picture}", "--dump-dom", path.resolve().as_uri(),
+        f"--screenshot={picture}", "--dump-dom", path.resolve().as_uri() + query,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and picture.exists(), done.stderr[-3000:]
