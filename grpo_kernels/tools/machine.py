@@ -113,15 +113,19 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_command(*extras: str) -> str:
-    """Return what installs the packages of our ``extras``: we ourselves may be on no index."""
+    """Return what installs the packages of our ``extras``, the last of which contains the others.
+
+    Outside of a clone the packages are named: grpo-kernels itself may be on no index.
+    """
+    from_clone = f"pip install '.[{extras[-1]}]'"
     try:
         rows = importlib.metadata.requires("grpo-kernels") or []
     except importlib.metadata.PackageNotFoundError:  # runs from the folder of its source
-        return f"pip install '.[{','.join(extras)}]'"
+        return from_clone
     parts = [row.partition(";") for row in rows if not row.startswith("grpo-kernels[")]
     markers = [f'extra == "{extra}"' for extra in extras]
     needed = [name for name, _, marker in parts if marker.strip() in markers]
-    return f"pip install {shlex.join(needed)}"
+    return f"{from_clone} in a clone, or pip install {shlex.join(needed)}"
 
 
 def cpu_name() -> str:
