@@ -56,6 +56,10 @@ _LARGE_GEMMS = ((7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896))
 
 Results = dict[str, Tensor]
 Found = tuple[float, float, str | None]  # error, bound, and what is wrong in their place
+LEGEND = """\
+This takes about a minute.
+error: the difference from fp64, relative to the largest element; the worst of several shapes.
+library: matrix multiplications of torch, on numbers with exact sums: no error is allowed."""
 LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
 
 

@@ -66,6 +66,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     _show("versions", machine.versions(), "-")
+    print(check.LEGEND)
     print(check.LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
     done = []
     for ok, line in check.outcomes():

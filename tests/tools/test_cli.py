@@ -75,6 +75,8 @@ def test_check_passes_here(capsys, monkeypatch):
     monkeypatch.setattr(selfcheck, "DTYPES", (torch.float32, torch.bfloat16))
     assert cli.main(["check"]) == 0
     out = capsys.readouterr().out
+    legend = out.partition("\nbackend ")[0]
+    assert "\nerror: " in legend and "\nlibrary: " in legend
     for name, backend in BACKENDS.items():
         assert f"  {name}: {backend.unavailable() or 'available'}" in out
     assert "chunked    cpu    bfloat16 linear_policy_loss: gspo" in out
