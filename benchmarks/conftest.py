@@ -101,6 +101,7 @@ class Session:
     selected: set[tuple[str, int, str]]  # module, case and name of the tests that run
     deadline: float  # by ``time.monotonic()``; no case is begun after it
     recorder: Recorder
+    capture: Any  # pytest's plugin
     device: str = DEVICE
     _rows: dict[tuple[str, int], dict[str, Row]] = field(default_factory=dict)
 
@@ -110,6 +111,12 @@ class Session:
 
     def rounds(self, usual: int | None = None) -> int:
         return 1 if self.suite == "tiny" else usual or _ROUNDS[self.device]
+
+    def announce(self, case: Any, names: list[str]) -> None:
+        """Say what is measured now: pytest prints nothing before the first test has passed."""
+        some_minutes = ", some minutes" * (self.suite == "quick")
+        with self.capture.global_and_fixture_disabled():
+            print(f"\nmeasuring {case}{some_minutes}: {', '.join(names)}", flush=True)
 
     def settings(self, case: Case, **changes: Any) -> Settings:
         """Return how thoroughly a case is measured."""
@@ -129,6 +136,7 @@ class Session:
         if key not in self._rows:
             self.begin(case)
             names = [name for name in module.names(case) if (*key, name) in self.selected]
+            self.announce(case, names)
             rows = module.measure(case, names, self)
             benchmark = module.__name__.rpartition("test_")[2]
             about = getattr(module, "about", lambda *_: "")(case, self.device)
@@ -147,7 +155,8 @@ def session(request: pytest.FixtureRequest) -> Session:
     selected = {(module, id(x["case"]), x["name"]) for module, x in calls if "case" in x}
     seconds, folder = config.getoption("--deadline"), config.getoption("--results")
     end = time.monotonic() + seconds if seconds is not None else float("inf")
-    made = Session(suite(config), selected, end, Recorder(folder, DEVICE))
+    capture = config.pluginmanager.getplugin("capturemanager")
+    made = Session(suite(config), selected, end, Recorder(folder, DEVICE), capture)
     config.stash[_SESSION] = made
     return made
 

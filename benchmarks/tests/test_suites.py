@@ -50,6 +50,8 @@ def test_a_benchmark_as_it_is_run(
     replayed = [second for each in timed for second in each["stats"]["data"] if second]
     assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
     assert name == "accuracy" or all(row.seconds for row in rows if row.runs)
+    announced = re.findall(r"^measuring (.+): ", printed, re.M)
+    assert announced == [str(case) for case in module.CASES["tiny"]]
     said = " ".join(printed.split())
     assert all(each in said for each in expected)
 
