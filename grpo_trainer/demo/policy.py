@@ -46,8 +46,10 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -
     return Qwen3ForCausalLM(config)
 
 
-def write_policy(folder: Path, seed: int, heads: int = 4) -> None:
+def write_policy(folder: Path, seed: int, heads: int = 4) -> Qwen3ForCausalLM:
     """Save tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
-    make_policy(tokenizer, seed, heads).save_pretrained(folder)
+    policy = make_policy(tokenizer, seed, heads)
+    policy.save_pretrained(folder)
+    return policy

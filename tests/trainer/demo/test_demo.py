@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.demo import compare
-from grpo_trainer.demo.__main__ import CONFIG, main
+from grpo_trainer.demo.__main__ import CONFIG, _compared, main
 from grpo_trainer.demo.policy import CHARACTERS
 from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
 
@@ -45,12 +45,15 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert [row["step"] for row in rows] == ["2"]
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    said = capsys.readouterr().out
+    said, complained = capsys.readouterr()
+    assert re.match(r"A 7\d,\d+-parameter transformer learns to write 3 digits backwards", said)
+    assert "Loading weights" not in complained and "Generating train split" not in complained
     assert (
         "mean reward, held-out prompts" in said and f"a completion of {summary['prompt']}" in said
     )
     assert [row["name"] for row in summary["heads"]] == compare.installed_heads()
     assert re.search(r"^grpo-kernels +\d+ ms +2 MiB +\S+$", said, re.M)
+    assert re.search(r"^full logits: \S+ times the time, 1.0 times the memory, ", said, re.M)
     assert said.rstrip().endswith(str(tmp_path / "trained" / "report.html"))
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -68,10 +71,18 @@ def test_memory_is_measured_in_processes_of_their_own():
     assert 0 < peaks["grpo-kernels"] < peaks["full logits"]
 
 
+def test_the_demo_says_where_others_are_better():
+    quantities = {"seconds": 2.0, "peak_bytes": 4 << 20, "error": 1e-3}
+    heads = [{"name": "grpo-kernels", **quantities}, {"name": "trl", **quantities, "seconds": 1.0}]
+    *_, compared, better = _compared(heads)
+    assert compared.startswith("trl: 0.5 times the time, 1.0 times the memory, ")
+    assert better == "Better than grpo-kernels here: trl in time."
+
+
 def test_a_wrong_head_is_not_compared(monkeypatch):
     monkeypatch.setattr(compare, "TOKENS", 16)
     monkeypatch.setattr(compare, "VOCABULARY", 500)
-    wrong = {"full logits": lambda *given: 1.01 * compare.HEADS["grpo-kernels"](*given)}
+    wrong = {"full logits": lambda *given: 1.5 * compare.HEADS["grpo-kernels"](*given)}
     monkeypatch.setattr(compare, "HEADS", compare.HEADS | wrong)
     with pytest.raises(RuntimeError, match="full logits: loss or gradients differ from fp64"):
         compare.compare()
