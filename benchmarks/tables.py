@@ -85,7 +85,7 @@ def lines(groups: Sequence[Group], layout: Layout) -> Lines:
     works = [work for work, _ in places]
     columns = [
         ["", *("" if before == work else work for before, work in pairwise(["", *works]))],
-        ["", *(_name(provider) for _, provider in places)],
+        ["", *(provider for _, provider in places)],
         ["", *(first[place][1].note if layout.notes else "" for place in places)],
     ]
     columns = [column for column in columns if any(column)]
@@ -115,11 +115,6 @@ def _place(provider: str) -> int:
     if provider in (BARE, "ours"):
         return (BARE, "ours").index(provider)
     return 2 if provider in PROVIDERS and PROVIDERS[provider].default else 3
-
-
-def _name(provider: str) -> str:
-    bold = provider in QUOTED or (is_ours(provider) and "," in provider)
-    return text.bold(provider) if bold else provider
 
 
 def _cells(group: Group, row: Row, layout: Layout) -> dict[str, str]:
@@ -247,7 +242,7 @@ def _standings(groups: Sequence[Group]) -> Lines:
 
     table = [["", *_STANDINGS]]
     for name in sorted(pairs, key=place):
-        table.append([text.bold(name) if name in QUOTED else name])
+        table.append([name])
         for value, write in _STANDINGS.values():
             found = (value(*pair) for pair in pairs[name])
             table[-1].append(write([x for x in found if x is not None]))

@@ -83,7 +83,7 @@ def test_a_table_names_everybody() -> None:
     caption, table, missing = tables.show("heads", [bf16, fp32]).split("\n\n")
     assert caption.startswith("dapo loss, beta 0, full head: forward + backward; tiny (D = 32")
     names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert names == ["bare-gemms", "**ours**", "eager", "trl"]
+    assert names == ["bare-gemms", "ours", "eager", "trl"]
     assert "| **1.10** | **1.00** | 4 | **2e-9** |" in table and "FAILED" in table
     assert "| 2.00 | 1.82 | **3** | 3e-9 |" in table
     assert missing == (
@@ -101,5 +101,5 @@ def test_standings_count_cases() -> None:
     groups[1].rows[1].info["repeatable"] = True
     shown = tables.standings(groups)
     assert shown.startswith("fp32, 3 cases:")
-    assert "| **ours** | 3 | 2.00 (1.00 to 3.00) | 1.00 | all but 1 |" in shown
+    assert "| ours | 3 | 2.00 (1.00 to 3.00) | 1.00 | all but 1 |" in shown
     assert "| dapo | tiny | 16 | fp32 | 1.00 s | **1.00** |" in tables.cases(groups)
