@@ -27,7 +27,12 @@ from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
 NOT_MEASURED = "not measured yet"
-DOCUMENTS = ("benchmarks/README.md", "docs/guides/trl.md", "docs/guides/limited-vram.md")
+DOCUMENTS = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/guides/trl.md",
+    "docs/guides/limited-vram.md",
+)
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
     {"kind": "cpu", "work": "dapo", "model": "qwen2.5-0.5b", "tokens": 1024, "dtype": "fp32"},
@@ -65,6 +70,25 @@ def _heads(kind: str, **facts: str | int) -> list[Group]:
     """Return the cases of the heads of the newest device of a kind that have these facts."""
     found = [group for group in newest(kind)[1] if group.benchmark == "heads"]
     return tables.in_order(group for group in found if facts.items() <= group.facts.items())
+
+
+def ratio_errors(kind: str) -> str:
+    """Write by how much an importance ratio that should be 1 is off, by library."""
+    names: dict[str, list[str]] = {}  # by their errors, as they are written
+    where = ""
+    for group in newest(kind)[1]:
+        if group.benchmark == "accuracy" and group.facts["dtype"] == "bf16":
+            where = group.where
+            for name, (label, _) in figure.LIBRARIES.items():
+                row = group[name]
+                if row and "ratio noise" in row.info:
+                    mean, largest = map(text.percent, row.info["ratio noise"])
+                    names.setdefault(f"{mean} on average and up to {largest}", []).append(label)
+    if not names:
+        return NOT_MEASURED
+    said = (f"by {errors} with {', '.join(labels)}" for errors, labels in names.items())
+    rule = "Before any update, the importance ratio of a token should be 1."
+    return f"{rule} With a bf16 head it is off {'; '.join(said)} ({where})."
 
 
 def plots(kind: str, folder: str) -> str:

@@ -43,6 +43,11 @@ def error(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def percent(share: float) -> str:
+    """Write one digit, never an exponent: 0.00002 %."""
+    return f"{digits(100 * share, 1)} %"
+
+
 def spread(values: Sequence[float]) -> str:
     """Write the median of ratios, and in brackets from which to which."""
     if not values:
