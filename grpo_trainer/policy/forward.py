@@ -67,17 +67,20 @@ def teacher_kl(divergence: Tensor, batch: MicroBatch) -> Metrics:
     return Metrics({"teacher_kl": Stat("mean", divergence.detach().double().sum(), count)})
 
 
-def target_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+def target_logprobs(
+    model: nn.Module, batch: MicroBatch, temperature: float, vocab_size: int | None = None
+) -> Tensor:
     """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
-    With sampling masks they are renormalised over them, as the loss takes them.
+    With sampling masks they are renormalized over them, as the loss takes them. Rows of the head
+    from ``vocab_size`` on are padding, which has no probability; None: all rows are in use.
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
         outputs = linear_logprobs(
             hidden,
-            head,
+            head if vocab_size is None else head.columns(slice(vocab_size)),
             batch.target,
             temperature=temperature,
             outputs=(output,),

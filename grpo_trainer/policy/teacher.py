@@ -114,7 +114,8 @@ class Teacher:
     def _logprobs(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:  # (B, L)
         if self._reference is not None:
             with self._reference.running(policy) as model:
-                return target_logprobs(model, batch, self._args.temperature)
+                temperature = self._args.temperature
+                return target_logprobs(model, batch, temperature, self.vocab_size)
         assert self._function is not None
         lengths = batch.attention_mask.sum(1).tolist()
         rows = [ids[:n] for ids, n in zip(batch.input_ids.tolist(), lengths, strict=True)]

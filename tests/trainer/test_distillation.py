@@ -91,6 +91,19 @@ def test_log_probabilities_are_added_to_advantages(tmp_path: Path) -> None:
     assert batch.old_logprobs is not None
 
 
+def test_padding_of_the_teachers_head_has_no_probability(tmp_path: Path) -> None:
+    padded = policy(1)
+    padded.resize_token_embeddings(32, mean_resizing=False)
+    with torch.no_grad():
+        padded.lm_head.weight[14:] = padded.lm_head.weight[3]
+    batches = [
+        batch_of(made(tmp_path / name, teacher=teacher))
+        for name, teacher in {"plain": policy(1), "padded": padded}.items()
+    ]
+    plain, found = (batch.advantages for batch in batches)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ("logprobs", "reverse_kl"))
 def test_a_policy_learns_from_its_teacher_alone(tmp_path: Path, kind: str) -> None:
     trained = made(

@@ -140,6 +140,13 @@ def tied() -> PreTrainedModel:
     return policy
 
 
+def padded_teacher() -> PreTrainedModel:
+    """Return another policy whose head has more rows than there are tokens."""
+    teacher = make_policy(make_tokenizer(), seed=1)
+    teacher.resize_token_embeddings(32, mean_resizing=False)
+    return teacher
+
+
 def with_trained_adapter() -> PreTrainedModel:
     policy = plain()
     torch.manual_seed(1)
@@ -235,6 +242,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "tools": agents,
     "images": images,
     "packed": {"packing": "packed", "beta": 0.05, "gradient_checkpointing": True},
+    "teacher": lambda: {"teacher": padded_teacher()},
     "tied": {"model": tied, "beta": 0.05},
     "lora": lambda: {"peft_config": LoraConfig(**LORA), "beta": 0.05},
     "trained adapter": {"model": with_trained_adapter, "beta": 0.05},
