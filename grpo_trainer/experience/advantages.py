@@ -17,6 +17,7 @@ from grpo_trainer.monitor import value_metric
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
+_LARGEST = 1e15  # of an advantage: gradients are squared in fp32
 
 # (rewards, weights, group_size, ...) -> a number per completion, or one per token of each
 AdvantageFunction: TypeAlias = Callable[..., Tensor | Sequence[Any]]
@@ -57,7 +58,11 @@ def compute_advantages(
         aggregation: ``sum_then_normalize``, or ``normalize_then_sum``, which normalises each
             reward in its group, then the weighted sum over all N (GDPO, arXiv:2601.05242), and
             does not use ``scale``.
+
+    Raises:
+        ValueError: an advantage is too large for the loss.
     """
+    rewards = rewards.double()
     total = weighted_sum(rewards, weights)
     if aggregation == "normalize_then_sum":
         scale = "batch"
@@ -75,6 +80,8 @@ def compute_advantages(
     if scale != "none":  # which has the spread for the log alone
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
+    if scale == "none":
+        _check_size("scale_rewards", advantages)
     return Advantages(torch.where(advantages.isfinite(), advantages, 0.0), total, zero_std, signal)
 
 
@@ -84,6 +91,7 @@ def advantages_by(
     weights: Tensor,  # (F,)
     group_size: int,
     completions: dict[str, list[Any]],
+    lengths: list[int],  # N, in tokens
 ) -> Advantages:
     """Ask a function of the user's for the advantages, and check what it returns.
 
@@ -95,8 +103,7 @@ def advantages_by(
         ValueError: it returns something else.
     """
     answer = function(rewards=rewards, weights=weights, group_size=group_size, **completions)
-    values = _values(answer, len(rewards), completions.get("completion_ids"))
-    values = values.to(rewards.device, torch.float32)
+    values = _values(answer, lengths).to(rewards.device)
     total = weighted_sum(rewards, weights)
     grouped = total.reshape(-1, group_size)
     zero_std = (nan_std(grouped, 1) < NO_SPREAD).expand_as(grouped).reshape(-1)
@@ -133,12 +140,14 @@ def check_advantages(function: AdvantageFunction, args: GRPOConfig) -> list[str]
     return names
 
 
-def _values(answer: Any, count: int, completion_ids: list[list[int]] | None) -> Tensor:
-    """Return a function's answer, (N,) or (N, C)."""
+def _values(answer: Any, lengths: list[int]) -> Tensor:
+    """Return a function's answer, (N,) or (N, C) fp32."""
     rows = list(answer) if isinstance(answer, Tensor | list | tuple) else []
-    if len(rows) != count:
+    if len(rows) != len(lengths):
         got = len(rows) if rows else type(answer).__name__
-        raise ValueError(f"advantages: expected {count} entries, one per completion, got {got}")
+        raise ValueError(
+            f"advantages: expected {len(lengths)} entries, one per completion, got {got}"
+        )
     try:
         columns = [torch.as_tensor(row, dtype=torch.float32) for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
@@ -149,17 +158,27 @@ def _values(answer: Any, count: int, completion_ids: list[list[int]] | None) -> 
             "advantages: expected a number for each completion, or a list of one per token for "
             f"each, got values of {sorted(dims)} dimensions"
         )
-    if dims == {1} and completion_ids is not None:
-        for index, (column, ids) in enumerate(zip(columns, completion_ids, strict=True)):
-            if len(column) != len(ids):
+    if dims == {1}:
+        for index, (column, length) in enumerate(zip(columns, lengths, strict=True)):
+            if len(column) != length:
                 raise ValueError(
-                    f"advantages: expected one value per token of completion {index}, {len(ids)}, "
+                    f"advantages: expected one value per token of completion {index}, {length}, "
                     f"got {len(column)}"
                 )
     values = torch.stack(columns) if dims == {0} else pad_sequence(columns, batch_first=True)
     if not values.isfinite().all():
         raise ValueError("advantages: expected finite numbers, got NaN or infinity")
+    _check_size("advantages", values)
     return values
+
+
+def _check_size(name: str, advantages: Tensor) -> None:
+    largest = float(advantages.abs().nan_to_num(nan=0.0).max())
+    if largest > _LARGEST:
+        raise ValueError(
+            f"{name}: expected advantages of at most {_LARGEST:g} in size, which the gradients are "
+            f"multiplied by, got {largest:.2g}; divide the rewards by a constant"
+        )
 
 
 def _differ(values: Tensor) -> Tensor:  # (groups, G, ...) -> (groups, ...)
@@ -170,15 +189,17 @@ def _differ(values: Tensor) -> Tensor:  # (groups, G, ...) -> (groups, ...)
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:
-    """Return the standard deviation over ``dim`` (kept), Bessel-corrected; 0 for under 2 values."""
+    """Return the standard deviation over ``dim`` (kept), Bessel-corrected, in fp64; 0 for under 2
+    values."""
+    values = values.double()
     count = (~values.isnan()).sum(dim, keepdim=True)
     deviations = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (deviations / (count - 1).clamp(min=1)).sqrt()
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:  # (..., F) -> (...)
-    """Return the sum of those that apply; NaN where none does."""
-    total = (rewards * weights).nansum(-1)
+    """Return the sum of those that apply, in fp64; NaN where none does."""
+    total = (rewards.double() * weights).nansum(-1)
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 
 

@@ -212,12 +212,20 @@ class Collector:
         """Return the advantages of all N completions, of which ``samples`` are this process's."""
         if self._advantages is None:
             scale, aggregation = self._args.scale_rewards, self._args.multi_objective_aggregation
-            return compute_advantages(rewards, self.weights, group_size, scale, aggregation)
+            compared = compute_advantages(rewards, self.weights, group_size, scale, aggregation)
+            return compared._replace(advantages=compared.advantages.float())
         completions = {
             name: gather_object([getattr(sample, COMPLETION_ARGUMENTS[name]) for sample in samples])
             for name in self._taken
         }
-        return advantages_by(self._advantages, rewards, self.weights, group_size, completions)
+        return advantages_by(
+            self._advantages,
+            rewards,
+            self.weights,
+            group_size=group_size,
+            completions=completions,
+            lengths=gather_object([len(sample.completion_ids) for sample in samples]),
+        )
 
     def measure(self, samples: list[Sample]) -> Tensor:  # (N, 3)
         """Return all processes' lengths of prompts and completions, and who was truncated.

@@ -48,6 +48,8 @@ class PassAtK:
     """Compare what ``k`` random completions of the group earn together, one of them being this
     (pass@k training, arXiv:2508.10751). A reward above 0 counts as passed.
 
+    Completions without a reward are left out; a group with fewer than ``k`` others takes them all.
+
     Raises:
         ValueError: ``k`` is no integer of at least 1; in a call: a group has fewer completions.
     """
@@ -63,23 +65,24 @@ class PassAtK:
                 f"advantages: expected groups of at least k = {self.k} completions, got "
                 f"{group_size}"
             )
-        passed = (_groups(rewards, weights, group_size) > 0).double()
-        failures = group_size - passed.sum(1, keepdim=True)
-        mean = 1 - self._none_of(failures, group_size, self.k)
+        totals = _groups(rewards, weights, group_size)
+        passed = totals > 0
+        count = (~totals.isnan()).sum(1, keepdim=True)
+        failures = count - passed.sum(1, keepdim=True)
+        k = count.clamp(max=self.k)
+        mean = 1 - self._none_of(failures, count, k)
         spread = (mean * (1 - mean)).sqrt()
         # of one that has failed k - 1 others have to pass
-        with_it = torch.where(
-            passed > 0, 1.0, 1 - self._none_of(failures - 1, group_size - 1, self.k - 1)
-        )
-        advantages = torch.where(spread > NO_SPREAD, (with_it - mean) / spread, 0.0)
-        return _finite(advantages)
+        of_failed = 1 - self._none_of(failures - 1, count - 1, k - 1)
+        with_it = torch.where(passed, 1.0, of_failed).masked_fill(totals.isnan(), torch.nan)
+        return _finite(torch.where(spread > NO_SPREAD, (with_it - mean) / spread, 0.0))
 
-    @staticmethod
-    def _none_of(failures: Tensor, count: int, k: int) -> Tensor:
+    def _none_of(self, failures: Tensor, count: Tensor, k: Tensor) -> Tensor:
         """Return the probability that k of ``count`` completions have all failed."""
-        chance = torch.ones_like(failures)
-        for drawn in range(k):
-            chance = chance * (failures - drawn).clamp(min=0) / (count - drawn)
+        chance = torch.ones_like(failures, dtype=torch.float64)
+        for drawn in range(self.k):
+            failed = (failures - drawn).clamp(min=0) / (count - drawn).clamp(min=1)
+            chance = torch.where(drawn < k, chance * failed, chance)
         return chance
 
 
@@ -111,5 +114,5 @@ def _groups(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
 
 
 def _finite(advantages: Tensor) -> Tensor:
-    """Return (N,); a completion without a reward has none."""
+    """Return (N,); a completion without a reward has the advantage 0."""
     return advantages.flatten().nan_to_num(nan=0.0)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
 _OF_MESSAGES = (AttributeError, KeyError, TypeError)  # of a reward that takes messages for text
-_LARGEST = torch.finfo(torch.float32).max  # rewards are float32
+_LARGEST = 1e30  # of a reward, so that fp32 holds weighted sums and standard deviations
 
 
 class RewardError(RuntimeError):
@@ -200,6 +200,6 @@ def _column(name: str, values: Any, count: int) -> list[float]:
         size: Any = abs(value)
         if size > _LARGEST:
             number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-            raise wrong(f"finite numbers up to {_LARGEST:.2g}", number)
+            raise wrong(f"finite numbers up to {_LARGEST:g}", number)
         column.append(float(value))
     return column

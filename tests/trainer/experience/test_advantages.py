@@ -18,7 +18,9 @@ from tests.trainer.checkpoint.features import trainer
 NAN = float("nan")
 ONE = torch.ones(1)
 OFFSET = 1e-4  # added to a standard deviation, as in TRL
-REWARD = st.one_of(st.just(NAN), st.integers(-16, 16).map(lambda eighths: eighths / 8))
+EIGHTHS = st.integers(-16, 16).map(lambda eighths: eighths / 8)
+HUGE = st.sampled_from([2.0**65, -(2.0**99)])  # whose squares are beyond fp32
+REWARD = st.one_of(st.just(NAN), EIGHTHS, EIGHTHS, HUGE)
 
 
 @st.composite
@@ -86,9 +88,13 @@ def oracle(
 @given(problem=problems())
 def test_oracle(scale: str, aggregation: str, problem: Any) -> None:
     rows, weights, size = problem
-    tensors = (torch.tensor(values, dtype=torch.float64) for values in (rows, weights))
-    out = compute_advantages(*tensors, size, scale, aggregation)
+    tensors = [torch.tensor(values) for values in (rows, weights)]
     centred, spreads = oracle(rows, weights, size, scale, aggregation)
+    if scale == "none" and max(map(abs, known(centred)), default=0.0) > 1e15:
+        with pytest.raises(ValueError, match="scale_rewards: expected advantages of at most 1e"):
+            compute_advantages(*tensors, size, scale, aggregation)
+        return
+    out = compute_advantages(*tensors, size, scale, aggregation)
     assert out.zero_std.tolist() == [spread < 1e-8 for spread in spreads]
     parts = [known(centred[first : first + size]) for first in range(0, len(rows), size)]
     assert out.signal.tolist() == [bool(part) and max(part) - min(part) > 1e-8 for part in parts]
@@ -172,6 +178,11 @@ def test_a_function_gives_each_token_its_own(make_trainer: Any) -> None:
         (lambda rewards, **_: ["no"] * 4, "advantages: expected numbers, or lists of them"),
         (lambda rewards, **_: rewards[:, None], "a number for each completion, or a list"),
         (lambda rewards, **_: [[1.0]] * 4, "one value per token of completion 0, [2-9], got 1"),
+        (
+            lambda rewards, weights, group_size: [[1.0]] * 4,
+            "one value per token of completion 0, [2-9], got 1",
+        ),
+        (lambda rewards, **_: [1e16, 0, 0, 0], "advantages: expected advantages of at most 1e.15"),
         (lambda rewards, **_: [math.nan] * 4, "advantages: expected finite numbers"),
     ],
 )

@@ -43,9 +43,11 @@ def test_maxrl() -> None:
 
 @pytest.mark.parametrize("k", (1, 2, 3))
 @pytest.mark.parametrize("passed", range(6))
-def test_pass_at_k(k: int, passed: int) -> None:
+@pytest.mark.parametrize("unknown", (0, 1))
+def test_pass_at_k(k: int, passed: int, unknown: int) -> None:
     """The mean over all sets of k that a completion is in, relative to that of all sets."""
     own = [1.0] * passed + [0.0] * (5 - passed)
+    rewards = [torch.nan] * unknown + own  # which is left out
     sets = list(combinations(range(5), k))
     best = [max(own[i] for i in each) for each in sets]
     mean = sum(best) / len(sets)
@@ -54,8 +56,15 @@ def test_pass_at_k(k: int, passed: int) -> None:
     for i in range(5):
         mine = [value for each, value in zip(sets, best, strict=True) if i in each]
         expected.append((sum(mine) / len(mine) - mean) / spread if spread else 0.0)
-    found = PassAtK(k)(torch.tensor(own)[:, None], ONE, 5).tolist()
-    assert found == pytest.approx(expected, abs=1e-6)
+    found = PassAtK(k)(torch.tensor(rewards)[:, None], ONE, len(rewards)).tolist()
+    assert found == pytest.approx([0.0] * unknown + expected, abs=1e-6)
+
+
+def test_pass_at_k_of_fewer_rewards() -> None:
+    """Two that have one are compared by what both earn."""
+    rewards = torch.tensor([torch.nan, 1.0, 0.0, torch.nan])[:, None]
+    assert not PassAtK(3)(rewards, ONE, 4).any()  # one passes with the other, and alone
+    assert PassAtK(1)(rewards, ONE, 4).tolist() == [0, 1, -1, 0]
 
 
 def test_rewards_that_do_not_apply() -> None:

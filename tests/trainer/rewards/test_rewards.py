@@ -107,7 +107,7 @@ def test_functions_run_together():
         (None, "'bad': expected a list of 2 numbers, got NoneType"),
         (["1", "2"], "'bad': expected numbers or None, got str"),
         ([1.0, -math.inf], "'bad': expected finite numbers .* got -inf"),
-        ([1.0, 1e39], r"'bad': expected finite numbers up to 3.4e\+38, got 1e\+39"),
+        ([1.0, 1e31], r"'bad': expected finite numbers up to 1e\+30, got 1e\+31"),
         ([1.0, -(10**5000)], "'bad': expected finite numbers up to .*, got a larger int"),
         (torch.ones(2, 1), "'bad': expected numbers or None, got list"),
     ],
@@ -142,7 +142,7 @@ def narrow(completions):
     [
         (raises(KeyError("x")), "'broken' raised KeyError", "take "),
         (raises(TypeError("of its own")), "'broken' raised TypeError", "kwargs"),
-        (raises(MuteError()), "'broken' raised MuteError: MuteError; it was called", "take "),
+        (raises(MuteError()), "'broken' raised MuteError: MuteError; in test_rewards", "take "),
         (narrow, "take **kwargs, or each of prompts, comp", "raised KeyError"),
     ],
 )
