@@ -11,6 +11,7 @@ everything and done nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import re
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    gc.freeze()  # what is imported: transformers asks for a collection in each run
     kept = chaos(options.kills, options.seed, folder)
     if kept:
         shutil.rmtree(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -241,6 +242,8 @@ def _answer(asked: bytes) -> tuple[bool, Any]:
     torch.manual_seed(0)
     try:
         function, arguments = pickle.loads(asked)
+        gc.collect()
+        gc.freeze()  # what is imported: transformers asks for a collection in each run
         return True, function(*arguments)
     except BaseException:  # pytest's failures, an exit and Ctrl-C included
         return False, traceback.format_exc()
