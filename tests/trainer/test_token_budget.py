@@ -132,14 +132,13 @@ def test_every_aggregation(tmp_path: Path, aggregation: str, excludes: bool) -> 
     assert_same(tmp_path, lambda: settings, CUT)
 
 
-@pytest.mark.parametrize("cut", ("whole", "one micro-step", "two micro-steps"))
+@pytest.mark.parametrize("cut", (WHOLE, CUT, TWO_MICRO_STEPS), ids=("whole", "cut", "two"))
 @pytest.mark.parametrize("aggregation", ("prompt_mean", "sequence_mean"))
 def test_a_prompt_without_variance_counts_in_no_mean(
-    tmp_path: Path, aggregation: str, cut: str
+    tmp_path: Path, aggregation: str, cut: dict[str, Any]
 ) -> None:
     """One of two prompts: without it the update is twice as large."""
-    settings = {"loss_aggregation": aggregation, "max_steps": 1, "num_iterations": 1}
-    settings |= WHOLE if cut == "whole" else CUTS[cut]
+    settings = {"loss_aggregation": aggregation, "max_steps": 1, "num_iterations": 1} | cut
     start, *ends = (
         parameters(trainer.model)
         for trainer in (
