@@ -63,6 +63,11 @@ class MuteError(Exception):
         raise SystemExit
 
 
+def rows_reward(completion_ids, **kwargs) -> list[float]:
+    """Reward every second completion, whatever it is: a step moves the policy."""
+    return [float(row % 2) for row, _ in enumerate(completion_ids)]
+
+
 def adapted(model, **lora):
     """Return ``model`` under an adapter that was trained before."""
     peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.checkpoint.files import model_aside
-from tests.support.trainer import parameters
+from tests.support.trainer import parameters, rows_reward
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -82,7 +82,7 @@ def test_a_save_that_does_not_end_leaves_the_old_model(make_trainer, monkeypatch
     def full(*args, **kwargs):
         raise error
 
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(rows_reward, max_steps=1)
     folder = Path(trainer.args.output_dir)
     trainer.save_model()
     before = parameters(trainer.model)

@@ -61,7 +61,9 @@ def test_an_adapter_is_trained_on():
     pytest.importorskip("peft")
     new = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 2}
     main(arguments(**new))
-    main(arguments(model_name_or_path="out", output_dir="more", learning_rate=0.1))
+    reward = "tests.support.trainer.rows_reward"
+    more = {"model_name_or_path": "out", "output_dir": "more", "learning_rate": 0.1}
+    main(arguments(**more, reward_funcs=reward))
     first, second = (load_file(Path(name, "adapter_model.safetensors")) for name in ("out", "more"))
     assert first.keys() == second.keys() and not Path("more", "model.safetensors").exists()
     assert any(not torch.equal(first[name], second[name]) for name in first)

@@ -14,6 +14,7 @@ from grpo_trainer import RichProgressCallback
 from grpo_trainer.monitor import show_progress
 from grpo_trainer.monitor.completions import completion_table
 from grpo_trainer.monitor.view import RunView
+from tests.support.trainer import rows_reward
 
 NOTHING_LEARNED = "every group had equal rewards: nothing was learned from them; see the report"
 
@@ -74,7 +75,7 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, caplog, capsys):
         def say(self, text):
             raise OSError("the terminal is gone")
 
-    trainer = make_trainer(disable_tqdm=False)
+    trainer = make_trainer(rows_reward, disable_tqdm=False)
     trainer.callback_handler.callbacks.insert(0, Broken(terminal(False)))
     trainer.train()
     assert caplog.text.count("the terminal is gone") == 1
