@@ -7,13 +7,13 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from grpo_trainer.agents.response import in_one_pass
 from grpo_trainer.common import encodable
 from grpo_trainer.data import Prompt, decode_completions
 
@@ -27,47 +27,6 @@ _THINKS = "<think>"
 _OPENING = 16  # tokens that a generation prompt may open a thought with
 _THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def in_one_pass(template: dict[str, Any]) -> Any:
-    """Return a response template each of whose patterns reads a text once.
-
-    transformers' parser searches for all marks again behind each that it found: a text full of one
-    mark is searched for another one to its end each time.
-
-    Raises:
-        ValueError: it is no response template.
-    """
-    # not every transformers of version 5 has it
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    loaded = load_response_template(template)
-    fields = {
-        name: replace(
-            field,
-            open_re=field.open_re and _Once(field.open_re),
-            close_re=field.close_re and _Once(field.close_re),
-        )
-        for name, field in loaded.fields.items()
-    }
-    return replace(loaded, fields=fields)
-
-
-@dataclass
-class _Once:
-    """A compiled pattern that remembers its last match: still the next one if none was passed."""
-
-    pattern: Any
-    _searched: tuple[str, bool] = ("", False)
-    _start: int = 0  # of the last search
-    _match: Any = None
-
-    def search(self, text: str, start: int, partial: bool = False) -> Any:
-        ahead = self._start <= start and (self._match is None or start <= self._match.start())
-        if self._searched != (text, partial) or not ahead:
-            self._searched, self._start = (text, partial), start
-            self._match = self.pattern.search(text, start, partial=partial)
-        return self._match
 
 
 def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
