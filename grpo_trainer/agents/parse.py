@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.agents.response import in_one_pass
-from grpo_trainer.common import encodable
+from grpo_trainer.agents.response import ResponseReader
+from grpo_trainer.common import encodable, shortened
 from grpo_trainer.data import Prompt, decode_completions
 
 Message = dict[str, Any]
@@ -60,7 +61,7 @@ class TurnParser:
         template = getattr(tokenizer, "response_template", None)
         if template is None and families:
             template = _of_family(tokenizer)
-        self._template = None if template is None else in_one_pass(template)
+        self._response = None if template is None else ResponseReader(tokenizer, template)
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
         """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
@@ -75,7 +76,7 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        before = decode(prefix if self._template else prefix[-_OPENING:])
+        before = decode(prefix if self._response else prefix[-_OPENING:])
         message = self.read(text, end, before, tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
@@ -84,7 +85,7 @@ class TurnParser:
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
         completions = decode_completions(ids, prompts, self._tokenizer)
-        if self._template is None:
+        if self._response is None:
             return completions
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
@@ -94,12 +95,17 @@ class TurnParser:
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
         """Read text. ``end`` closes the turn. None: it is no more than text."""
         try:
-            if self._template is None:
+            if self._response is None:
                 return _clean(_tagged(text.removesuffix(end), prefix))
-            read = self._tokenizer.parse_response
-            return _clean(_message(read(text, self._template, prefix=prefix, tools=tools), end))
-        except Exception:  # a policy can write what no reader was made for: that is text too
+            return _clean(_message(self._response.read(text, prefix, tools), end))
+        except (ValueError, RecursionError):  # what a policy's text can cause
             return None
+        except Exception as error:
+            error.add_note(
+                f"while a turn was read, with transformers {transformers.__version__}: "
+                f"{shortened(text)}"
+            )
+            raise
 
 
 def _message(parsed: dict[str, Any], end: str) -> Message:
@@ -108,12 +114,23 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
     message: Message = {"role": "assistant"} | parsed | texts
     message["content"] = message.get("content") or ""
     if "tool_calls" in message:
-        message["tool_calls"] = [
-            call
-            for each in message["tool_calls"]
-            for call in (_from_python(each) if isinstance(each, str) else [_call(each["function"])])
-        ]
+        message["tool_calls"] = _calls(message["tool_calls"])
     return message
+
+
+def _calls(fields: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message. ValueError: one cannot be read."""
+    if not isinstance(fields, list):
+        raise ValueError(f"tool_calls: expected a list, got {shortened(fields)}")
+    calls = []
+    for field in fields:
+        if isinstance(field, str):
+            calls += _from_python(field)
+        elif isinstance(field, dict):
+            calls.append(_call(field.get("function")))
+        else:
+            raise ValueError(f"tool call: expected a function, got {shortened(field)}")
+    return calls
 
 
 def _tagged(text: str, prefix: str) -> Message | None:
@@ -140,10 +157,11 @@ def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(function: Any) -> dict[str, Any]:
-    """Return the call of a function with named arguments. Any error: it is none."""
-    name, arguments = function["name"], function["arguments"]
+    """Return the call of a function with named arguments. ValueError: it is none."""
+    fields = function if isinstance(function, dict) else {}
+    name, arguments = fields.get("name"), fields.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError(f"tool call: expected a name and arguments, got {function!r}")
+        raise ValueError(f"tool call: expected a name and arguments, got {shortened(function)}")
     return tool_call(name, arguments)
 
 
@@ -153,18 +171,34 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _from_python(text: str) -> list[dict[str, Any]]:
-    """Read ``name(key=value), ...``, whose values are Python's literals or JSON's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a backslash that escapes nothing
-        tree = _JsonNames().visit(ast.parse(f"[{text}]", mode="eval"))
-    calls = []
-    for call in tree.body.elts:
-        if call.args or not all(each.arg for each in call.keywords):
-            raise ValueError("tool call: expected named arguments")
+    """Read ``name(key=value), ...``, whose values are Python's literals or JSON's.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backslash that escapes nothing
+            tree = ast.parse(f"[{text}]", mode="eval")
+    except (SyntaxError, MemoryError) as error:  # the latter for what is nested too deep
+        raise ValueError(f"tool call: expected Python, got {shortened(text)}") from error
+    calls = _JsonNames().visit(tree.body)
+    if not isinstance(calls, ast.List):
+        raise ValueError(f"tool call: expected a list of calls, got {shortened(text)}")
+    return [_python_call(call) for call in calls.elts]
+
+
+def _python_call(call: ast.expr) -> dict[str, Any]:
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError("tool call: expected a name and arguments")
+    if call.args or not all(each.arg for each in call.keywords):
+        raise ValueError("tool call: expected named arguments")
+    try:
         values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        # what JSON has not: TypeError
-        calls.append(tool_call(call.func.id, json.loads(json.dumps(values))))
-    return calls
+        arguments = json.loads(json.dumps(values))
+    except TypeError as error:  # what JSON does not have, and keys that cannot be hashed
+        raise ValueError(f"tool call: expected values of JSON: {error}") from error
+    return tool_call(call.func.id, arguments)
 
 
 def _clean(value: Any, depth: int = _DEPTH) -> Any:

@@ -1,32 +1,101 @@
-"""Turns read by a response template, with transformers' parser."""
+"""Turns read by a response template, with transformers' parser.
+
+The parser is new, and still changes from version to version. So what a text can make it raise is
+told apart from what a version of it raises that does not fit: the first is a ``ValueError`` when
+a turn is read, the second an error before any turn is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import transformers
+from transformers import PreTrainedTokenizerBase
 
-def in_one_pass(template: dict[str, Any]) -> Any:
-    """Return a response template each of whose patterns reads a text once.
+# a template with what those of models use, a turn, and the message that it has to become
+_PROBE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant:",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"call (?P<name>\w+)\s*", "close_pattern": r";\s*", "repeats": True,
+            "content": "json",
+            "content_args": {"string_delims": [["'", "'"]], "unquoted_keys": True},
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text", "close_pattern": r"<end>\s*|$"},
+    },
+}  # fmt: skip
+_TURN = "so call f {a:'1',b:'2'}; call g {}; <end>\n"
+_PARAMETERS = {"properties": {"a": {"type": "integer"}}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": _PARAMETERS}}]
+_MESSAGE = {
+    "role": "assistant",
+    "content": "so",
+    "tool_calls": [
+        {"function": {"name": "f", "arguments": {"a": 1, "b": "2"}}},
+        {"function": {"name": "g", "arguments": {}}},
+    ],
+}
 
-    transformers' parser searches for all marks again behind each that it found: a text full of one
-    mark is searched for another one to its end each time.
+
+class ResponseReader:
+    """Reads turns by ``template``.
+
+    Raises:
+        ValueError: it is no response template, or the installed transformers reads none, or
+            reads them in a way of its own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]) -> None:
+        self._parse = tokenizer.parse_response
+        self._check_transformers()
+        self._template = _in_one_pass(template)
+
+    def read(self, text: str, prefix: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of a turn. ValueError: the text does not fit the template."""
+        try:
+            return self._parse(text, self._template, prefix=prefix, tools=tools)
+        except KeyError as error:  # a transform names what the text left out
+            raise ValueError(f"response_template: {error}") from error
+
+    def _check_transformers(self) -> None:
+        try:
+            message = self._parse(_TURN, _in_one_pass(_PROBE), prefix="assistant:", tools=_TOOLS)
+        except Exception as error:  # of any kind: it is raised as one that names the version
+            raise _unsupported(f"which fails: {type(error).__name__}: {error}") from error
+        if message != _MESSAGE:
+            raise _unsupported(f"which reads {_TURN!r} as {message}")
+
+
+def _unsupported(why: str) -> ValueError:
+    return ValueError(
+        "transformers: expected a version that reads response templates (5.15 or newer), got "
+        f"{transformers.__version__}, {why}"
+    )
+
+
+def _in_one_pass(template: dict[str, Any]) -> Any:
+    """Return a response template by which a text is read once.
+
+    transformers' parser searches for all marks again after each one: a text full of one mark is
+    searched for another one to its end each time.
 
     Raises:
         ValueError: it is no response template.
     """
-    # not every transformers of version 5 has it
+    # versions before 5.13 do not have it
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     loaded = load_response_template(template)
-    fields = {
-        name: replace(
+    fields = {}
+    for name, field in loaded.fields.items():
+        fields[name] = replace(
             field,
             open_re=field.open_re and _Once(field.open_re),
             close_re=field.close_re and _Once(field.close_re),
         )
-        for name, field in loaded.fields.items()
-    }
     return replace(loaded, fields=fields)
 
 
@@ -45,3 +114,6 @@ class _Once:
             self._searched, self._start = (text, partial), start
             self._match = self.pattern.search(text, start, partial=partial)
         return self._match
+
+    def __getattr__(self, name: str) -> Any:  # the rest of a pattern
+        return getattr(self.pattern, name)

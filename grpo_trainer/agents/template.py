@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateRuntimeError
 from transformers import ProcessorMixin
 
 from grpo_trainer.agents.parse import Message, TurnParser, tool_call
@@ -83,7 +83,7 @@ class ToolTemplate:
             raise _unsupported("none")
         try:
             self._probe(tools, parser)
-        except (TemplateError, TypeError) as error:
+        except TemplateError as error:
             raise _unsupported(f"one that fails: {error}") from error
 
     def _probe(self, tools: Schemas, parser: TurnParser) -> None:
@@ -94,7 +94,7 @@ class ToolTemplate:
             logger.warning("the chat template does not show the tools: the prompts have to")
         try:
             text = self._text(self._conversation([name], self._thought), tools)
-        except TypeError:  # DeepSeek's adds arguments to text, so they have to be JSON already
+        except TemplateError:  # DeepSeek's adds arguments to text, so they have to be JSON already
             self._arguments = json.dumps(_VALUES)
             text = self._text(self._conversation([name], self._thought), tools)
         if not text.startswith(prefix):
@@ -154,9 +154,12 @@ class ToolTemplate:
         return [_USER, {"role": "assistant", "content": "", "tool_calls": calls, **thought}]
 
     def _text(self, messages: list[Message], tools: Schemas, **options: Any) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, **self.options, **options
-        )
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, **self.options, **options
+            )
+        except TypeError as error:  # of an expression in the template
+            raise TemplateRuntimeError(str(error)) from error
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

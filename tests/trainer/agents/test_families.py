@@ -6,12 +6,13 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -210,6 +211,74 @@ def test_long_texts_are_read_in_their_length(family: str) -> None:
         assert time.process_time() - began < 4, text[:60]
 
 
+# what can go wrong behind a mark: JSON, Python, numbers, depth
+PIECES = (
+    *'{}[]()"=,:\\', "\x00", "\x01", "\ud800", "1e999", "9" * 5000, "null", "look(a=", "{[1]:2}",
+    "1j", "(" * 300, "-" * 3000, "[" * 3000, '{"a":' * 3000, ']<|tool_call_end|>', "] + [",
+    '{"name": "look", "arguments": {}}', '{"name": 1}', '{"function": 1}',
+    '<tool_call>[{"name": "look"}]</tool_call>', '<tool_call>1</tool_call>',
+)  # fmt: skip
+LISTED = {  # a tokenizer's own: calls are items of a list
+    "start_anchor": "<s>",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "content": "json",
+            "transform_each": True,
+            "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+        },
+        "content": {"content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*PARTS, "own"])
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_text_is_read(family: str, data: st.DataObject) -> None:
+    """Errors that a text can cause are known; others leave the reader."""
+    marks, _, end, *_ = FAMILIES.get(family, ("", "", "<|im_end|>"))
+    tokenizer = make_tokenizer(marks, [end])
+    if family == "own":
+        tokenizer.response_template = LISTED
+    parts = [*PARTS.get(family, PARTS["plain"]), *PIECES]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=6)))
+    message = TurnParser(tokenizer, {0}, families=True).read(text, end, "", SCHEMAS)
+    assert message is None or message["role"] == "assistant"
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def parse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return parse
+
+
+@pytest.mark.parametrize("error", [AttributeError("no match"), TypeError("one too many")])
+def test_an_error_of_a_parser_is_not_taken_for_text(error: Exception, monkeypatch) -> None:
+    marks, start, end, *_ = FAMILIES["Qwen 3.5"]
+    tokenizer = make_tokenizer(marks, [end])
+    parser = TurnParser(tokenizer, {0}, families=True)
+    monkeypatch.setattr(
+        "transformers.tokenization_utils_base._template_parse_response", fails(error)
+    )
+    with pytest.raises(type(error), match=str(error)) as raised:
+        parser.read(call("Qwen 3.5"), end, start, SCHEMAS)
+    assert f"transformers {transformers.__version__}: '<tool_call>" in raised.value.__notes__[0]
+    with pytest.raises(ValueError, match=rf"transformers: .* {error}"):  # before a turn is sampled
+        TurnParser(tokenizer, {0}, families=True)
+    parser = TurnParser(make_tokenizer("", [end]), {0})
+    monkeypatch.setattr("grpo_trainer.agents.parse._tagged", fails(error))
+    with pytest.raises(type(error), match=str(error)):
+        parser.read("text", end, start, SCHEMAS)
+
+
+def test_a_parser_that_reads_otherwise_is_an_error(monkeypatch) -> None:
+    tokenizer = make_tokenizer(FAMILIES["Qwen 3.5"][0], ["<|im_end|>"])
+    monkeypatch.setattr(tokenizer, "parse_response", lambda text, *_, **__: {"content": text})
+    with pytest.raises(ValueError, match=f"got {transformers.__version__}, which reads .so call f"):
+        TurnParser(tokenizer, {0}, families=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("deep", [2, 101, 1_000, 100_000])
 def test_calls_that_are_nested_deep_are_text(family: str, deep: int) -> None:
@@ -254,7 +323,7 @@ def test_turns(family: str, text: str, content: str, calls: list[tuple[str, Any]
 @pytest.mark.parametrize(
     "written",
     ["look(1)", "look(**{'a': 1})", "a.look(b=1)", "look(a=b)", "look(a={1})", "look(a='it's')",
-     "look", "", "look(a=1), 3", "look(a=" + "(" * 300 + ")"],
+     "look", "", "look(a=1), 3", "look(a=" + "(" * 300 + ")", "look(a=" + "-" * 9000 + "1)"],
 )  # fmt: skip
 def test_python_that_is_no_call_is_text(written: str) -> None:
     message = read("LFM2.5", f"<|tool_call_start|>[{written}]<|tool_call_end|>")
