@@ -7,12 +7,16 @@ a turn is read, the second an error before any turn is.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+_LENIENT = "lenient json of grpo_trainer"  # its name among transformers' parsers
+_LENIENCE = {"string_delims", "unquoted_keys"}  # what makes JSON lenient
 # a template with what those of models use, a turn, and the message that it has to become
 _PROBE = {
     "defaults": {"role": "assistant"},
@@ -80,23 +84,57 @@ def _in_one_pass(template: dict[str, Any]) -> Any:
     """Return a response template by which a text is read once.
 
     transformers' parser searches for all marks again after each one: a text full of one mark is
-    searched for another one to its end each time.
+    searched for another one to its end each time. So is a text for the end of each quoted text,
+    where keys have no quotes.
 
     Raises:
         ValueError: it is no response template.
     """
     # versions before 5.13 do not have it
+    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
+    CONTENT_PARSERS[_LENIENT] = _lenient_json
     loaded = load_response_template(template)
     fields = {}
     for name, field in loaded.fields.items():
+        lenient = field.content == "json" and not _LENIENCE.isdisjoint(field.content_args)
         fields[name] = replace(
             field,
             open_re=field.open_re and _Once(field.open_re),
             close_re=field.close_re and _Once(field.close_re),
+            content=_LENIENT if lenient else field.content,
         )
     return replace(loaded, fields=fields)
+
+
+def _lenient_json(text: str, content_args: dict[str, Any]) -> Any:
+    """Read JSON whose strings may be between other marks, and whose keys may have no quotes.
+
+    Args:
+        text: the JSON.
+        content_args: ``string_delims``, pairs of marks; whether there are ``unquoted_keys``; and
+            with ``allow_non_json`` what is no JSON is text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    # a string that does not end is one up to the end of the text, which is not JSON then
+    marks = content_args.get("string_delims", [])
+    parts = [rf"{re.escape(start)}(.*?)(?:{re.escape(end)}|\Z)" for start, end in marks]
+    parts.append(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)')
+    if content_args.get("unquoted_keys"):
+        parts.append(r"(?<=[{,])\s*+(\w++)(?=\s*+:)")
+
+    def as_json(part: re.Match[str]) -> str:
+        return part[0] if part.lastindex is None else json.dumps(part[part.lastindex])
+
+    try:
+        return json.loads(re.sub("|".join(parts), as_json, text, flags=re.DOTALL))
+    except json.JSONDecodeError:
+        if not content_args.get("allow_non_json"):
+            raise
+        return text.strip()
 
 
 @dataclass

@@ -183,7 +183,10 @@ PARTS = {
     "gpt-oss": (
         "<|channel|>commentary", " to=functions.look", "<|message|>", "<|call|>", "<|end|>",
     ),
-    "Gemma 4": ("<|tool_call>call:", "look{city:", '<|"|>', "<tool_call|>", "<eos>", "<channel|>"),
+    "Gemma 4": (
+        "<|tool_call>call:", "look{city:", '<|"|>', "<tool_call|>", "<eos>", "<channel|>",
+        '<|tool_call>call:look{city:"', '\\"', '\\"\\",',
+    ),
     "Qwen 3.5": ("<tool_call>\n", "<function=look>", "<parameter=city>", "</parameter>", "<think>"),
     "GLM 4 MoE": ("<tool_call>look", "<arg_key>city", "</arg_key>", "<arg_value>", "</think>"),
     "LFM2.5": ("<|tool_call_start|>[", "look(city=", "]<|tool_call_end|>", "<think>"),
