@@ -37,6 +37,11 @@ OLD_NAMES = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }
+# fields that transformers has renamed; both names have the value of the one that is set
+NEWER_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 _BOOLEANS = {bool: (True, False), bool | None: (True, False, None)}
 
 
@@ -141,6 +146,26 @@ def parse_json_fields(args: TrainingArguments) -> None:
     of_accelerate = args.accelerator_config
     for name in of_accelerate if isinstance(of_accelerate, dict) else ():
         check_name("accelerator_config", name, [item.name for item in fields(AcceleratorConfig)])
+
+
+def join_newer_names(args: TrainingArguments) -> None:
+    """Give both names of a setting its value.
+
+    Raises:
+        ValueError: they are set to different values.
+    """
+    for name, newer in NEWER_NAMES.items():
+        older_value, newer_value = getattr(args, name), getattr(args, newer)
+        if None not in (older_value, newer_value) and older_value != newer_value:
+            raise ValueError(
+                f"{name}, {newer}: expected one of them (they are the same), "
+                f"got {older_value!r} and {newer_value!r}"
+            )
+        value = older_value if newer_value is None else newer_value
+        if value is None and name == "gradient_checkpointing":
+            value = True
+        setattr(args, name, value)
+        setattr(args, newer, value)
 
 
 def adopt_old_names(args: TrainingArguments) -> None:

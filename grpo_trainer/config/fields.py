@@ -150,7 +150,11 @@ class GRPOFields:
     # other defaults than those of transformers
     learning_rate: NotNegative = 1e-6
     logging_steps: float = 10
-    gradient_checkpointing: bool | None = True
+    gradient_checkpointing: bool | None = None  # on
+    gradient_checkpointing_kwargs: Options = None
+    # their names in newer versions of transformers
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_kwargs: Options = None
     bf16: bool | None = None  # on where the GPU has it, unless fp16 is set
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = False

@@ -22,6 +22,7 @@ from grpo_trainer.config.checks import (
     check_fields,
     check_inherited,
     check_token_budget,
+    join_newer_names,
     parse_json_fields,
     set_generation_batch,
     set_padding,
@@ -89,13 +90,12 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
     def __post_init__(self) -> None:
         parse_json_fields(self)
         adopt_old_names(self)
+        join_newer_names(self)
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
         check_fields(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        if getattr(self, "activation_checkpointing", True) is None:  # its name since 5.2x
-            self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
         set_padding(self)
         check_token_budget(self)

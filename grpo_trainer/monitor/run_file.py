@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
+from grpo_trainer.config import NEWER_NAMES
 from grpo_trainer.masking import masked
 
 RUN_FILE = "run.json"  # in the run's folder
@@ -133,6 +134,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def _differs(value: Any, field_of_it: Any) -> bool:
     """Return whether somebody set it: TrainingArguments fills some of its defaults in itself."""
+    if field_of_it.name in NEWER_NAMES.values():  # which repeat their older names
+        return False
+    if field_of_it.name == "gradient_checkpointing":  # None stands for True
+        return not value
     default = field_of_it.default
     if default in (MISSING, None, "", "none"):
         return bool(value) and isinstance(value, str | int | float | list | dict)

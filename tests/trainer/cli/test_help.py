@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -22,19 +23,31 @@ from grpo_trainer.common import check_options
 from grpo_trainer.config import GRPOConfig
 from tests.support.launch import unread
 
+ROOT = Path(__file__).parents[3]
+(PINNED,) = re.findall(r"^transformers==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "numpy")
 KINDS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
 VALUES = {None: "{0}", "?": "[{0}]", "+": "{0} [{0} ...]"}
 
 
+def described(section):
+    entries = re.findall(r"^  --(\w+) (\S.*?)(?:  +(.+))?$((?:\n {24}.+)*)", section, re.M)
+    options = {name: (kind, " ".join(f"{a}{b}".split())) for name, kind, a, b in entries}
+    assert len(options) == len(entries)
+    return options
+
+
 def test_the_file_is_what_the_parser_takes():
-    entries = re.findall(r"^  --(\w+) (\S.*?)(?:  +(.+))?$((?:\n {24}.+)*)", HELP.read_text(), re.M)
-    file = {name: (kind, " ".join(f"{a}{b}".split())) for name, kind, a, b in entries}
-    assert len(file) == len(entries)
+    """The last section is that of one version of transformers."""
+    file, theirs = map(described, HELP.read_text().split("\nOf transformers "))
     assert file.pop("config")[0] == "FILE" and file.pop("accelerate_config")[0] == "FILE"
     actions = {item.dest: item for item in reversed(run_parser()._actions)}
     del actions["config"], actions["help"]
-    assert file.keys() == actions.keys()
+    of_transformers = GRPOConfig.__mro__[-2].__dataclass_fields__.keys() - file.keys()
+    assert file.keys() == actions.keys() - of_transformers
+    if version("transformers") == PINNED:
+        assert theirs.keys() == of_transformers
+        file |= theirs
     for name, (kind, text) in file.items():
         action = actions[name]
         assert kind == VALUES[action.nargs].format(KINDS.get(action.type, "TEXT")), name
@@ -66,9 +79,9 @@ def test_the_short_help_has_what_one_needs_first(capsys):
     assert all(common.descriptions()[name] for name in named) and "--help-all" in short
 
 
-def test_it_names_what_is_installed():
+def test_it_names_what_it_is_of():
     text = HELP.read_text()
-    assert f"\nOf transformers {version('transformers')}; " in text
+    assert f"\nOf transformers {PINNED}; " in text
     assert f"\n{' ' * 24}{', '.join(own_configs())}.\n" in text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from grpo_kernels.testing import make_config
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
-from grpo_trainer.config.checks import OLD_NAMES
+from grpo_trainer.config.checks import NEWER_NAMES, OLD_NAMES
 from tests.support.documents import DOCS, section
 
 HINTS = get_type_hints(GRPOConfig)
@@ -275,6 +276,25 @@ def test_old_names(make_args, old, new):
     assert {name: getattr(args, name) for name in new} == new
 
 
+@pytest.mark.parametrize("name", NEWER_NAMES)
+def test_names_that_mean_the_same(tmp_path, name):
+    newer, settings = NEWER_NAMES[name], name.endswith("kwargs")
+    both = {name, newer}
+    values = ({"use_reentrant": False}, {"use_reentrant": True}) if settings else (True, False)
+    default = GRPOConfig(str(tmp_path), use_cpu=True)
+    assert {getattr(default, each) for each in both} == {None if settings else True}
+    for said in ({name}, {newer}, both):
+        for value in values:
+            args = GRPOConfig(str(tmp_path), use_cpu=True, **dict.fromkeys(said, value))
+            written = json.dumps(value)
+            words = [word for each in said for word in (f"--{each}", written)]
+            for each in (args, parse([*RUN, *words])[1]):
+                assert getattr(each, name) == getattr(each, newer) == value
+    for one, other in (values, values[::-1]):
+        with pytest.raises(ValueError, match=rf"{name}, {newer}: .* got {one!r} and {other!r}"):
+            GRPOConfig(str(tmp_path), use_cpu=True, **{name: one, newer: other})
+
+
 def test_the_old_name_of_dtype(make_args):
     given = {"torch_dtype": "bfloat16"}
     with pytest.warns(FutureWarning, match=r"model_init_kwargs\['torch_dtype'\]: Deprecated"):
@@ -317,6 +337,7 @@ def test_values_of_trl():
     theirs = {item.name: item.default for item in dataclasses.fields(trl.GRPOConfig)}
     on_purpose = {
         "importance_sampling_level",  # None: that of the named loss
+        "gradient_checkpointing",  # None: on, unless its newer name says otherwise
         "logging_nan_inf_filter",  # True would wait for the device in every step
         "use_transformers_paged",  # None: not set
         "vllm_server_host",  # theirs is an address to bind to, not one to connect to

@@ -273,6 +273,8 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     record = load_run(folder)
     assert record.settings["num_generations"] == 4 and "num_generations" in record.changed
     assert "gradient_accumulation_steps" not in record.changed
+    checkpointing = {name for name in record.changed if "checkpointing" in name}
+    assert checkpointing == {"gradient_checkpointing"}  # off, and under one of its names
     assert record.recipe["rewards"] == {"digits_reversal_reward": 1.0}
     assert record.environment["torch"] and record.recipe["loss_type"] == "dapo"
     assert any("reward" in row for row in record.history)
