@@ -1,7 +1,8 @@
 # make demo | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
 # each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
-# .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts. make gpu and make gpu-tune need
-# no network, but a python3 with torch, and what Triton needs: a GPU machine has it.
+# .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts, the newest packages into .venv-newest
+# and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
+# needs: a GPU machine has it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -56,6 +57,11 @@ test-sanitized: $(VENV)/.dev
 # checkout that TINYGRAD names, else of one that is fetched; where that or clang is missing this says so
 test-emulated: $(VENV)/.dev
 	TINYGRAD="$(TINYGRAD)" tests/emulated/run.sh build/tinygrad $(BIN)/python
+
+# the main tests and those with vLLM, with the newest packages of the index, in environments of
+# their own; torch stays that of constraints.txt
+test-newest:
+	tests/newest.sh .venv-newest .venv-vllm-newest $(PYTHON)
 
 # real DeepSpeed, in an environment of its own; where it cannot be installed this says so
 test-sharded: $(VENV)/.dev
@@ -149,4 +155,5 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.demo $(VENV)/.docs)
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts build dist runs *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \
+		.venv-vllm-newest build dist runs *.egg-info

@@ -22,6 +22,7 @@ expect CHANGELOG.md "$(said_in CHANGELOG.md '^## \([0-9][^ ]*\).*$')"
 [ "$(git branch --show-current)" = main ] || refuse "expected the branch main"
 ! git rev-parse --quiet --verify "refs/tags/$tag" >/dev/null || refuse "the tag $tag is there already"
 
+make test-newest PYTHON="$python"  # what users install today
 .ci/check_packages.sh "$python"
 git tag --annotate "$tag" --message "grpo-kernels $version"
 echo "$tag is made here. This publishes it, after the checks of wheels.yml:"

