@@ -73,6 +73,7 @@ def compute_advantages(
     else:
         values = total.reshape(-1, group_size)
         centred = values - values.nanmean(1, keepdim=True)
+    centred = centred.masked_fill(centred.abs() < NO_SPREAD, 0.0)
     std = nan_std(values.reshape(-1), 0) if scale == "batch" else nan_std(values, 1)
     zero_std = (std < NO_SPREAD).expand_as(centred).reshape(-1)
     # equal rewards stay equal when centred, while their standard deviation may be rounding

@@ -139,8 +139,9 @@ OURS = (GRPOTrainer, GRPOConfig, {"rollout_engine": CannedEngine()})
 
 
 def first_token(completion_ids: list[list[int]], **_: object) -> list[float | None]:
-    # not applicable to some
-    return [None if ids[0] % 5 == 0 else ids[0] % 7 / 3 for ids in completion_ids]
+    # No reward is the mean of its group: TRL's advantage would be 0 or rounding, as fp32 has it,
+    # and the sign of that decides which side of the ratio is clipped. None: not applicable.
+    return [None if ids[0] % 6 == 0 else ids[0] % 7 / 8 for ids in completion_ids]
 
 
 def make(
