@@ -265,6 +265,7 @@ def unfailing(what: str) -> Iterator[None]:
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Call ``work`` at once, on a thread of its own."""
     outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # a thread cannot be stopped: cancel() does nothing
 
     def run() -> None:
         try:
