@@ -62,7 +62,9 @@ def with_ref(given: Any) -> dict[str, Any]:
 
 
 def integrated(given: Any) -> dict[str, Any]:
-    given.policy.add_adapter(peft.LoraConfig(**LORA))
+    """Do as model.add_adapter does, which in transformers 5.24 needs a peft that is not out."""
+    peft.inject_adapter_in_model(peft.LoraConfig(**LORA), given.policy)
+    given.policy._hf_peft_config_loaded = True
     return {}
 
 
