@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from tests.support.interpreter import exact_dots
+
+    exact_dots()
 
 # a shell has what it starts in the background ignore Ctrl-C, the processes of tests included
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +49,8 @@ class Adapter:
     step: Callable[..., Any]  # (ours, **settings): a Run, or nested tensors and numbers
     settings: Mapping[str, Mapping[str, Any]]  # of a step, by the name of a case
     default: Mapping[str, Any] = field(default_factory=dict)  # settings of its default precision
+    # cases in which a rounding to that precision decides which tokens count
+    fp32_only: Collection[str] = ()
     switch: Switch | None = None
     refused: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # message: call
 
@@ -85,7 +87,7 @@ def _check_step(adapter: Adapter, name: str) -> None:
     settings = adapter.settings[name]
     exact = adapter.step(False, **settings)
     assert_alike(adapter.step(True, **settings), exact)
-    if adapter.default:
+    if adapter.default and name not in adapter.fp32_only:
         theirs, found = (
             adapter.step(ours, **{**settings, **adapter.default}) for ours in (False, True)
         )
@@ -163,11 +165,12 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 
 def assert_alike(found: Any, theirs: Any) -> None:
     """Compare what two steps gave in fp32."""
-    rtol = 2e-5
+    rtol, atol = 2e-5, 1e-5
     if isinstance(theirs, Run):
         torch.testing.assert_close(found.weights, theirs.weights, rtol=0, atol=2e-6)
-        found, theirs, rtol = found.log, theirs.log, 1e-4
-    torch.testing.assert_close(found, theirs, rtol=rtol, atol=2e-6, equal_nan=True)
+        found, theirs = found.log, theirs.log
+        rtol, atol = 1e-4, 2e-6
+    torch.testing.assert_close(found, theirs, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def assert_as_exact_as_theirs(found: Any, theirs: Any, exact: Any) -> None:

@@ -62,7 +62,6 @@ FUSED: dict[str, dict[str, Any]] = {
     "off-policy": {"num_iterations": 2, "loss_type": "dr_grpo", "epsilon_high": 0.3},
     "sequences": {"importance_sampling_level": "sequence", "loss_type": "bnpo", "beta": 0.0},
     "sums": {"importance_sampling_level": "sequence", "loss_type": "luspo", "num_iterations": 2},
-    # of a half, rounding to bf16 chooses another token
     "few tokens": {"top_entropy_quantile": 0.3, "loss_type": "cispo", "epsilon_high": 2.0},
     "fp32 head": {
         "cast_lm_head_to_fp32": True, "loss_type": "sapo", "sapo_temperature_pos": 2.0,
@@ -94,7 +93,10 @@ def records() -> dict[str, Adapter]:
     head = Adapter(
         package="trl", step=step, settings=TRAINERS, default=training.DEFAULT, switch=ours.SWITCH
     )
-    fused = Adapter(package="trl", step=fused_step, settings=FUSED, default=training.DEFAULT)
+    fused = Adapter(
+        package="trl", step=fused_step, settings=FUSED, default=training.DEFAULT,
+        fp32_only=["few tokens"],
+    )  # fmt: skip
     alone = Adapter(
         package="trl", step=async_step, settings={"AsyncGRPO": {}}, default={"bf16": True}
     )
