@@ -49,7 +49,7 @@ class Adapter:
     step: Callable[..., Any]  # (ours, **settings): a Run, or nested tensors and numbers
     settings: Mapping[str, Mapping[str, Any]]  # of a step, by the name of a case
     default: Mapping[str, Any] = field(default_factory=dict)  # settings of its default precision
-    # cases in which a rounding to that precision decides which tokens count
+    # cases with thresholds, such as clips: its roundings decide which tokens are beyond them
     fp32_only: Collection[str] = ()
     switch: Switch | None = None
     refused: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # message: call

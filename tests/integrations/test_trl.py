@@ -88,6 +88,10 @@ FUSED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# cases with clips, or with masks of the ratios to vLLM's log-probabilities
+THRESHOLDS = ["off-policy", "sums", "few tokens", "two sides", "steps of a generation"]
+THRESHOLDS += ["vLLM, token_truncate", "vLLM, sequence_mask"]
+
 
 def records() -> dict[str, Adapter]:
     head = Adapter(
@@ -95,7 +99,7 @@ def records() -> dict[str, Adapter]:
     )
     fused = Adapter(
         package="trl", step=fused_step, settings=FUSED, default=training.DEFAULT,
-        fp32_only=["few tokens"],
+        fp32_only=THRESHOLDS,
     )  # fmt: skip
     alone = Adapter(
         package="trl", step=async_step, settings={"AsyncGRPO": {}}, default={"bf16": True}
