@@ -108,7 +108,17 @@ def accumulate(
 ) -> None:
     """Compute ``out += alpha a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
     beta = 0 if first else 1
-    if out.dtype == a.dtype:
+    if out.dtype == a.dtype and a.device.type == "cpu" and _torch_is_slow(a.dtype):
+        if out.shape[0] < out.shape[1]:
+            out, a, b = out.t(), b.t(), a.t()
+        height = max(1, _ROUNDED_AT_ONCE // max(out.shape[1], 1))
+        for place, factor in zip(out.split(height), a.split(height), strict=True):
+            exact = torch.empty(place.shape)
+            if not first:
+                exact.copy_(place)
+            mkl_matmul(factor, b, exact, accumulate=not first, alpha=alpha)
+            place.copy_(exact)
+    elif out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif a.is_cuda and first and alpha == 1:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
@@ -124,6 +134,23 @@ def accumulate(
             rows = slice(start, start + SLICE_COLUMNS)
             place = out[rows]
             torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)
+
+
+_ROUNDED_AT_ONCE = 1 << 20  # fp32 sums: 4 MiB, which is enough for a fast GEMM
+
+
+@functools.cache
+def _torch_is_slow(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies 16-bit matrices by loops of its own, up to 90 times as slow
+    as oneMKL: oneDNN has no such GEMM for this CPU. (Without AVX-512 it has none.)"""
+    if not mkl_available(dtype) or not torch.backends.mkldnn.is_available():
+        return False
+    onednn = torch.ops.mkldnn
+    supported = {
+        torch.bfloat16: onednn._is_mkldnn_bf16_supported,
+        torch.float16: onednn._is_mkldnn_fp16_supported,
+    }
+    return not supported[dtype]()
 
 
 # ``torch.mm`` rounds fp32 sums of 16-bit matrices to 16 bits on a CPU. oneMKL, which torch's x86

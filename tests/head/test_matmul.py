@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import available_backends, linear_logprobs
+from grpo_kernels.head import matmul
 from grpo_kernels.head.matmul import mkl_available, mkl_matmul
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
@@ -65,3 +66,26 @@ def test_nan_stays_in_its_row(backend: str, outputs: tuple[str, ...], precision:
         hidden, weight, torch.arange(33), outputs=outputs, precision=precision, backend=backend
     )
     assert out.logprobs.isnan().nonzero().flatten().tolist() == [16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("shape", [(33, 17, 70), (0, 3, 2), (3, 0, 2), (5, 4, 0)])
+def test_16_bits_where_onednn_has_no_gemm(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    transposed: bool,
+    first: bool,
+    shape: tuple[int, int, int],
+) -> None:
+    """oneMKL multiplies, a few rows at a time: torch's own loops take up to 90 times as long."""
+    monkeypatch.setattr(matmul, "_torch_is_slow", lambda dtype: True)
+    monkeypatch.setattr(torch, "addmm", None)
+    monkeypatch.setattr(matmul, "_ROUNDED_AT_ONCE", 100)
+    rows, columns, depth = shape
+    a, b = matrix(rows, depth, dtype, False, 3), matrix(depth, columns, dtype, True, 0)
+    out = matrix(rows, columns, dtype, transposed, 0)
+    exact = (0 if first else out.double()) + 0.5 * (a.double() @ b.double())
+    matmul.accumulate(out, a, b, first=first, alpha=0.5)
+    torch.testing.assert_close(out, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
