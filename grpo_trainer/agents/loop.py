@@ -16,7 +16,7 @@ from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answ
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
-from grpo_trainer.engines import Sampler
+from grpo_trainer.engines import Sampler, image_token_ids
 from grpo_trainer.monitor import phase, value_metric
 
 
@@ -117,7 +117,8 @@ class ToolLoop:
         for toolbox in self.environments.toolboxes if self.environments else [self.tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
-        self._places = tokenizer.convert_ids_to_tokens(list(self.sampler.sampling.suppressed))
+        of_images = image_token_ids(context.policy())
+        self._places = tokenizer.convert_ids_to_tokens(list(of_images))
         if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
             self._places.append(context.processing_class.image_token)
 

@@ -19,6 +19,7 @@ from grpo_trainer.engines.base import (
     Sampling,
     WeightSource,
     cut_after_eos,
+    image_token_ids,
     on_first_process,
     vllm_params,
 )

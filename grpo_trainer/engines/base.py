@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.common import shortened
@@ -97,12 +97,11 @@ class Sampling:
                 message = "eos_token_id %s ignored: the model's token ids are 0 to %d"
                 logger.warning(message, ", ".join(map(str, unknown)), size - 1)
             ends = [token for token in named if token not in unknown]
-        of_images = {getattr(config, name, None) for name in _IMAGE_TOKENS}
         beyond = range(size if vocab_size is None else vocab_size, size)
         return cls(
             eos_token_ids=frozenset(ends + more),
             max_tokens=args.max_completion_length,
-            suppressed=frozenset(t for t in {*of_images, *beyond} if isinstance(t, int)),
+            suppressed=frozenset(beyond).union(() if base is None else image_token_ids(base)),
             structured_outputs_regex=args.vllm_structured_outputs_regex,
             engine_options=extra,
             **settings,
@@ -112,6 +111,13 @@ class Sampling:
     def parameters(self) -> dict[str, Any]:
         """What all engines have under the same name."""
         return {name: getattr(self, name) for name in _PARAMETERS}
+
+
+def image_token_ids(model: nn.Module) -> frozenset[int]:
+    """Return the ids that stand for parts of images: a forward looks for one of each."""
+    config = getattr(base_policy(model), "config", None)
+    ids = (getattr(config, name, None) for name in _IMAGE_TOKENS)
+    return frozenset(each for each in ids if isinstance(each, int))
 
 
 def vllm_params(sampling: Sampling) -> dict[str, Any]:

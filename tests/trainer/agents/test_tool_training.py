@@ -8,15 +8,17 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_trainer import GRPOConfig
+from grpo_trainer import GRPOConfig, GRPOTrainer
 from tests.support.batches import BatchTrainer
 from tests.support.documents import DOCS, python_block, with_settings
 from tests.support.tools import (
+    ScriptedEngine,
     add,
     call,
     make_small_policy,
     make_tool_tokenizer,
     make_trainer,
+    once,
     question,
     results,
 )
@@ -74,6 +76,25 @@ def test_a_policy_that_calls_by_itself(make_args, tmp_path):
     assert any('"name": "add"' in text and "tool: 5" in text for text in shown)
     [batch] = trainer.batches
     assert torch.equal(batch.target < 0, tool_positions(trainer, batch) | _padding(batch))
+
+
+def test_a_teacher_with_fewer_ids(make_args):
+    """The ids that the policy may not sample because of it are no tokens that tools could say."""
+    tokenizer = make_tool_tokenizer()
+    size = len(tokenizer)
+
+    def reward(completions, **kwargs):
+        return [float(row) for row in range(len(completions))]
+
+    args = make_args(max_steps=1, max_completion_length=200, distillation="logprobs")
+    trainer = GRPOTrainer(
+        make_small_policy(size + 20), reward, args, ROWS, processing_class=tokenizer, tools=[add],
+        teacher=make_small_policy(size + 10),
+        rollout_engine=ScriptedEngine(tokenizer, once(call("add", a=2, b=3))),
+    )  # fmt: skip
+    trainer.train()
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert log["tools/call_frequency"] == 1 and log["tools/failure_frequency"] == 0
 
 
 def _padding(batch):
