@@ -96,8 +96,8 @@ def _is_allowed(value: Any, action: Action, hint: Any) -> bool:
 class TrlParser(HfArgumentParser):
     """Reads dataclasses from the command line and from the YAML file that ``--config`` names.
 
-    A flag without a value is true. Errors of the command line are one line on stderr, and the exit
-    code is 2.
+    A flag without a value is true, and ``--no_NAME`` makes it false. Errors of the command line
+    are one line on stderr, and the exit code is 2.
 
     Raises:
         ValueError: a dataclass has a field ``config``.
@@ -111,9 +111,19 @@ class TrlParser(HfArgumentParser):
                     f"dataclass_types: expected no field `config`, which names the file, got one "
                     f"in {kind.__name__}"
                 )
-        for action in self._actions:
-            if action.type is string_to_bool and action.nargs is None:
+        known = self._option_string_actions
+        for action in self._actions[:]:
+            if action.type is string_to_bool:
                 action.nargs, action.const = "?", True
+                if (opposite := f"--no_{action.dest}") not in known:
+                    self.add_argument(
+                        opposite,
+                        opposite.replace("_", "-"),
+                        action="store_false",
+                        dest=action.dest,
+                        default=SUPPRESS,
+                        help=SUPPRESS,
+                    )
         self.add_argument("--config", help="YAML file with arguments; the command line overrides.")
 
     def parse_args_and_config(

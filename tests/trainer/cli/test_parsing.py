@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers.hf_argparser import string_to_bool
 
 from grpo_trainer import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
-from grpo_trainer.cli.train import parse
+from grpo_trainer.cli.train import parse, run_parser
 
 RUN = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["think_format_reward"]}
 # fields of every kind, of ours and of transformers', none with its default
@@ -80,6 +81,20 @@ def test_a_config_is_the_same_three_ways():
     python = canonical(GRPOConfig(**VALUES))
     assert canonical(parse(words(RUN | VALUES))[1]) == python
     assert canonical(parse(["--config", write(VALUES)])[1]) == python
+
+
+def test_every_boolean_has_a_no():
+    """Whatever its default is, in the file too, and as it is with a dash for each underscore."""
+    actions = run_parser()._actions
+    names = [item.dest for item in actions if item.type is string_to_bool]
+    assert {"gradient_checkpointing", "activation_checkpointing", "bf16"} <= set(names)
+    for name in names:
+        known = run_parser().parse_known_args([*words(RUN), f"--no_{name}"])
+        assert getattr(known[0], name) is False and not known[1]
+    _, args = parse([*words(RUN), "--no_gradient_checkpointing", "--no-bf16", "--use_cpu"])
+    assert not args.activation_checkpointing and args.bf16 is False
+    text = write({"activation_checkpointing": True, "use_cpu": True})
+    assert not parse(["--config", text, "--no_activation_checkpointing"])[1].gradient_checkpointing
 
 
 def test_words_stay_words_and_numbers_numbers():
