@@ -35,7 +35,7 @@ class Advantages(NamedTuple):
 
     advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
     rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
-    zero_std: Tensor  # (N,) bool: the spread that the completion is compared with is 0
+    zero_std: Tensor  # (N,) bool: rewards do not differ, and the completion has no advantage
     signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
 
 
@@ -107,8 +107,11 @@ def advantages_by(
     values = _values(answer, lengths).to(rewards.device)
     total = weighted_sum(rewards, weights)
     grouped = total.reshape(-1, group_size)
-    zero_std = (nan_std(grouped, 1) < NO_SPREAD).expand_as(grouped).reshape(-1)
-    signal = _differ(values.reshape(len(grouped), group_size, -1)).any(-1)
+    of_group = values.reshape(len(grouped), group_size, -1)
+    # a group with equal rewards may have advantages over a baseline
+    equal = (nan_std(grouped, 1) < NO_SPREAD) & (of_group == 0).flatten(1).all(1, keepdim=True)
+    zero_std = equal.expand_as(grouped).reshape(-1)
+    signal = _differ(of_group).any(-1)
     return Advantages(values, total, zero_std, signal)
 
 

@@ -168,6 +168,20 @@ def test_a_function_gives_each_token_its_own(make_trainer: Any) -> None:
     assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
 
 
+@pytest.mark.parametrize(("baseline", "share"), [(0.5, 0), (1.0, 1)])
+def test_equal_rewards_may_teach(make_trainer: Any, baseline: float, share: float) -> None:
+    """A function may compare a group with a baseline, so only advantages of 0 are no signal."""
+    trainer = make_trainer(
+        lambda completions, **_: [1.0] * len(completions),
+        advantages=lambda rewards, **_: (rewards - baseline).flatten(),
+        max_steps=1,
+        engine=CannedEngine(),
+    )
+    trainer.train()
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert log["frac_reward_zero_std"] == share
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
