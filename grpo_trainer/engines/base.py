@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,15 @@ class Sampling:
             engine_options=extra,
             **settings,
         )
+
+    @property
+    def most_gain(self) -> float:
+        """By how much filters and penalties raise the log-probability that an engine reports of a
+        token at most, over the policy's own."""
+        filtered = not self.sampling_mask_size  # else the policy's own is filtered as well
+        if self.repetition_penalty != 1 or (filtered and (self.top_k or self.min_p)):
+            return math.inf
+        return -math.log(self.top_p) if filtered else 0.0
 
     @property
     def parameters(self) -> dict[str, Any]:

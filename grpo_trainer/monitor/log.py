@@ -71,8 +71,10 @@ class LogsRun(Trainer):
         """Warn once of impossible log-probabilities that the loss goes by."""
         loss = self.loss_config
         used = loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None
-        doubt = doubt_of_logprobs(row) if used and not self._has_doubted else None
-        if doubt is not None and self.is_world_process_zero():
+        if not used or self._has_doubted or not self.is_world_process_zero():
+            return
+        doubt = doubt_of_logprobs(row, self.rollouts.sampling.most_gain)
+        if doubt is not None:
             self._has_doubted = True
             message = "log-probabilities: the engine, or rollout_func, reports %s. The loss %s"
             logger.warning(message, doubt, "weights tokens by their ratio, and little may be left")

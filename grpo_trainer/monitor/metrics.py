@@ -161,18 +161,23 @@ def log_value(name: str, value: float) -> None:
         log.add(value_metric(name, value, log.device, count=int(value != 0)))
 
 
-def doubt_of_logprobs(row: dict[str, float]) -> str | None:
+def doubt_of_logprobs(row: dict[str, float], gain: float) -> str | None:
     """Say why log-probabilities cannot be those of the tokens, by what was logged of them.
 
     Several zeros are no reason: a token that was certain, or that filters left alone, has one.
+
+    Args:
+        row: the metrics of a step.
+        gain: by how much filters raise a log-probability at most.
     """
     apart = row.get("sampling/sampling_logp_difference/mean", 0.0)
-    if row.get("sampling/rollout_perplexity") == 1 and apart > _CERTAIN:
+    unexplained = apart - gain
+    if row.get("sampling/rollout_perplexity") == 1 and unexplained > _CERTAIN:
         return (
             "0 for every token, as if each had been certain, while the policy's own are "
             f"{-apart:.3g} on average; report None in place of what is not known"
         )
-    if apart > _FAR:
+    if unexplained > _FAR:
         return (
             f"numbers that are {apart:.3g} away from the policy's own on average; expected natural "
             "logarithms of probabilities, of these tokens, by these weights, at this temperature"

@@ -91,6 +91,9 @@ def test_log_probabilities_in_a_list_per_token(train, given, candidates):
         (0.0, 1, {}, "reports 0 for every token, .* own are -2.[0-9]* on average; report None"),
         (0.0, 1, {"bypass_mode": True}, "reports 0 for every token"),
         (-9.0, 1, {}, "reports numbers that are 6.[0-9]* away from the policy's own on average"),
+        (0.0, 1, {"top_p": 0.9}, "reports 0 for every token"),  # which may raise them by 0.11
+        (0.0, 1, {"top_p": 0.05}, None),
+        (0.0, 1, {"top_k": 1}, None),  # every token is certain
         (0.0, 1, {"vllm_importance_sampling_correction": False}, None),
         (None, 1, {}, None),
         (None, 20, {}, None),
