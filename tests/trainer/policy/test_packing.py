@@ -316,6 +316,16 @@ def test_models_that_need_padding(case: str, make_args: Any, caplog: Any) -> Non
     assert record.getMessage().startswith("packing: rows are padded with ")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_may_round_by_the_tokens_they_get(dtype: torch.dtype, make_args: Any) -> None:
+    """The convolution, of something else, has each row tried with other tokens in the next one."""
+    sizes = {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 64}
+    model = tiny("qwen3_moe", **sizes).to(dtype)
+    model.extra = nn.Conv1d(1, 1, 1)
+    models = [(model, nullcontext(model))]
+    assert make_pack(make_args(packing="packed"), models, images=False)(batch_of())[0] is not None
+
+
 class NoPositions(nn.Module):
     """Runs a model that has no such argument."""
 
