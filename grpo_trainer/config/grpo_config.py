@@ -83,8 +83,7 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
 
     # dictionaries that may be JSON text; subclasses add theirs, as to transformers' and TRL's
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        *fields_with(options, GRPOFields),
+        *dict.fromkeys([*TrainingArguments._VALID_DICT_FIELDS, *fields_with(options, GRPOFields)]),
     ]
 
     def __post_init__(self) -> None:
@@ -179,6 +178,7 @@ def check_arguments(args: Any, processing_class: Any) -> None:
     """Raise ValueError unless they are a configuration of this trainer, and what makes tokens."""
     if not isinstance(args, GRPOConfig):
         raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {type(args)}")
+    join_newer_names(args)  # one may have been set since
     kinds = (PreTrainedTokenizerBase, ProcessorMixin, NoneType)
     if not isinstance(processing_class, kinds):
         raise ValueError(

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
 from grpo_kernels.testing import make_config
-from grpo_trainer import GRPOConfig
+from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
 from grpo_trainer.config.checks import NEWER_NAMES, OLD_NAMES
@@ -295,6 +295,14 @@ def test_names_that_mean_the_same(tmp_path, name):
             GRPOConfig(str(tmp_path), use_cpu=True, **{name: one, newer: other})
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_one_of_two_names_set_after_construction(make_args, policy, name):
+    args = make_args(gradient_checkpointing=True)
+    setattr(args, name, False)
+    with pytest.raises(ValueError, match="gradient_checkpointing, activation_checkpointing: .*one"):
+        GRPOTrainer(policy, "think_format_reward", args)
+
+
 def test_the_old_name_of_dtype(make_args):
     given = {"torch_dtype": "bfloat16"}
     with pytest.warns(FutureWarning, match=r"model_init_kwargs\['torch_dtype'\]: Deprecated"):
@@ -356,6 +364,7 @@ def test_dictionaries_as_json(tmp_path):
 
     found = {name for name, hint in HINTS.items() if "dict[str" in str(hint)} & set(OWN)
     assert "loss_kwargs" in found and found <= set(GRPOConfig._VALID_DICT_FIELDS)
+    assert len(GRPOConfig._VALID_DICT_FIELDS) == len(set(GRPOConfig._VALID_DICT_FIELDS))
     text = '{"temperature": 2}'
     args = Own(output_dir=str(tmp_path), use_cpu=True, mine=text, chat_template_kwargs=text)
     assert args.mine == args.chat_template_kwargs == {"temperature": 2}
