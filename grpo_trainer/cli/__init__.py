@@ -43,7 +43,7 @@ def _run(words: Sequence[str]) -> None:
         if "--version" in words:
             from grpo_kernels.version import VERSION
 
-            print(f"grpo-train {VERSION}")
+            _print_for_a_reader(f"grpo-train {VERSION}\n")
             return
         if "--help-all" in words:
             _print_for_a_reader(HELP.read_text())

@@ -47,7 +47,11 @@ class Completions(NamedTuple):
             ValueError: they are not those of ``count`` prompts, or one of them is out of bounds.
         """
         for name, column in self._asdict().items():
-            if column is not None and len(column) != count:
+            if column is None and name != "token_ids":
+                continue
+            if not isinstance(column, list | tuple):
+                raise ValueError(f"expected a list of {name}, got {shortened(column)}")
+            if len(column) != count:
                 raise ValueError(f"expected {name} of {count} completions, got {len(column)}")
         rows = []
         for number, row in enumerate(self.rows()):

@@ -67,7 +67,7 @@ class RunRecord:
         }
         folder = Path(args.output_dir)
         return cls(
-            name=args.run_name or folder.resolve().name,
+            name=masked(args.run_name or folder.resolve().name),
             history=trainer.state.log_history,
             settings=args.to_dict(),  # without tokens and passwords
             changed=[one.name for one in fields(args) if _differs(getattr(args, one.name), one)],

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from grpo_kernels.tools import install_command
 from grpo_trainer.common import start
 from grpo_trainer.config import options
 from grpo_trainer.engines import (
@@ -66,7 +67,9 @@ class ColocatedVLLM:
         try:
             import vllm
         except ImportError as error:
-            raise ValueError(f"use_vllm: expected vllm to be installed: {error}") from error
+            raise ValueError(
+                f"use_vllm: expected vllm to be installed: {error}; {install_command('vllm')}"
+            ) from error
         self._vllm = vllm
         self._accelerator = context.accelerator
         self._group = _tensor_parallel_group(context)  # None: every process is alone

@@ -115,12 +115,14 @@ def test_answers_import_nothing_heavy(words, code, said):
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["report"]], ids=str)
-def test_a_help_may_be_read_in_part(monkeypatch, command):
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["serve", "--help"], ["report", "--help"]], ids=str
+)
+def test_what_is_printed_may_be_read_in_part(monkeypatch, words):
     with unread() as output, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
         with contextlib.suppress(SystemExit):
-            main([*command, "--help"])
+            main(words)
         output.flush()  # as Python does at its end
 
 

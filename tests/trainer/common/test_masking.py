@@ -135,6 +135,7 @@ def test_what_a_run_leaves(make_args, dataset, tmp_path, monkeypatch):
     write_policy(tmp_path / "model", seed=0)
     changes = SECRET_SETTINGS | {"push_to_hub": True, "log_completions": True}
     changes |= {"write_report": True, "save_strategy": "steps", "save_steps": 1}
+    changes |= {"run_name": f"with token={PRIVATE}"}
 
     def run(resume: bool) -> GRPOTrainer:
         args = make_args(max_steps=1 + resume, lr_scheduler_type="constant", **changes)

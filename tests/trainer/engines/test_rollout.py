@@ -164,6 +164,8 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
         ([[2, 3]], "completion 0: expected a list of token ids, got 2"),
         ([[[2], [1, 3]]], "no token after the first end-of-sequence token, got 1 as token 1 of 2"),
         ([[[2], [3]], [0.0, 0.0]], "one log-probability per token, got float for 1"),
+        ([torch.ones(2, 1)], "expected a list of token_ids, got tensor"),
+        ([[[2], [3]], torch.zeros(2, 1)], "expected a list of logprobs, got tensor"),
         ([[[2], [3]], [[0.0]]], "expected logprobs of 2 completions, got 1"),
         ([[[2], [3]], [[0.0], [0.0, 0.0]]], "one log-probability per token, got 2 for 1"),
         ([[[2], [3]], [[0.5], [0.0]]], "log-probabilities of at most 0, got 0.5"),
@@ -242,7 +244,7 @@ def test_no_vllm(make_trainer, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match="got one beside the vllm_colocate of args"):
         make_trainer(use_vllm=True, engine=BackgroundEngine(tokenizer))
-    with pytest.raises(ValueError, match="use_vllm: expected vllm to be installed"):
+    with pytest.raises(ValueError, match="use_vllm: expected vllm to be .*; pip install .*vllm"):
         make_trainer(use_vllm=True)
     server = {"vllm_mode": "server", "vllm_server_port": 1, "vllm_server_timeout": 0.1}
     with pytest.raises(RuntimeError, match="http://127.0.0.1:1/health: no connection"):
