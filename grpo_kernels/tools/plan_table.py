@@ -67,11 +67,12 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "largest", largest
     ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
     most = ours["largest_micro_batch_tokens"]
+    provided = "" if per_token else ", if --reserved includes their activations"
     if most and (per_token or most < tokens):
         other = f"; {tokens:,} tokens do not fit" if most < tokens else ""
-        yield "budget", f"max_tokens_per_micro_batch = {most} of the trainer{other}"
+        yield "budget", f"max_tokens_per_micro_batch = {most} of the trainer{provided}{other}"
     elif most:
-        yield "fits", f"{tokens:,} tokens, if --reserved includes their activations"
+        yield "fits", f"{tokens:,} tokens{provided}"
     if shard:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
         yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)

@@ -180,8 +180,8 @@ def _check_size(name: str, advantages: Tensor) -> None:
     largest = float(advantages.abs().nan_to_num(nan=0.0).max())
     if largest > _LARGEST:
         raise ValueError(
-            f"{name}: expected advantages of at most {_LARGEST:g} in size, which the gradients are "
-            f"multiplied by, got {largest:.2g}; divide the rewards by a constant"
+            f"{name}: expected advantages of at most {_LARGEST:g} in absolute value, since they "
+            f"multiply the gradients, got {largest:.2g}; divide the rewards by a constant"
         )
 
 

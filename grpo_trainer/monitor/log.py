@@ -76,8 +76,11 @@ class LogsRun(Trainer):
         doubt = doubt_of_logprobs(row, self.rollouts.sampling.most_gain)
         if doubt is not None:
             self._has_doubted = True
-            message = "log-probabilities: the engine, or rollout_func, reports %s. The loss %s"
-            logger.warning(message, doubt, "weights tokens by their ratio, and little may be left")
+            logger.warning(
+                "log-probabilities: the engine, or rollout_func, reports %s. The loss weights "
+                "tokens by this ratio, so little of the gradient may be left",
+                doubt,
+            )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)

@@ -101,7 +101,7 @@ class RunView(TrainerCallback):
         shares = [row[WITHOUT_SIGNAL] for row in rows if WITHOUT_SIGNAL in row]
         if nothing_to_learn(shares, {name for row in rows for name in row}):
             self.say(
-                "every group had equal rewards: nothing was learned from them; see the report, and "
+                "every group had equal rewards, so nothing was learned: see the report, and "
                 "with log_completions what was scored"
             )
 

@@ -114,7 +114,7 @@ def _equal_rewards(curves: Curves) -> Finding:
         which = f"Every completion got the reward {rewards.pop():.3g}"
     return Finding(
         "Every group had equal rewards",
-        f"{which}, so nothing was learned from it. If no completion can get more, the policy was "
+        f"{which}, so nothing was learned. If no completion can score higher, the policy was "
         "right from the beginning and needs harder prompts. If it can, the prompts are too hard, "
         "or the reward is too coarse or looks at the wrong thing: with prompts of messages a "
         "completion is a list of messages, whose text grpo_trainer.rewards.text_of returns.",

@@ -16,7 +16,7 @@ from grpo_trainer.monitor.completions import completion_table
 from grpo_trainer.monitor.view import RunView
 from tests.support.trainer import rows_reward
 
-NOTHING_LEARNED = "every group had equal rewards: nothing was learned from them; see the report"
+NOTHING_LEARNED = "every group had equal rewards, so nothing was learned: see the report"
 
 
 def terminal(force_terminal: bool = True, **options: Any) -> Console:
