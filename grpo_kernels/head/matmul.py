@@ -109,15 +109,7 @@ def accumulate(
     """Compute ``out += alpha a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
     beta = 0 if first else 1
     if out.dtype == a.dtype and a.device.type == "cpu" and _torch_is_slow(a.dtype):
-        if out.shape[0] < out.shape[1]:
-            out, a, b = out.t(), b.t(), a.t()
-        height = max(1, _ROUNDED_AT_ONCE // max(out.shape[1], 1))
-        for place, factor in zip(out.split(height), a.split(height), strict=True):
-            exact = torch.empty(place.shape)
-            if not first:
-                exact.copy_(place)
-            mkl_matmul(factor, b, exact, accumulate=not first, alpha=alpha)
-            place.copy_(exact)
+        _accumulate_rounded(out, a, b, first, alpha)
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif a.is_cuda and first and alpha == 1:
@@ -139,10 +131,25 @@ def accumulate(
 _ROUNDED_AT_ONCE = 1 << 20  # fp32 sums: 4 MiB, which is enough for a fast GEMM
 
 
+def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float) -> None:
+    """Do what ``accumulate`` does for a 16-bit ``out``: a few rows of fp32 sums at a time."""
+    if out.shape[0] < out.shape[1]:
+        out, a, b = out.t(), b.t(), a.t()
+    height = max(1, _ROUNDED_AT_ONCE // max(out.shape[1], 1))
+    for place, factor in zip(out.split(height), a.split(height), strict=True):
+        sums = torch.empty(place.shape)
+        if not first:
+            sums.copy_(place)
+        mkl_matmul(factor, b, sums, accumulate=not first, alpha=alpha)
+        place.copy_(sums)
+
+
 @functools.cache
 def _torch_is_slow(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies 16-bit matrices by loops of its own, up to 90 times as slow
-    as oneMKL: oneDNN has no such GEMM for this CPU. (Without AVX-512 it has none.)"""
+    """Return whether torch multiplies 16-bit matrices with its own loops on this CPU.
+
+    It does where oneDNN has no GEMM for them, as without AVX-512. oneMKL is up to 90 times as fast.
+    """
     if not mkl_available(dtype) or not torch.backends.mkldnn.is_available():
         return False
     onednn = torch.ops.mkldnn

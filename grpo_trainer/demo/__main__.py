@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     } | (_VLLM if with_vllm else {})
     cli.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
     record = load_run(trained)
-    print("comparing the loss of other libraries: up to two minutes", flush=True)
+    print("comparing our loss with those of other libraries: up to two minutes", flush=True)
     summary = _summary(record, out / "model") | {"seconds": time.perf_counter() - start}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _write_rows(out / "metrics.csv", [row for row in record.history if "reward" in row])

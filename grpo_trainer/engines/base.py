@@ -110,12 +110,13 @@ class Sampling:
 
     @property
     def most_gain(self) -> float:
-        """By how much filters and penalties raise the log-probability that an engine reports of a
-        token at most, over the policy's own."""
-        filtered = not self.sampling_mask_size  # else the policy's own is filtered as well
-        if self.repetition_penalty != 1 or (filtered and (self.top_k or self.min_p)):
+        """How far the log-probability that an engine reports can exceed the policy's own, at most,
+        because of filters and penalties."""
+        if self.repetition_penalty != 1:
             return math.inf
-        return -math.log(self.top_p) if filtered else 0.0
+        if self.sampling_mask_size:  # the policy's own is filtered, too
+            return 0.0
+        return math.inf if self.top_k or self.min_p else -math.log(self.top_p)
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Advantages(NamedTuple):
 
     advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
     rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
-    zero_std: Tensor  # (N,) bool: rewards do not differ, and the completion has no advantage
+    zero_std: Tensor  # (N,) bool: equal rewards, and no advantages by a function
     signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
 
 

@@ -84,7 +84,7 @@ def test_a_config_is_the_same_three_ways():
 
 
 def test_every_boolean_has_a_no():
-    """Whatever its default is, in the file too, and as it is with a dash for each underscore."""
+    """Whatever its default is. It overrides the file, and dashes may replace its underscores."""
     actions = run_parser()._actions
     names = [item.dest for item in actions if item.type is string_to_bool]
     assert {"gradient_checkpointing", "activation_checkpointing", "bf16"} <= set(names)
