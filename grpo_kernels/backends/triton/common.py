@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.base import EXTRAS, STATS, RowStats, Tile
 from grpo_kernels.backends.gpu_tiles import NOT_FUSED, LinearConfig, RowConfig, device_class
-from grpo_kernels.backends.triton.math import LN2, LOG2_E, tanh
+from grpo_kernels.backends.triton.math import LN2, LOG2_E, expm1, tanh
 from grpo_kernels.head import Transform
 
 # Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
@@ -159,6 +159,19 @@ def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras
         tl.store(max_ptr + at, tl.where(rounded == rounded, largest, rounded), mask=mask)
         tl.store(min_ptr + at, tl.where(rounded == rounded, least, rounded), mask=mask)
     return logp
+
+
+@triton.jit
+def at_the_target(logp, anchor, peak, total, factor):
+    """Return a row's ``E`` at its target, its unit, and whether both are finite.
+
+    ``E = exp(z - anchor)``, and ``exp(-log_sum)`` is what makes probabilities of it; the target has
+    ``p - 1`` in its place, with the digits that p near 1 does not have.
+    """
+    log_sum = (peak - anchor) * factor + tl.log(total.to(tl.float32))
+    finite = (log_sum - log_sum == 0.0) & (logp - logp == 0.0)
+    unit = tl.where(finite, -factor * tl.exp(-log_sum), float("nan"))
+    return expm1(logp) * tl.exp(log_sum), unit, finite
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:

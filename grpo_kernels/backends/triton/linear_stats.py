@@ -12,22 +12,33 @@ With extras a tile is a single subtile, and folding keeps its order. Where threa
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.backends.base import RowStats, empty_stats
 from grpo_kernels.backends.gpu_tiles import LinearConfig, linear_config, row_stride
 from grpo_kernels.backends.triton import common
+from grpo_kernels.backends.triton.linear_tile import (
+    block_and_split,
+    constants,
+    described,
+    logits_tile,
+    operands,
+    rounded,
+)
 from grpo_kernels.backends.triton.math import LOG2_E
 from grpo_kernels.head import Head, logits_dtype
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+# Nats that a row's sum of E may lie above its anchor, 2**80: the reciprocal, times gradients of
+# losses and hidden states, has all digits of bf16.
+_REACH = tl.constexpr(55.0)
 _MERGED_ROWS = 128  # by one program
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # bound on the sums of the splits; longer batches are launched in chunks
@@ -35,16 +46,6 @@ _PARTIAL_BYTES = 32 << 20
 _CHUNK_ROWS = 2048  # or a multiple
 _COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
 _PER_SPLIT = [*common.PER_ROW, "sums_ptr", "best_ptr"]
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Round fp32 ``x`` to the digits of ``DTYPE``."""
-    if UPCAST and DTYPE.is_bf16():  # Triton's interpreter truncates
-        bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        return (bits & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -61,6 +62,16 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
     total, moment, squares, _ = common.folded(y, base, total, moment, squares, f2, EXTRAS)
     return new_peak, total, moment, squares, least, best
+
+
+@triton.jit
+def overflowed(sums_ptr, split, rows, mask, num_rows, num_splits):
+    """Return which rows have a sum in this split that is no finite number."""
+    at = split.to(tl.int64) * num_rows + rows
+    size = tl.cast(num_splits, tl.int64) * num_rows
+    both = tl.load(sums_ptr + size + at, mask=mask, other=0.0)
+    both += tl.load(sums_ptr + 2 * size + at, mask=mask, other=0.0)
+    return both - both != 0.0
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_PER_SPLIT)
@@ -90,18 +101,17 @@ def linear_stats_kernel(
     SUBTILES: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
     TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
+    REPAIR: tl.constexpr = False,
 ):
     EXTRAS: tl.constexpr = best_ptr is not None
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
-    # which rows and split are this program's
-    program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
-    first_block = program // (GROUP * num_splits) * GROUP
-    group = tl.minimum(num_blocks - first_block, GROUP)
-    within = program % (GROUP * num_splits)
-    first_row, split = (first_block + within % group) * BLOCK_T, within // group
+    first_row, split = block_and_split(num_rows, num_splits, BLOCK_T, GROUP)
     rows = first_row + tl.arange(0, BLOCK_T)
-    offs_d = tl.arange(0, BLOCK_D)
     mask_t = rows < num_rows
+    if REPAIR:  # the sums of :func:`anchored_kernel` that overflowed, and no others
+        mask_t &= overflowed(sums_ptr, split, rows, mask_t, num_rows, num_splits)
+        if tl.max(mask_t.to(tl.int32), axis=0) == 0:
+            return
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
     inside = tl.minimum(rows, num_rows - 1)
     f2 = common.row_factor(outer, temperature_ptr, inside) * LOG2_E
@@ -112,25 +122,10 @@ def linear_stats_kernel(
     first_column = split * (TILES * BLOCK_V)
     for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
         tile_column = first_column + tile * BLOCK_V
-        columns = tile_column + tl.arange(0, BLOCK_V)
-        acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-        for start in tl.range(0, depth, BLOCK_D):
-            if DESCRIPTORS:  # zeros beyond the ends
-                x = x_ptr.load([first_row, start])
-                w = weight_ptr.load([tile_column, start])
-            else:
-                x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * depth + (start + offs_d)[None, :]
-                w_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * stride_wv
-                w_ptrs += (start + offs_d)[None, :]
-                mask_x, mask_w = (rows < num_rows)[:, None], (columns < num_columns)[:, None]
-                if not EVEN_D:
-                    mask_d = (start + offs_d < depth)[None, :]
-                    mask_x, mask_w = mask_x & mask_d, mask_w & mask_d
-                x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-                w = tl.load(w_ptrs, mask=mask_w, other=0.0)
-            if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        acc = logits_tile(
+            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
+            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
         subtiles = (acc,)
         if SUBTILES == 2:
             subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
@@ -140,12 +135,12 @@ def linear_stats_kernel(
             mask_v = offs_v < num_columns
             logits = subtiles[subtile]
             if ROUND_TO is not None:
-                logits = _rounded(logits, ROUND_TO, UPCAST)
+                logits = rounded(logits, ROUND_TO, UPCAST)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
                 logits += bias[None, :]
                 if ROUND_TO is not None:
-                    logits = _rounded(logits, ROUND_TO, UPCAST)
+                    logits = rounded(logits, ROUND_TO, UPCAST)
             y = common.bounded(logits, inner)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
@@ -176,9 +171,15 @@ def _merge_splits_kernel(
     sum_sq_probs_ptr,
     max_logit_ptr,
     min_logit_ptr,
+    exp_ptr,  # (T, V) bf16, of :func:`anchored_kernel`, or None
+    unit_ptr,  # (T,) fp32, with ``exp_ptr`` as the others
+    anchor_ptr,  # (T,) fp32
+    moved_ptr,  # (T,) bool, rows whose anchor becomes the logsumexp of their logits
+    stride_exp,
     num_rows,
     num_splits,
     outer,
+    UPCAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     EXTRAS: tl.constexpr = best_ptr is not None
@@ -221,7 +222,20 @@ def _merge_splits_kernel(
     if EXTRAS:
         is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
         extras = squares, is_top1, least
-    common.store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
+    logp = common.store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
+    if exp_ptr is not None:
+        anchor = tl.load(anchor_ptr + rows, mask=mask, other=0.0)
+        log_total = tl.log(total.to(tl.float32))
+        log_sum = (peak - anchor) * factor + log_total
+        moved = (log_sum > _REACH) | (log_sum != log_sum)
+        anchor = tl.where(moved, peak + log_total / factor, anchor)
+        at_target, unit, finite = common.at_the_target(logp, anchor, peak, total, factor)
+        tl.store(anchor_ptr + rows, anchor, mask=mask)
+        tl.store(moved_ptr + rows, moved, mask=mask)
+        tl.store(unit_ptr + rows, unit, mask=mask)
+        target = tl.load(target_ptr + rows, mask=mask, other=0)
+        at_target = rounded(tl.where(finite, at_target, 0.0), tl.bfloat16, UPCAST)
+        tl.store(exp_ptr + rows * stride_exp + target, at_target.to(tl.bfloat16), mask=mask)
 
 
 def linear_stats(
@@ -234,68 +248,107 @@ def linear_stats(
 ) -> RowStats:
     """Return the statistics of every row of a 16-bit head; see :class:`RowStats`."""
     config = config or linear_config(hidden.dtype, head)
-    weight = head.weight.to(hidden.dtype)
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    bias = head.bias.contiguous() if head.bias is not None else None
-    if not hidden.is_contiguous() or hidden.data_ptr() % 16:
-        # which kernel runs on a row must not depend on where in memory its batch lies
-        hidden = hidden.clone(memory_format=torch.contiguous_format)
+    hidden, head, target = operands(hidden, head, target)
     tile = config.of_one_subtile() if extras else config
-    (rows, depth), splits = hidden.shape, triton.cdiv(len(weight), tile.split_columns)
-    stats, target = empty_stats(rows, hidden.device, extras), target.contiguous()
-    described = _described(weight, tile.block_v, tile)
-    logits = logits_dtype(hidden.dtype, precision)
+    rows, splits = len(hidden), triton.cdiv(len(head.weight), tile.split_columns)
+    stats = empty_stats(rows, hidden.device, extras)
     size = max(1, _PARTIAL_BYTES // (4 * 3 * splits) // _CHUNK_ROWS) * _CHUNK_ROWS
     with common.launching(config, hidden):
         for start in range(0, rows, size):
             chunk = slice(start, min(start + size, rows))
-            x, count = hidden[chunk], chunk.stop - start
-            transform = common.transform_arguments(head.transform.rows(chunk), x)
-            sums = x.new_empty((5 if extras else 3, splits, count), dtype=torch.float32)
-            best = sums.new_empty((splits, count), dtype=torch.int32) if extras else None
-            both = {
-                "target_ptr": target[chunk],
-                "y_target_ptr": sums.new_empty(count),
-                "sums_ptr": sums,
-                "best_ptr": best,
-                "num_rows": count,
-                "num_splits": splits,
-            }
-            linear_stats_kernel[(triton.cdiv(count, tile.block_t) * splits,)](
-                x_ptr=_described(x, tile.block_t, tile),
-                weight_ptr=described,
-                bias_ptr=bias,
-                num_columns=len(weight),
-                depth=depth,
-                stride_wv=row_stride(weight),
-                **both,
-                **transform,
-                **constants(tile, depth, logits),
-            )
-            _merge_splits_kernel[(triton.cdiv(count, _MERGED_ROWS),)](
-                BLOCK=_MERGED_ROWS,
-                temperature_ptr=transform["temperature_ptr"],
-                outer=transform["outer"],
-                **both,
-                **common.pointers(stats.rows(chunk)),
-                **common.OPTIONS,
-            )
+            launch = LinearLaunch.of(hidden[chunk], head.rows(chunk), target[chunk], tile, extras)
+            launch.add_up(logits_dtype(hidden.dtype, precision))
+            launch.merge(stats.rows(chunk))
     return stats
 
 
-def _described(x: Tensor, rows: int, config: LinearConfig) -> Tensor | TensorDescriptor:
-    """Return a matrix as kernels take it, that many rows at once."""
-    if not config.descriptors:
-        return x
-    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [rows, config.block_d])
+@dataclass(frozen=True, kw_only=True)
+class LinearLaunch:
+    """The arguments of kernels that add up a block of rows by splits of the vocabulary."""
 
+    hidden: Tensor
+    head: Head
+    target: Tensor
+    config: LinearConfig
+    transform: dict[str, object]
+    y_target: Tensor  # (T,) fp32
+    sums: Tensor  # (3 or, with extras, 5, splits, T) fp32
+    best: Tensor | None  # (splits, T) int32, with extras
 
-def constants(config: LinearConfig, depth: int, logits: torch.dtype) -> dict[str, object]:
-    """Return the constants that the kernel is specialised on, besides its flags."""
-    return {
-        "ROUND_TO": _ROUNDED.get(logits),
-        "EVEN_D": depth % config.block_d == 0,
-        "UPCAST": knobs.runtime.interpret,
-        **{name.upper(): x for name, x in asdict(config).items() if name not in config.options},
-        **config.options,
-    }
+    @staticmethod
+    def of(
+        hidden: Tensor, head: Head, target: Tensor, config: LinearConfig, extras: bool
+    ) -> LinearLaunch:
+        """Allocate for these :func:`operands`."""
+        rows, splits = len(hidden), triton.cdiv(len(head.weight), config.split_columns)
+        sums = hidden.new_empty((5 if extras else 3, splits, rows), dtype=torch.float32)
+        return LinearLaunch(
+            hidden=hidden,
+            head=head,
+            target=target,
+            config=config,
+            transform=common.transform_arguments(head.transform, hidden),
+            y_target=sums.new_empty(rows),
+            sums=sums,
+            best=sums.new_empty((splits, rows), dtype=torch.int32) if extras else None,
+        )
+
+    @property
+    def products(self) -> dict[str, object]:
+        """The operands of the product, and how many of what there are."""
+        weight, config = self.head.weight, self.config
+        return {
+            "x_ptr": described(self.hidden, config.block_t, config),
+            "weight_ptr": described(weight, config.block_v, config),
+            "temperature_ptr": self.transform["temperature_ptr"],
+            "outer": self.transform["outer"],
+            "num_rows": len(self.hidden),
+            "num_columns": len(weight),
+            "depth": weight.shape[1],
+            "stride_wv": row_stride(weight),
+            "num_splits": self.sums.shape[1],
+        }
+
+    @property
+    def results(self) -> dict[str, Tensor | None]:
+        """What the epilogue of the product fills, and the targets."""
+        return {
+            "target_ptr": self.target,
+            "y_target_ptr": self.y_target,
+            "sums_ptr": self.sums,
+            "best_ptr": self.best,
+        }
+
+    @property
+    def grid(self) -> tuple[int]:
+        """Programs: one for each block of rows and split."""
+        return (triton.cdiv(len(self.hidden), self.config.block_t) * self.sums.shape[1],)
+
+    def add_up(self, logits: torch.dtype, repair: bool = False) -> None:
+        """Fill the sums, by logits of a dtype; ``repair``: only those that overflowed."""
+        linear_stats_kernel[self.grid](
+            **self.products,
+            **self.results,
+            bias_ptr=self.head.bias,
+            inner=self.transform["inner"],
+            ROUND_TO=_ROUNDED.get(logits),
+            SUBTILES=self.config.subtiles,
+            REPAIR=repair,
+            **constants(self.config, self.hidden.shape[1]),
+        )
+
+    def merge(self, stats: RowStats, **exponentials: Any) -> None:
+        """Fill the statistics; also finish the ``exponentials`` of :func:`anchored_kernel`."""
+        absent = dict.fromkeys(("exp_ptr", "unit_ptr", "anchor_ptr", "moved_ptr"))
+        _merge_splits_kernel[(triton.cdiv(len(self.hidden), _MERGED_ROWS),)](
+            **self.results,
+            temperature_ptr=self.transform["temperature_ptr"],
+            outer=self.transform["outer"],
+            num_rows=len(self.hidden),
+            num_splits=self.sums.shape[1],
+            UPCAST=knobs.runtime.interpret,
+            BLOCK=_MERGED_ROWS,
+            **{**absent, "stride_exp": 0, **exponentials},
+            **common.pointers(stats),
+            **common.OPTIONS,
+        )

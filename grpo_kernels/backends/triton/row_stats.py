@@ -23,7 +23,7 @@ from grpo_kernels.backends.base import RowStats, Tile, TileGradient, empty_stats
 from grpo_kernels.backends.gpu_tiles import RowConfig, row_config, rows_are_aligned
 from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
-from grpo_kernels.backends.triton.math import LOG2_E, expm1
+from grpo_kernels.backends.triton.math import LOG2_E
 
 # How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
 # than 1e-16 of the gradient.
@@ -155,12 +155,9 @@ def _row_stats_kernel(
         extras = squares, (y_target == peak) & (not rival), least
     logp = common.store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
-        log_anchor = (anchor - peak) * factor - tl.log(total.to(tl.float32))  # its score less lse
-        slope = factor if inner is None else factor * inner
-        at_target = expm1(logp) * tl.exp(-log_anchor)
+        at_target, unit, finite = common.at_the_target(logp, anchor, peak, total, factor)
         if inner is not None:
-            at_target = at_target * common.softcap_slope(x_target, inner)
-        finite = (log_anchor - log_anchor == 0.0) & (logp - logp == 0.0)
+            at_target, unit = at_target * common.softcap_slope(x_target, inner), unit * inner
         tl.debug_barrier()  # the target's place was written by another thread
         if finite:
             tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
@@ -169,7 +166,7 @@ def _row_stats_kernel(
                 columns = start + tl.arange(0, BLOCK_V)
                 zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + columns, zeros, mask=columns < num_columns)
-        tl.store(unit_ptr + row, tl.where(finite, -slope * tl.exp(log_anchor), float("nan")))
+        tl.store(unit_ptr + row, unit)
 
 
 def row_stats(
