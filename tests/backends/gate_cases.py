@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from grpo_kernels.backends import KINDS
 from grpo_kernels.backends.gpu_tiles import (
@@ -18,15 +19,15 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import divergence, dlogits, extract, sums
+from grpo_kernels.backends.triton import anchored, divergence, dlogits, extract, sums
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import OPTIONS
 from grpo_kernels.backends.triton.linear_stats import (
     _MERGED_ROWS,
     _merge_splits_kernel,
-    constants,
     linear_stats_kernel,
 )
+from grpo_kernels.backends.triton.linear_tile import constants
 from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +67,7 @@ _OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_pt
 def cases(target: str) -> list[Case]:
     rows = (*_stats_cases(target), *_dlogits_cases(target), *_logp_gradient_cases(target))
     rows = (*rows, *_divergence_cases(target))
-    linear = (*_linear_cases(target), *_merge_cases())
+    linear = (*_linear_cases(target), *_anchored_cases(target), *_merge_cases())
     entries = (*_extract_cases(target), *_gather_cases())
     return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
 
@@ -171,11 +172,46 @@ def _linear_case(
     types |= _SOFTCAP if softcap else {}
     types |= {"bias_ptr": f"*{dtype}", **_TEMPERATURE} if options else {}
     types |= _EXTRA_SUMS if extras else {}
-    logits = DTYPES[dtype] if rounded else torch.float32
-    launched = constants(config, config.block_d + 8 * options, logits) | {"UPCAST": False}
-    flagged = {k: v for k, v in launched.items() if k not in config.options}
+    logits = {"bf16": tl.bfloat16, "fp16": tl.float16}[dtype] if rounded else None
+    epilogue = {"ROUND_TO": logits, "SUBTILES": config.subtiles, "REPAIR": False}
+    flagged = _product_constants(config, uneven=options) | epilogue
     absent = _absent(linear_stats_kernel, types, flagged)
     return Case(linear_stats_kernel, types, absent, config.options)
+
+
+def _product_constants(config: LinearConfig, uneven: bool) -> dict[str, Any]:
+    launched = constants(config, config.block_d + 8 * uneven) | {"UPCAST": False}
+    return {k: v for k, v in launched.items() if k not in config.options}
+
+
+def _anchored_cases(target: str) -> Iterator[Case]:
+    """Yield the GEMM that stores exponentials, what repairs it, and the anchors."""
+    for config, uneven in itertools.product((aligned_config(target), UNALIGNED_CONFIG), (0, 1)):
+        aligned = config is not UNALIGNED_CONFIG
+        types = {**_COUNTS, "anchor_ptr": "*fp32", "stride_exp": "i64"}
+        types |= _linear_types("bf16", config) | (_TEMPERATURE if uneven else {})
+        blocks = _product_constants(config, uneven=bool(uneven))
+        parts = {"SUBTILES": config.subtiles}
+        store = f"tensordesc<bf16[{config.block_t},{config.block_v // config.subtiles}]>"
+        store = store if config.descriptors else "*bf16"
+        moved = {"moved_ptr": "*i1", "unit_ptr": "*fp32", "exp_ptr": "*bf16"}
+        for kernel, more, epilogue in (
+            (anchored.anchored_kernel, {"exp_ptr": store, "sums_ptr": "*fp32"}, parts),
+            (anchored._moved_kernel, moved | {"target_ptr": "*i64"}, {}),
+        ):
+            posed = _absent(kernel, types | more, blocks | epilogue)
+            yield Case(kernel, types | more, posed, config.options, aligned)
+        types = _linear_types("bf16", config) | _COUNTS | _SUMS | {"target_ptr": "*i64"}
+        types |= _TEMPERATURE if uneven else {}
+        epilogue = {"ROUND_TO": None, "REPAIR": True, **parts}
+        posed = _absent(linear_stats_kernel, types, blocks | epilogue)
+        yield Case(linear_stats_kernel, types, posed, config.options, aligned)
+        types = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "anchor_ptr": "*fp32"}
+        types |= {"target_ptr": "*i64", "num_rows": "i32", "depth": "i32", "stride_wv": "i64"}
+        blocks = {"BLOCK_T": anchored.TARGET_ROWS, "BLOCK_D": config.block_d, "UPCAST": False}
+        blocks["EVEN_D"] = not uneven
+        kernel, options = anchored._target_logits_kernel, anchored.OPTIONS
+        yield Case(kernel, types, blocks, options, aligned)
 
 
 def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
@@ -192,8 +228,13 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 def _merge_cases() -> Iterator[Case]:
     types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
-    for each in _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=True):
-        absent = _absent(_merge_splits_kernel, each, {"BLOCK": _MERGED_ROWS})
+    types["stride_exp"] = "i64"
+    exponentials = {"exp_ptr": "*bf16", "unit_ptr": "*fp32", "anchor_ptr": "*fp32"}
+    exponentials["moved_ptr"] = "*i1"
+    every = _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=True)
+    for each in (*every, types | exponentials, types | exponentials | _TEMPERATURE):
+        blocks = {"BLOCK": _MERGED_ROWS, "UPCAST": False}
+        absent = _absent(_merge_splits_kernel, each, blocks)
         yield Case(_merge_splits_kernel, each, absent, OPTIONS)
 
 

@@ -1,5 +1,6 @@
 """Triton kernels and what launches them. Importing this room imports Triton."""
 
+from grpo_kernels.backends.triton.anchored import linear_logp_gradient
 from grpo_kernels.backends.triton.divergence import divergence_gradient_, divergence_sums
 from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.extract import extract_entries
