@@ -49,11 +49,12 @@ def linear_policy_loss(
         logit_scale, softcap, vocab_shard: as in :func:`grpo_kernels.linear_logprobs`.
         precision: ``"fp32"`` (exact), ``"input"`` or ``"tf32"``, as in ``linear_logprobs``.
         backend: a name of ``available_backends()`` or ``"auto"``.
-        schedule: ``"one_pass"`` (gradients in the forward, three GEMMs), ``"two_pass"``
-            (recompute, four) or ``"auto"``: one_pass where it can run, unless a 16-bit head would
-            add to an fp32 (V, D) sum after many small chunks.
-        max_workspace_bytes: bound on the logits tile, of both schedules; None: the backend's
-            default. Out of memory, a call is repeated with a smaller one, and warns.
+        schedule: ``"one_pass"`` (three GEMMs, the gradients' in the forward, or in the backward
+            from (T, V) exponentials in bf16), ``"two_pass"`` (recompute, four) or ``"auto"``:
+            one_pass where it can run, unless a 16-bit head would add to an fp32 (V, D) sum after
+            many small chunks.
+        max_workspace_bytes: bound on the logits tile, of both schedules, and on exponentials; None:
+            the backend's default. Out of memory, a call is repeated with a smaller one, and warns.
         batch_invariant: a row's log-probability and entropy have the bits that ``linear_logprobs``
             gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. It
             may cost the fourth GEMM, which ``explain`` says.
@@ -66,12 +67,13 @@ def linear_policy_loss(
         backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
             matter. Not for an entropy bonus or a sampling mask.
         activation_bytes: what two passes may keep from the forward for the backward, as for
-            ``linear_logprobs``; one pass keeps its gradients only.
+            ``linear_logprobs``. One pass keeps its gradients; on a GPU that stores exponentials of
+            the logits (see ``explain``) it keeps these, if they fit.
         main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
             ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
             to it, and autograd gets none, so hooks and DDP do not see it.
-            In two_pass no further (V, D) tensor exists; in one_pass an fp32 one, from the forward
-            to the backward.
+            In two_pass, and where one_pass keeps exponentials, no further (V, D) tensor exists; in
+            one_pass otherwise an fp32 one, from the forward to the backward.
 
     Returns:
         :class:`PolicyLossOutput`; the loss can be scaled and differentiated more than once, but not

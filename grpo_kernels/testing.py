@@ -29,7 +29,7 @@ class Problem:
 
     hidden: Tensor  # (B, L, D)
     weight: Tensor  # (V, D)
-    bias: Tensor  # (V,)
+    bias: Tensor | None  # (V,)
     target: Tensor  # (B, L)
     mask: Tensor  # (B, L) bool
     advantages: Tensor  # (B,)
@@ -44,9 +44,10 @@ class Problem:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
         """Return the same values in another dtype, as fresh leaves."""
         hidden, weight, bias = (
-            x.detach().to(device, dtype).requires_grad_()
+            None if x is None else x.detach().to(device, dtype).requires_grad_()
             for x in (self.hidden, self.weight, self.bias)
         )
+        assert hidden is not None and weight is not None
         target, mask, advantages = (x.to(device) for x in (self.target, self.mask, self.advantages))
         logprobs = {name: value.to(device) for name, value in self.logprobs.items()}
         return Problem(hidden, weight, bias, target, mask, advantages, logprobs)
@@ -61,6 +62,7 @@ def make_problem(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     values_in: torch.dtype = torch.bfloat16,
+    bias: bool = True,
 ) -> Problem:
     """Make a random problem whose head inputs are exact in ``values_in``.
 
@@ -75,15 +77,16 @@ def make_problem(
 
     hidden = normal(sequences, length, hidden_size).to(values_in).double()
     weight = normal(vocab_size, hidden_size, scale=0.4).to(values_in).double()
-    bias = normal(vocab_size).to(values_in).double()
+    of_head = normal(vocab_size).to(values_in).double()
     target = torch.randint(0, vocab_size, (sequences, length), generator=generator)
     mask = torch.rand(sequences, length, generator=generator) > 0.3
     mask[2:3] = False
-    logits = hidden @ weight.t() + bias
+    logits = hidden @ weight.t() + of_head * bias
     own = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     scales = {"old_logprobs": 0.2, "ref_logprobs": 0.3, "rollout_logprobs": 0.1}
     near = {name: own + normal(sequences, length, scale=scale) for name, scale in scales.items()}
-    problem = Problem(hidden, weight, bias, target, mask, normal(sequences), near)
+    own_bias = of_head if bias else None
+    problem = Problem(hidden, weight, own_bias, target, mask, normal(sequences), near)
     return problem.to("cpu", dtype)
 
 
@@ -99,7 +102,7 @@ def run(
     batch: TokenBatch | None = None,
     *,
     scale: float = 1.0,
-    leaves: Mapping[str, Tensor] | None = None,
+    leaves: Mapping[str, Tensor | None] | None = None,
     function: Callable[..., PolicyLossOutput] = linear_policy_loss,
     **options: Any,
 ) -> dict[str, Tensor]:
@@ -123,8 +126,10 @@ def run(
     weight = options.pop("weight", problem.weight)
     out = function(problem.hidden, weight, batch, config, bias=problem.bias, **options)
     if leaves is None:
-        leaves = dict(hidden=problem.hidden, weight=problem.weight, bias=problem.bias)
-    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        leaves = {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
+    wanted = {
+        f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad
+    }
     found = torch.autograd.grad(out.loss * scale, list(wanted.values()), allow_unused=True)
     gradients = {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
     return {"loss": out.loss.detach(), **gradients, **out.metrics}

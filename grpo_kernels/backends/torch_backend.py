@@ -71,11 +71,8 @@ class Backend:
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
         return out
 
-    def logp_gradient_(
-        self, tile: Tile, out: Tensor | None = None
-    ) -> tuple[RowStats, TileGradient]:
-        """Compute statistics, and write the gradient of each row's ``logp`` to ``out`` (C, V), or
-        over its logits.
+    def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
+        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
 
         So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
         """
@@ -86,6 +83,20 @@ class Backend:
 
         A row without weight has a factor of 0, whatever its own.
         """
+        raise NotImplementedError(self.name)
+
+    def has_linear_gradient(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        """Return whether :meth:`linear_logp_gradient` exists for these, and is the faster way."""
+        return False
+
+    def linear_logp_gradient(
+        self,
+        hidden: Tensor,  # (T, D)
+        head: Head,
+        target: Tensor,  # (T,)
+        out: Tensor,  # (T, V) of the dtype of ``hidden``
+    ) -> tuple[RowStats, TileGradient]:
+        """Compute what :meth:`logp_gradient_` does, from hidden states: no logit is in memory."""
         raise NotImplementedError(self.name)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:

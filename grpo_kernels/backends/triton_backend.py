@@ -40,6 +40,7 @@ class Triton(Backend):
     divergence_sums = _launcher("divergence_sums")
     divergence_gradient_ = _launcher("divergence_gradient_")
     linear_stats = _launcher("linear_stats")
+    linear_logp_gradient = _launcher("linear_logp_gradient")
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")
     entries_transposed_matmul = _launcher("entries_transposed_matmul")
@@ -72,6 +73,14 @@ class Triton(Backend):
 
         tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
         return [f"triton={triton.__version__}", str(tile)]
+
+    def has_linear_gradient(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
+        plain = head.bias is None and head.lora is None and head.shard is None
+        plain = plain and head.transform.softcap is None and precision == "fp32"
+        if not plain or dtype not in self.logp_gradients:
+            return False
+        # elsewhere the library's GEMM is faster, with a kernel that reads its logits
+        return head.weight.device.type == "cpu" or bool(linear_config(dtype, head).descriptors)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         # the library is faster for fp32 inputs, and an adapter's update is added to a tile

@@ -30,7 +30,7 @@ from grpo_kernels.engine.divergence import (
     differentiable_divergence,
     plan_divergence,
 )
-from grpo_kernels.engine.gradients import GradientSums, scaled_, tile_shape
+from grpo_kernels.engine.gradients import GradientSums, gradients_of_logp, scaled_, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
     OF_ENTROPY,

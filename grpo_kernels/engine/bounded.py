@@ -28,6 +28,7 @@ from grpo_kernels.engine.chunked_loop import Chunk, chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import (
     GradientSums,
     LoRAGradients,
+    gradients_of_logp,
     new_gradients,
     recompute_backward,
 )
@@ -93,14 +94,7 @@ def saved_gradients(
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
         return Gradients(kept * dlogp[:, None] if needs.hidden else None)
-    # a product with 0 would not hide what is no number
-    rows = replace(rows, hidden=torch.where((dlogp == 0)[:, None], 0, rows.hidden))
-    sums, everything = GradientSums(rows, needs, 1), slice(0, rows.count)
-    with matmul_precision(route.device, route.precision):
-        factor = sums.scaled(StatsGrad(dlogp)).dlogp
-        gradient = TileGradient(kept[everything, : route.columns], factor)
-        sums.add(gradient, rows.ready().narrow(everything))
-        return sums.finish()
+    return gradients_of_logp(rows, TileGradient(kept[:, : route.columns]), dlogp, route, needs)
 
 
 def chosen_entries(

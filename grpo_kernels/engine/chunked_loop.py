@@ -121,22 +121,20 @@ def chunked_loop(
     chunks: Sequence[slice],  # of the rows, in order, without gaps
     wanted: OutputSpec = OutputSpec(),  # noqa: B008
     take: Callable[[Chunk], object] | None = None,
-    reads_once: bool = False,
+    with_gradient: bool = False,
 ) -> RowStats:
     """Compute statistics of every row, inside of :func:`matmul_precision`.
 
-    ``take`` is given each chunk, with the gradient of ``logp`` if its logits are read once.
+    ``take`` is given each chunk; ``with_gradient``: and with it the gradient of ``logp``, which is
+    all that is left of the logits.
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
-    logits = None
-    if route.formed_rows is not None:
-        logits = new_tile(replace(route, formed_rows=None), route.formed_rows)
 
     def run(part: slice) -> RowStats:
         of_part = rows.narrow(part)
-        if reads_once:
-            chunk = _read_once(of_part, buffer, logits, route)
+        if with_gradient:
+            chunk = _with_gradient(of_part, buffer, route)
         else:
             chunk = formed(of_part, buffer, route, wanted)
         if take is not None:
@@ -147,25 +145,18 @@ def chunked_loop(
     return concatenate(found or [formed(rows, buffer, route, wanted).stats])
 
 
-def _read_once(rows: Rows, buffer: Tensor, logits: Tensor | None, route: Route) -> Chunk:
-    """Form the logits of a range, and their statistics along with the gradient of ``logp``.
-
-    The gradient is in ``buffer``, where the logits were or from a few rows of ``logits`` at a time.
-    """
-    tile, found = narrowed(buffer, slice(0, rows.count)), []
-    for part in ranges(rows.count, route.formed_rows or rows.count):
-        some = rows.narrow(part)
-        formed = _project(some, tile if logits is None else logits, route)
-        its_logits = narrowed(formed.logits, slice(0, some.count))
-        of_some = Tile(its_logits, some.target, some.head.transform)
-        out = None if logits is None else tile[part]
-        found.append(route.backend.logp_gradient_(of_some, out=out))
-    stats, gradients = zip(*found, strict=True)
-    if logits is None:
-        [gradient] = gradients
+def _with_gradient(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
+    """Compute the statistics of a range along with the gradient of ``logp``, in ``buffer``."""
+    tile = narrowed(buffer, slice(0, rows.count))
+    if route.exponentials:
+        stats, gradient = route.backend.linear_logp_gradient(
+            rows.hidden, rows.head, rows.target, tile
+        )
     else:
-        gradient = TileGradient(tile, torch.cat([each.row_scale for each in gradients]))
-    return Chunk(rows, tile, concatenate(stats), gradient=gradient)
+        logits = narrowed(_project(rows, buffer, route).logits, slice(0, rows.count))
+        formed_tile = Tile(logits, rows.target, rows.head.transform)
+        stats, gradient = route.backend.logp_gradient_(formed_tile)
+    return Chunk(rows, tile, stats, gradient=gradient)
 
 
 def formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:

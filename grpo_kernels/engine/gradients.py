@@ -25,6 +25,7 @@ from grpo_kernels.head import (
 )
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
+_PRODUCT_ROWS = 2048  # of a product in fp32 that is rounded: a whole wave of a GPU's tiles
 # Narrower slices starve the GEMMs, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
@@ -150,6 +151,21 @@ class GradientSums:
             dbias.add_(sums.sum(1))
 
 
+def gradients_of_logp(
+    rows: Rows, kept: TileGradient, dlogp: Tensor, route: Route, needs: Needs
+) -> Gradients:
+    """Compute gradients from those of all rows' log-probabilities by the logits, (T, V)."""
+    sums = GradientSums(rows, needs, 1)
+    with matmul_precision(route.device, route.precision):
+        factor = sums.scaled(StatsGrad(dlogp)).dlogp
+        assert factor is not None
+        gradient = TileGradient(kept.dlogits, factor)
+        if kept.row_scale is not None:
+            gradient = route.backend.weighted_gradient(kept, factor)
+        sums.add(gradient, rows.ready().as_all())
+        return sums.finish()
+
+
 def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int, int]:
     """Take all rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
     width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
@@ -257,12 +273,14 @@ def add_product(
     if factor is None:
         accumulate(out, a, b, first)
         return
-    product = torch.empty_like(out, dtype=factor.dtype)
-    accumulate(product, a, b, first=True)
-    if first:
-        torch.mul(product, factor, out=out)
-    else:
-        out.addcmul_(product, factor)
+    for rows in ranges(len(out), _PRODUCT_ROWS):
+        product = torch.empty_like(out[rows], dtype=factor.dtype)
+        accumulate(product, a[rows], b, first=True)
+        of_rows = factor[rows] if factor.dim() else factor
+        if first:
+            torch.mul(product, of_rows, out=out[rows])
+        else:
+            out[rows].addcmul_(product, of_rows)
 
 
 def add_to_rows(
@@ -334,7 +352,8 @@ def _weighted(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Return (C, n) rows times a (C,) scale, rounded once; None: 1."""
     if scale is None:
         return rows
-    return torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
+    product = torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
+    return product.masked_fill_((scale == 0)[:, None], 0)  # which 0 times a NaN is not
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -32,9 +32,9 @@ class Route:
     columns: int  # of the weight
     tile_rows: int
     has_tile: bool  # else statistics are formed without a tile of logits
-    # the tile holds gradients, in the dtype of the hidden states, of so many rows of logits at a
-    # time; None: they are written over the logits
-    formed_rows: int | None = None
+    # the tile holds exponentials of logits, in the dtype of the hidden states: the GEMM that forms
+    # the logits stores them, with the statistics of its rows
+    exponentials: bool = False
     shard: VocabShard | None = None  # which ids the columns are; None: all
 
     @property
@@ -53,20 +53,13 @@ class Route:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's logits."""
-        return self.max_local_vocab * self.logits.itemsize
+        """Bytes of a row of the tile."""
+        return self.max_local_vocab * self.tile_dtype.itemsize
 
     @property
     def tile_dtype(self) -> torch.dtype:
         """The dtype of the tile."""
-        return self.logits if self.formed_rows is None else self.dtype
-
-    def workspace_bytes(self, rows: int) -> int:
-        """Return the bytes of a tile of so many rows, and of logits beside it."""
-        if self.formed_rows is None:
-            return rows * self.row_bytes
-        columns = self.max_local_vocab
-        return rows * columns * self.dtype.itemsize + self.formed_rows * self.row_bytes
+        return self.dtype if self.exponentials else self.logits
 
     @property
     def block(self) -> int:
@@ -84,6 +77,8 @@ class Route:
         """How statistics are formed, in words."""
         if not self.backend.has_tiles:
             return "full logits"
+        if self.exponentials:
+            return "exponentials of logits"
         if not self.has_tile:
             return "linear_stats"
         words = f"logits tile of {self.tile_rows} rows"

@@ -34,7 +34,7 @@ from grpo_kernels.head import Head, check_plain, checked_head, stats_dtype
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
-from grpo_kernels.schedule.passes import LossParts, loss_forward, two_pass_backward, with_rest
+from grpo_kernels.schedule.passes import LossParts, loss_backward, loss_forward, with_rest
 from grpo_kernels.schedule.run import check_same_plan, planned_rows
 
 _NUM_PARTS = len(LossParts._fields)
@@ -107,7 +107,7 @@ def policy_loss_op(*arguments):
 def _run(rows: Rows, plan: Plan) -> tuple[LossParts, Gradients]:
     parts, gradients, saved = loss_forward(rows, plan)
     if gradients is None:
-        gradients = two_pass_backward(rows, plan, saved)
+        gradients = loss_backward(rows, plan, saved)
     logp, entropy = parts.logp, parts.entropy
     if plan.options.metric_rows == "all":
         logp, entropy = with_rest(logp, entropy, rows, plan)

@@ -30,8 +30,10 @@ from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 # as were measured, 512; that of a GPU follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
 _BLOCK_ROWS = 256  # of tiles for one pass
-# Rows of logits at a time where the gradients of all are kept: a GEMM of fewer starves.
-FORMED_ROWS = 512
+# Exponentials of all rows are kept up to so many times the hidden size: twice the fp32 sum of the
+# weight's gradient, which then is one GEMM. Beyond it a chunk has rows for a whole wave of a GPU.
+KEPT_DEPTHS = 4
+_EXPONENTIALS_ROWS = 2048
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
@@ -49,6 +51,7 @@ class Plan(LogprobsPlan):
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
     stage: type[LossStage]  # how the loss runs between statistics and gradients
     why_two_passes: str | None  # why one_pass cannot run
+    keeps: bool = False  # one_pass keeps exponentials of all rows; the backward multiplies them
     is_smaller: bool = False  # memory did not last for another one
 
     @property
@@ -57,9 +60,9 @@ class Plan(LogprobsPlan):
         return self.config.scope(self.batch.rollout_logprobs is not None)
 
     @property
-    def reads_once(self) -> bool:
-        """Whether one pass reads the logits of whole rows once: of log-probabilities alone."""
-        return self.schedule == "one_pass" and _can_read_once(self.route, self.batch, self.config)
+    def with_gradient(self) -> bool:
+        """Whether one pass computes statistics along with the gradient of log-probabilities."""
+        return self.schedule == "one_pass" and _of_logprobs(self.route, self.batch, self.config)
 
     @property
     def tile_rows(self) -> int:
@@ -74,7 +77,7 @@ class Plan(LogprobsPlan):
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the logits that exist at a time."""
-        return self.route.workspace_bytes(self.tile_rows)
+        return self.tile_rows * self.route.row_bytes
 
     @cached_property
     def saving(self) -> SavedForBackward:
@@ -139,6 +142,8 @@ class Plan(LogprobsPlan):
             return "forced by the argument"
         if self.why_two_passes is not None:
             return self.why_two_passes
+        if self.keeps:
+            return "three GEMMs, the gradients' in the backward, by exponentials that are kept"
         if self.schedule == "one_pass":
             return "three GEMMs instead of four"
         return "after every chunk one_pass would add to an fp32 (V, D) sum, which costs more"
@@ -148,7 +153,9 @@ class Plan(LogprobsPlan):
         if self.route.backend.generates and self.stage is LossStage:
             why_not = why_not_generated(self.batch, self.config)
         words = self.stage.words + (f", because {why_not}" if why_not else "")
-        return words + ("; logits are read once" if self.reads_once else "")
+        if self.route.exponentials:
+            return words + "; the GEMM of the logits stores exponentials, and no logit"
+        return words + ("; logits are read once" if self.with_gradient else "")
 
     def _rows_left_out(self) -> list[str]:
         """Say what happens to the rows that get no gradient."""
@@ -156,7 +163,7 @@ class Plan(LogprobsPlan):
         if self.options.metric_rows == "all":
             waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
-        if self.reads_once:
+        if self.with_gradient:
             found = "zeros in the GEMMs, since their logits are gradients by then"
         elif host.reading_is_free(self.head.weight):
             found = "left out of the GEMMs of their gradients"
@@ -166,9 +173,7 @@ class Plan(LogprobsPlan):
 
     @property
     def _tile(self) -> str:
-        if self.route.formed_rows is None:
-            return f"{self.tile_rows} rows"
-        return f"gradients of {self.tile_rows} rows, logits of {self.route.formed_rows} at a time"
+        return f"{'exponentials of ' * self.route.exponentials}{self.tile_rows} rows"
 
     def _lines(self) -> list[str]:
         return [
@@ -205,13 +210,15 @@ def make_plan(
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
-    summing = _summing(route, head, needs)
-    tokens = active.batch.num_tokens
-    if _can_read_once(route, batch, config) and keeps_gradients(summing, head, needs, tokens):
+    tokens, schedule = active.batch.num_tokens, options.schedule
+    summing = _summing(_storing(route, head, batch, config), head, needs)
+    keeps = schedule != "two_pass" and keeps_exponentials(summing, head, needs, tokens)
+    if keeps:
         rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS
-        summing = replace(summing, tile_rows=rows, formed_rows=FORMED_ROWS)
-    chunks, why_two = _chunks(active.batch, config, summing)
-    schedule = options.schedule
+        summing = replace(summing, tile_rows=rows)
+        chunks, why_two = [slice(0, tokens)], None
+    else:
+        chunks, why_two = _chunks(active.batch, config, summing)
     if schedule == "one_pass" and why_two is not None:
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if schedule == "auto":
@@ -235,6 +242,7 @@ def make_plan(
         chunks=tuple(chunks) if schedule == "one_pass" else (),
         stage=choose_stage(route.backend, active.batch, config),
         why_two_passes=why_two,
+        keeps=keeps,
     )
 
 
@@ -257,33 +265,48 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
         return route
     if size > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
         return route
-    rows = route.tile_rows + head.weight.shape[1] * size // route.logits.itemsize
-    if route.device.type != "cpu":
+    rows = route.tile_rows + head.weight.shape[1] * size // route.tile_dtype.itemsize
+    if route.exponentials:
+        rows = max(head.weight.shape[1], _EXPONENTIALS_ROWS)
+    elif route.device.type != "cpu":
         rows = max(rows, _FEWEST_CHUNK_ROWS["cuda"])
     return replace(route, tile_rows=max(route.tile_rows, rows // _BLOCK_ROWS * _BLOCK_ROWS))
 
 
-def _can_read_once(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
-    """Return whether one pass can make gradients of log-probabilities of logits it reads once."""
-    given = route.dtype in route.backend.logp_gradients
+def _of_logprobs(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
+    """Return whether one pass can compute the gradient of log-probabilities with statistics."""
+    known = route.dtype in route.backend.logp_gradients
     plain = route.options.bounded is None and route.shard is None
-    return given and plain and _why_exact(batch, config) is None
+    return known and plain and _why_exact(batch, config) is None
 
 
-def keeps_gradients(route: Route, head: Head, needs: Needs, tokens: int) -> bool:
-    """Return whether one pass that reads once keeps the gradients of all logits of the tokens.
+def _storing(route: Route, head: Head, batch: TokenBatch, config: LossConfig) -> Route:
+    """Return the route whose tiles hold exponentials in place of logits, where there is one."""
+    options = route.options
+    fused = route.backend.has_linear_gradient(route.dtype, head, options.precision)
+    if not fused or options.batch_invariant or not _of_logprobs(route, batch, config):
+        return route
+    rows, workspace = route.tile_rows, options.max_workspace_bytes
+    stored = replace(route, exponentials=True)
+    more = route.logits.itemsize // stored.tile_dtype.itemsize
+    limit = rows * more if workspace is None else workspace // stored.row_bytes
+    return replace(stored, tile_rows=max(1, limit))
 
-    It does by default, of more than a tile, where they take no more than the fp32 sum of the
-    weight's gradient, which then is one GEMM: chunks would have to add to it, and round it at the
-    end.
+
+def keeps_exponentials(route: Route, head: Head, needs: Needs, tokens: int) -> bool:
+    """Return whether one pass keeps the exponentials of all rows for its backward.
+
+    It does where the head has a gradient, for which chunks would have to be added up in fp32, and
+    where they fit into ``max_workspace_bytes`` and ``activation_bytes``, or by default if there are
+    at most four times as many rows as the hidden size.
     """
-    options, dtype, (_, depth) = route.options, route.dtype, head.weight.shape
-    if options.max_workspace_bytes is not None or options.batch_invariant:
+    if not route.exponentials or not needs.weight or not tokens:
         return False
-    summed = needs.weight and needs.main_grad is None and not needs.wide
-    narrow = route.logits.itemsize > dtype.itemsize and head.weight.dtype == dtype
-    fits = tokens * dtype.itemsize <= depth * route.logits.itemsize
-    return summed and narrow and fits and tokens > route.tile_rows
+    limits = route.options.max_workspace_bytes, route.options.activation_bytes
+    if limits == (None, None):
+        return tokens <= KEPT_DEPTHS * head.weight.shape[1]
+    size = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS * route.row_bytes
+    return all(limit is None or size <= limit for limit in limits)
 
 
 def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[slice], str | None]:

@@ -1,7 +1,8 @@
 """The two schedules of a loss, without autograd: one pass over the head, or two.
 
-One pass computes gradients in the forward, while each chunk's logits are there: three GEMMs. Two
-passes form the logits again for the backward, four GEMMs, unless something was kept of them.
+One pass computes gradients in the forward, while each chunk's logits are there, or in the backward
+from exponentials that the forward kept of all: three GEMMs. Two passes form the logits again for
+the backward, four GEMMs, unless something was kept of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad
+from grpo_kernels.backends import RowStats, StatsGrad, TileGradient
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import (
     ENTRIES,
@@ -25,6 +26,7 @@ from grpo_kernels.engine import (
     bounded_report,
     chunked_loop,
     differentiable_stats,
+    gradients_of_logp,
     of_kept,
     rows_forward,
     stats_backward,
@@ -45,8 +47,8 @@ class LossParts(NamedTuple):
     bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
 
 
-# the loss; its gradients in one pass, that of hidden states for the rows with one; and what two
-# passes save for :func:`two_pass_backward`
+# the loss; its gradients if the forward computes them, that of hidden states for the rows with one;
+# and what is saved for :func:`loss_backward`
 Forward = tuple[LossParts, Gradients | None, tuple[Tensor | None, ...]]
 
 
@@ -54,6 +56,8 @@ def loss_forward(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
     if not plan.needs.any:
         return eager_loss(rows, plan), Gradients(), ()
+    if plan.keeps:
+        return _keeping(rows, plan)
     return (_one_pass if plan.schedule == "one_pass" else _two_pass)(rows, plan)
 
 
@@ -76,36 +80,60 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
         sums.take(chunk, stage(chunk.rows.part, chunk.stats), route)
 
     with matmul_precision(route.device, route.precision):
-        stats = chunked_loop(rows, route, chunks, take=take, reads_once=plan.reads_once)
+        stats = chunked_loop(rows, route, chunks, take=take, with_gradient=plan.with_gradient)
         gradients = sums.finish()
     report = sums.report if isinstance(sums, BoundedSums) else None
     parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
     return parts, gradients, ()
 
 
+def _keeping(rows: Rows, plan: Plan) -> Forward:
+    """Compute the loss, and keep the gradients of log-probabilities by the logits."""
+    chosen, kept = with_gradient(rows, plan), list[Chunk]()
+    with matmul_precision(plan.route.device, plan.route.precision):
+        stats = chunked_loop(
+            chosen, plan.route, plan.chunks, take=kept.append, with_gradient=plan.with_gradient
+        )
+    parts, outer = _scored_loss(stats, rows, plan)
+    gradient = kept[0].gradient
+    assert gradient is not None
+    return parts, None, (*gradient, outer.dlogp)
+
+
 def _two_pass(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss, and its gradients with respect to the statistics."""
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
+    parts, outer = _scored_loss(stats, rows, plan)
+    if kept is not None and plan.saving.kind == ENTRIES:
+        parts = parts._replace(bounded=bounded_report(of_kept(kept)[0]))
+    return parts, None, (kept, *stats[:3], *outer)
+
+
+def _scored_loss(stats: RowStats, rows: Rows, plan: Plan) -> tuple[LossParts, StatsGrad]:
+    """Compute the loss from statistics of the rows with a gradient, and its gradient by them."""
     logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
     scored = RowStats(logp, entropy, entropy, masked_logp=logp if plan.masked else None)
     outer = stage(slice(0, logp.numel()), scored)
-    report = None
-    if kept is not None and plan.saving.kind == ENTRIES:
-        report = bounded_report(of_kept(kept)[0])
-    parts = LossParts(stage.loss(), logp, entropy, gate, report)
     if plan.scope == "batch" and plan.active.index is not None:
         outer = outer.rows(plan.active.index)
-    return parts, None, (kept, *stats[:3], *outer)
+    return LossParts(stage.loss(), logp, entropy, gate), outer
 
 
-def two_pass_backward(
+def loss_backward(
     rows: Rows,
     plan: Plan,
     saved: tuple[Tensor | None, ...],  # of :data:`Forward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
     """Compute the gradients of a loss; that of hidden states for the rows with one."""
+    if plan.keeps:
+        exponentials, unit, dlogp = saved
+        assert exponentials is not None and dlogp is not None
+        of_logp = TileGradient(exponentials, unit)
+        dlogp = dlogp if dloss is None else dlogp * dloss
+        chosen = with_gradient(rows, plan)
+        return gradients_of_logp(chosen, of_logp, dlogp, plan.route, plan.needs)
     kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
     return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
 

@@ -36,8 +36,8 @@ from grpo_kernels.schedule.loss_plan import Plan, make_plan
 from grpo_kernels.schedule.passes import (
     LossParts,
     eager_loss,
+    loss_backward,
     loss_forward,
-    two_pass_backward,
     with_gradient,
     with_rest,
 )
@@ -138,7 +138,7 @@ class _PolicyLoss(torch.autograd.Function):
         def rows() -> Rows:
             return _rows(hidden, plan.head, plan.batch)
 
-        if plan.schedule == "one_pass":
+        if plan.schedule == "one_pass" and not plan.keeps:
             # the first backward takes the gradients over, so that the largest is never copied; a
             # second one, under retain_graph, computes them again
             gradients, ctx.gradients = ctx.gradients, None
@@ -152,7 +152,7 @@ class _PolicyLoss(torch.autograd.Function):
             gradients = scaled_(gradients, dloss, inputs)
         else:
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
-            gradients = two_pass_backward(rows(), plan, saved, dloss)
+            gradients = loss_backward(rows(), plan, saved, dloss)
         found = [
             None if gradient is None else gradient.to(x.dtype)
             for gradient, x in zip(gradients, inputs, strict=True)

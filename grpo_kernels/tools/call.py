@@ -14,7 +14,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Needs, RunOptions
 from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import Plan, planned_rows
+from grpo_kernels.schedule import KEPT_DEPTHS, Plan, planned_rows
 
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
@@ -33,7 +33,9 @@ class Call:
         ValueError: a dtype is none of those that are known; the message names the argument.
     """
 
-    name: str  # "eager" | "trl" | "one_pass" | "two_pass", the schedules of ours
+    # "eager" | "trl", the schedules of ours "one_pass" | "two_pass", or one pass that keeps
+    # "exponentials" of all rows
+    name: str
     hidden: int  # D
     vocabulary: int  # V
     tokens: int  # T
@@ -117,6 +119,13 @@ class Call:
         return 2.0 * self.tokens * self.vocabulary * depth
 
     @property
+    def may_keep_exponentials(self) -> bool:
+        """Whether one pass keeps exponentials on a GPU that stores them in place of logits."""
+        known = self.device == "cuda" and self.dtype == torch.bfloat16
+        plain = not (self.frozen or self.softcap or self.sums_dhidden or self.teacher)
+        return known and plain and self.tokens <= KEPT_DEPTHS * self.hidden
+
+    @property
     def default(self) -> str:
         """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
         return _plan(replace(self, name="auto")).schedule
@@ -134,6 +143,7 @@ def _plan(call: Call) -> Plan:
     known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
     batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
     # all with tiles plan the same
-    options = replace(call.options, backend="chunked", schedule=call.name)
+    schedule = "one_pass" if call.name == "exponentials" else call.name
+    options = replace(call.options, backend="chunked", schedule=schedule)
     needs = Needs(hidden=True, weight=not call.frozen)
     return planned_rows(hidden, Head(weight), batch, LossConfig(), options, needs)[1]

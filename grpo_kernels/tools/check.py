@@ -178,6 +178,7 @@ def _logprobs(problem: Problem, **options: Any) -> Results:
     out = linear_logprobs(problem.hidden, problem.weight, target, bias=problem.bias, **options)
     assert out.logprobs is not None and out.entropy is not None
     total = (out.logprobs.double().sin() + 0.3 * out.entropy.double()).sum()
+    assert problem.bias is not None
     found = torch.autograd.grad(total, [problem.hidden, problem.weight, problem.bias])
     gradients = dict(zip(("dhidden", "dweight", "dbias"), found, strict=True))
     return {"logprobs": out.logprobs, "entropy": out.entropy, **gradients}

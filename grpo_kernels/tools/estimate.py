@@ -7,7 +7,6 @@ from typing import NamedTuple
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.engine import chunk_height, tile_height, tile_shape
 from grpo_kernels.head import leading_dim
-from grpo_kernels.schedule import FORMED_ROWS, keeps_gradients
 from grpo_kernels.tools.call import FP16, WIDE, Call
 from grpo_kernels.tools.machine import native_isas
 
@@ -81,21 +80,20 @@ def _rounded(call: Call, dhidden: int, dweight: int) -> int:
     return sum(end for size, end in pairs if size != end)
 
 
-def _kept_gradients(call: Call, pitch: int) -> int:
-    """Estimate one pass that keeps the gradients of all logits, as with Triton, or return 0."""
-    plan, width = call.plan, call.dtype.itemsize
-    readable = call.dtype in BACKENDS["triton"].logp_gradients and call.options.bounded is None
-    kept = keeps_gradients(plan.route, plan.head, plan.needs, call.tokens)
-    if not (kept and readable) or call.device == "cpu":
-        return 0
-    logits = pitch * (FORMED_ROWS + call.tokens * width / plan.route.logits.itemsize)
-    return int(logits) + call.wide_rows + call.dhidden + call.dweight
+def _exponentials(call: Call) -> int:
+    """Estimate one pass that keeps the exponentials of all logits for its backward."""
+    route, width = call.plan.route, call.dtype.itemsize
+    rows = -(-call.tokens // route.block) * route.block
+    kept = rows * leading_dim(route.columns, call.dtype, route.device) * width
+    # the hidden states times a factor each, and a block of a product in fp32 before
+    return kept + call.cast + 2 * call.rows + call.dweight
 
 
 def _ours(call: Call) -> int:
     if call.options.bounded is not None:
         return _bounded(call)
-    return _one_pass(call) if call.name == "one_pass" else _two_pass(call)
+    ways = {"one_pass": _one_pass, "two_pass": _two_pass, "exponentials": _exponentials}
+    return ways[call.name](call)
 
 
 class _Tiles(NamedTuple):
@@ -104,7 +102,6 @@ class _Tiles(NamedTuple):
     height: int  # rows of a chunk in the forward
     single: bool  # it is the only one
     forward: int  # bytes of a chunk's logits, and of those of a teacher
-    pitch: int  # bytes of a row of them
     rows: int  # of a slice of the vocabulary, whose logits are formed again
     columns: int
     again: int  # bytes of a slice's logits
@@ -123,7 +120,6 @@ def _tiles(call: Call) -> _Tiles:
         height=height,
         single=tokens <= most,
         forward=forward + call.cast,
-        pitch=pitch,
         rows=rows,
         columns=columns,
         again=again + call.cast,
@@ -133,7 +129,7 @@ def _tiles(call: Call) -> _Tiles:
 def _one_pass(call: Call) -> int:
     tiles = _tiles(call)
     sums, rounded = _sums(call, tiles.single)
-    return max(sums + max(_summing_tile(call, tiles), rounded), _kept_gradients(call, tiles.pitch))
+    return sums + max(_summing_tile(call, tiles), rounded)
 
 
 def _summing_tile(call: Call, tiles: _Tiles) -> int:

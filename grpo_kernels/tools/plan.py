@@ -202,6 +202,9 @@ def _calls(
     for name, one in ours.items():
         keeps = f", keeps {one.keeps}" if one.keeps not in (None, "nothing") else ""
         yield f"ours, {name}" + (" (the default)" if name == call.default else "") + keeps, one
+    if call.may_keep_exponentials:
+        title = "ours, one_pass, keeps exponentials (the default on H100, H200 and B200)"
+        yield title, replace(call, name="exponentials")
     if tile is not None:
         options = replace(call.options, max_workspace_bytes=tile)
         yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)

@@ -190,12 +190,10 @@ def row_stats(
     return stats
 
 
-def logp_gradient_(
-    tile: Tile, config: RowConfig | None = None, out: Tensor | None = None
-) -> tuple[RowStats, TileGradient]:
-    """Compute the same, and the bf16 gradients of log-probabilities: in ``out``, or over the fp32
-    or bf16 logits."""
-    out = output_view(tile.logits, torch.bfloat16) if out is None else out
+def logp_gradient_(tile: Tile, config: RowConfig | None = None) -> tuple[RowStats, TileGradient]:
+    """Compute the same, and the bf16 gradients of log-probabilities over the fp32 or bf16
+    logits."""
+    out = output_view(tile.logits, torch.bfloat16)
     gradient = TileGradient(out, torch.empty(len(out), device=out.device))
     return row_stats(tile, False, config, gradient), gradient
 
