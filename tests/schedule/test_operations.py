@@ -15,10 +15,10 @@ from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_
 from grpo_kernels.testing import make_problem
 
 # these start no work on a device
-_FREE = ("view", "slice", "select", "expand", "detach", "alias", "as_strided", "unsqueeze")
-_FREE += ("squeeze", "t", "split", "unbind", "empty", "new_empty", "empty_like", "set_")
-_FREE += ("_unsafe_view", "lift_fresh")
-_FREE += ("zero_", "_local_scalar_dense")  # of a CPU's GEMMs, and of numbers that lie there
+FREE = ("view", "slice", "select", "expand", "detach", "alias", "as_strided", "unsqueeze")
+FREE += ("squeeze", "t", "split", "unbind", "empty", "new_empty", "empty_like", "set_")
+FREE += ("_unsafe_view", "lift_fresh")
+FREE += ("zero_", "_local_scalar_dense")  # of a CPU's GEMMs, and of numbers that lie there
 
 
 class Operations(TorchDispatchMode):
@@ -30,7 +30,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
-        self.launches += func._schema.name.removeprefix("aten::") not in _FREE
+        self.launches += func._schema.name.removeprefix("aten::") not in FREE
         return func(*args, **(kwargs or {}))
 
 
