@@ -25,6 +25,7 @@ from grpo_kernels.backends import (
     with_top_k,
 )
 from grpo_kernels.batch import host
+from grpo_kernels.engine.compaction import FEWEST, LEAST_SHARE
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.route import Route
@@ -33,10 +34,6 @@ from grpo_kernels.engine.shards import merge_vocab_shards
 from grpo_kernels.head import leading_dim, matmul_precision, project
 
 _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
-# A row that moves is read and written once, V values each; in the two GEMMs it would have cost
-# 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
-# move costs the host a few operations.
-_LEAST_SHARE, _FEWEST = 1 / 16, 16
 
 
 class Chunk(NamedTuple):
@@ -62,7 +59,7 @@ class Chunk(NamedTuple):
             return self, outer
         flags = host.values(wanted)
         count, total = sum(flags), len(flags)
-        if total - count < max(_FEWEST, total * _LEAST_SHARE):
+        if total - count < max(FEWEST, total * LEAST_SHARE):
             return self, outer
         later = iter([row for row in range(count, total) if flags[row]])
         order = [place if flags[place] else next(later) for place in range(count)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient, output_view
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
+from grpo_kernels.engine.compaction import moved_forward_
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
 from grpo_kernels.head import (
@@ -152,9 +153,18 @@ class GradientSums:
 
 
 def gradients_of_logp(
-    rows: Rows, kept: TileGradient, dlogp: Tensor, route: Route, needs: Needs
+    rows: Rows,
+    kept: TileGradient,  # (T, V)
+    dlogp: Tensor,  # (T,)
+    route: Route,
+    needs: Needs,
+    nonzero: Tensor | None = None,  # (T,) bool, the rows to multiply; None: all
 ) -> Gradients:
-    """Compute gradients from those of all rows' log-probabilities by the logits, (T, V)."""
+    """Compute gradients from those of all rows' log-probabilities by the logits.
+
+    With ``nonzero`` the host waits for the number of rows, and ``kept`` is overwritten: others of
+    its rows by some of these, so that a second call finds what it needs.
+    """
     sums = GradientSums(rows, needs, 1)
     with matmul_precision(route.device, route.precision):
         factor = sums.scaled(StatsGrad(dlogp)).dlogp
@@ -162,7 +172,13 @@ def gradients_of_logp(
         gradient = TileGradient(kept.dlogits, factor)
         if kept.row_scale is not None:
             gradient = route.backend.weighted_gradient(kept, factor)
-        sums.add(gradient, rows.ready().as_all())
+        rows = rows.ready().as_all()
+        order = None if nonzero is None else moved_forward_(gradient.dlogits, nonzero)
+        if order is not None:
+            dlogits, scale = gradient.dlogits[: len(order)], gradient.row_scale
+            assert scale is not None
+            gradient, rows = TileGradient(dlogits, scale[order]), rows.at(order)
+        sums.add(gradient, rows)
         return sums.finish()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,6 +34,8 @@ _BLOCK_ROWS = 256  # of tiles for one pass
 # Exponentials of all rows are kept up to so many times the hidden size: twice the fp32 sum of the
 # weight's gradient, which then is one GEMM. Beyond it a chunk has rows for a whole wave of a GPU.
 KEPT_DEPTHS = 4
+# Operations of the gradients' GEMMs in which waiting for a number of rows is a few per cent.
+_WORTH_A_WAIT = 4e12
 _EXPONENTIALS_ROWS = 2048
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
@@ -63,6 +66,24 @@ class Plan(LogprobsPlan):
     def with_gradient(self) -> bool:
         """Whether one pass computes statistics along with the gradient of log-probabilities."""
         return self.schedule == "one_pass" and _of_logprobs(self.route, self.batch, self.config)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the backward multiplies exponentials of rows with a gradient only.
+
+        On a GPU it waits for their number. So it does where the loss may clip or gate, and where
+        that is not long compared with the products; nothing can wait while a graph is captured.
+        """
+        batch, config = self.batch, self.config
+        if not self.keeps:
+            return False
+        if host.reading_is_free(batch.target):
+            return True
+        off_policy = batch.old_logprobs is not None or batch.rollout_logprobs is not None
+        may_gate = off_policy or config.top_entropy_quantile < 1
+        operations = 4 * self.tokens * math.prod(self.head.weight.shape)
+        worth = may_gate and operations >= _WORTH_A_WAIT
+        return worth and not torch.cuda.is_current_stream_capturing()
 
     @property
     def tile_rows(self) -> int:
@@ -163,7 +184,9 @@ class Plan(LogprobsPlan):
         if self.options.metric_rows == "all":
             waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
-        if self.with_gradient:
+        if self.leaves_out:
+            found = "left out of the GEMMs of their gradients, if they are a sixteenth or more"
+        elif self.with_gradient:
             found = "zeros in the GEMMs, since their logits are gradients by then"
         elif host.reading_is_free(self.head.weight):
             found = "left out of the GEMMs of their gradients"

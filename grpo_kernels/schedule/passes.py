@@ -131,9 +131,11 @@ def loss_backward(
         exponentials, unit, dlogp = saved
         assert exponentials is not None and dlogp is not None
         of_logp = TileGradient(exponentials, unit)
+        # whatever the gradient of the loss: what is overwritten is of no use to any backward
+        nonzero = dlogp != 0 if plan.leaves_out else None
         dlogp = dlogp if dloss is None else dlogp * dloss
         chosen = with_gradient(rows, plan)
-        return gradients_of_logp(chosen, of_logp, dlogp, plan.route, plan.needs)
+        return gradients_of_logp(chosen, of_logp, dlogp, plan.route, plan.needs, nonzero)
     kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
     return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
 

@@ -53,6 +53,8 @@ def test_kernels_compile(target: str) -> None:
     assert set(listed["kernels"]) <= compiled, "a kernel without a case in gate_cases.py"
     for result in results:
         assert fits(result), result
+        if target == "sm_90" and result["case"].startswith("anchored_kernel tensordesc"):
+            assert result["registers"] <= 188, result  # half of a multiprocessor's are accumulators
 
 
 def test_warm_up_compiles_what_steps_of_any_number_of_rows_launch() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from grpo_kernels import LossConfig, TokenBatch, explain, linear_policy_loss
+from grpo_kernels.backends import TileGradient
 from grpo_kernels.backends.triton_backend import Triton
+from grpo_kernels.engine import GradientSums, compaction
 from grpo_kernels.schedule import Plan, loss_plan
 from grpo_kernels.testing import Problem, assert_all_as_exact_as, make_config, make_problem, run
 from tests.schedule.test_operations import FREE
@@ -243,3 +245,60 @@ def test_the_gemm_is_launched_first(
             linear_policy_loss(problem.hidden, problem.weight, batch, config, backend=backend)
     before = launched[: launched.index("anchored_kernel")]
     assert before == ["index_select"] * padded + ["_target_logits_kernel"]
+
+
+def test_rows_without_a_gradient_are_left_out(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows move into gaps, and both gradients and a second backward are those of all rows."""
+    monkeypatch.setattr(compaction, "_MULTIPLE", 8)
+    monkeypatch.setattr(compaction, "_BLOCK", 3)
+    multiplied: list[int] = []
+    add = GradientSums.add
+
+    def counted(self: GradientSums, gradient: TileGradient, *arguments: Any) -> None:
+        multiplied.append(len(gradient.dlogits))
+        add(self, gradient, *arguments)
+
+    monkeypatch.setattr(GradientSums, "add", counted)
+    problem, config = make_problem(5, 20, D, V, bias=False), make_config("dapo")
+    # every other sequence moved far in the direction of its advantage: the loss clips it
+    old = problem.logprobs["old_logprobs"]
+    old[::2] -= torch.sign(problem.advantages[::2, None])
+    posed = problem.to(device, torch.bfloat16)
+    monkeypatch.setattr(Plan, "leaves_out", True)
+    exact, eager = (run(x, config, backend="reference") for x in (problem, posed))
+    ours = run(posed, config, backend=backend)
+    assert_all_as_exact_as(ours, eager, exact, 1.2e-2)
+    tokens = int(posed.mask.sum())
+    assert multiplied and multiplied[0] % 8 == 0 and multiplied[0] < 0.8 * tokens
+    out = linear_policy_loss(posed.hidden, posed.weight, posed.batch(), config, backend=backend)
+    inputs = (posed.hidden, posed.weight)
+    none = torch.autograd.grad(out.loss * 0.0, inputs, retain_graph=True)
+    assert not any(x.any() for x in none)
+    first = torch.autograd.grad(out.loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(out.loss, inputs)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9, 1.0])
+def test_moving_rows(
+    share: float, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_MULTIPLE", 16)
+    monkeypatch.setattr(compaction, "_BLOCK", 7)
+    values = torch.arange(200.0, device=device)[:, None].repeat(1, 3)
+    wanted = torch.rand(200, device=device) >= share
+    wanted[:60] = share < 1  # so that gaps and rows to move are not spread evenly
+    before = values.clone()
+    order = compaction.moved_forward_(values, wanted)
+    if order is None:
+        assert (~wanted).sum() < 28 and torch.equal(values, before)
+        return
+    assert len(order) == -(-int(wanted.sum()) // 16) * 16
+    assert torch.equal(values[: len(order)], before[order])
+    assert torch.equal(values[wanted], before[wanted])
+    assert set(order.tolist()) >= set(wanted.nonzero()[:, 0].tolist())
+    again = compaction.moved_forward_(values, wanted)
+    assert again is not None and torch.equal(again, order)
+    assert torch.equal(values[: len(order)], before[order])
