@@ -254,10 +254,9 @@ def batch(**overrides: object) -> TokenBatch:
     )
 
 
-def packed(*cu_seqlens: int) -> TokenBatch:
-    return TokenBatch.from_packed(
-        torch.arange(6), torch.ones(len(cu_seqlens) - 1), torch.tensor(cu_seqlens)
-    )
+def packed(*cu_seqlens: int, **optional: Any) -> TokenBatch:
+    advantages = torch.ones(len(cu_seqlens) - 1)
+    return TokenBatch.from_packed(torch.arange(6), advantages, torch.tensor(cu_seqlens), **optional)
 
 
 def logprobs(**overrides: object) -> object:
@@ -299,6 +298,8 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: batch(gradient_accumulation_steps=0), "gradient_accumulation_steps", ">= 1"),
     (lambda: batch(old_logprob=torch.zeros(2, 3)), "old_logprob", "expected one of"),
     (lambda: batch(lengths=[2, 2]), "lengths", r"\(3, 2\) for these tensors, got \(2, 2\)"),
+    (lambda: batch(lengths=[1, 4]), "lengths", r"of shape \(2, 3\), got \[1, 4\]"),
+    (lambda: packed(0, 3, 6, lengths=[3, 4]), "lengths", r"of shape \(6,\), got \[3, 4\]"),
     (lambda: batch(active_lengths=[3, 2]), "lengths", "valid tokens that active_lengths are of"),
     (lambda: batch(lengths=[3, 2], active_lengths=[3, 3]), "active_lengths", "at most"),
     (lambda: packed(0, 3, 5), "cu_seqlens", "T = 6"),

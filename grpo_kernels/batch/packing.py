@@ -89,7 +89,7 @@ def packed_fields(
     sequences, starts, sizes = _sequences(target, cu_seqlens, wrong)
     columns, per_token = _columns(advantages, target, sequences, sizes, optional)
     scalars = {name: _scalar(name, optional.get(name), target) for name in SCALAR_FIELDS}
-    stated = _stated_counts(optional, sequences)
+    stated = _stated_counts(optional, sequences, target)
 
     table = torch.stack(list(columns.values()))  # (k, N), of the widest dtype
     both = torch.stack([valid, valid & (table[0] != 0)])
@@ -237,7 +237,7 @@ def _require(flags: Tensor, offsets: Tensor, stated: Tensor) -> None:
             host.assert_async(right, f"{name}: expected another sum for these tensors")
 
 
-def _stated_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None:
+def _stated_counts(optional: Mapping[str, Any], sequences: int, target: Tensor) -> Tensor | None:
     """Return the caller's lists as (2, B) int64 on the CPU."""
     lengths, active = (optional.get(name) for name in COUNT_FIELDS)
     for name, value in zip(COUNT_FIELDS, (lengths, active), strict=True):
@@ -248,6 +248,11 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int) -> Tensor | None
             raise ValueError(
                 f"{name}: expected {sequences} ints >= 0, one per sequence, got {value!r}"
             )
+    most, fits = target.shape[-1], sum(lengths or ()) <= target.numel()
+    if not fits or max(lengths or (), default=0) > most:
+        raise ValueError(
+            f"lengths: expected those of tokens of shape {tuple(target.shape)}, got {lengths!r}"
+        )
     if active is None:
         return None if lengths is None else host.to_host([lengths, [UNKNOWN] * sequences])
     if lengths is None:

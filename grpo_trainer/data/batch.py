@@ -83,6 +83,10 @@ class MicroBatch:
     # (2, B) int64: tokens of each row's prompt, and the first row with the same one
     prompts: Tensor | None = None
     shares_prompts: bool = False  # the packed rows have each of these once
+    # B numbers each, so that a step reads none from a device: tokens of each row in the loss, and
+    # those of them whose advantage is not 0; None: the host does not know
+    lengths: list[int] | None = None
+    active_lengths: list[int] | None = None
 
     def num_active(self) -> Tensor:  # (2,) fp64
         """Count the completions with a token in the loss whose advantage is not 0, and their
@@ -113,6 +117,8 @@ class MicroBatch:
             num_prompts=None if prompts is None else prompts * steps,
             entropy_scale=entropy_scale,
             gradient_accumulation_steps=steps,
+            lengths=self.lengths,
+            active_lengths=self.active_lengths,
         )
 
 
@@ -153,8 +159,8 @@ def collate(
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
 ) -> MicroBatch:
-    """Join and pad B completions; the result is on the device of ``advantages``."""
-    device = advantages.device
+    """Join and pad B completions; the result is on the device of ``advantages``, which is read."""
+    device, known = advantages.device, advantages.cpu()
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
     lengths = [len(row) for row in rows]
     starts = torch.tensor([len(sample.prompt_ids) for sample in samples])
@@ -169,9 +175,11 @@ def collate(
     if len(logprobs) == len(samples):
         rollout_logprobs = _at_targets(logprobs, completion).to(device)
     if advantages.dim() == 2:
-        pairs = zip(advantages.tolist(), samples, strict=True)
+        pairs = zip(known.tolist(), samples, strict=True)
         of_tokens = [values[: len(sample.completion_ids)] for values, sample in pairs]
-        advantages = _at_targets(of_tokens, completion).to(device)
+        known = _at_targets(of_tokens, completion)
+        advantages = known.to(device)
+    active = in_loss & (known.view(len(samples), -1) != 0)
     images = [sample.images for sample in samples]
     numbers: dict[tuple[int, ...], int] = {}
     first = [numbers.setdefault(tuple(one.prompt_ids), row) for row, one in enumerate(samples)]
@@ -186,6 +194,8 @@ def collate(
         sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
         inputs=model_inputs(images, lengths, input_ids.shape[1], device),
         prompts=torch.stack([starts, torch.tensor(first)]).to(device),
+        lengths=in_loss.sum(1).tolist(),
+        active_lengths=active.sum(1).tolist(),
     )
 
 

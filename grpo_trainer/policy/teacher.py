@@ -109,6 +109,7 @@ class Teacher:
         if batch.advantages.dim() == 1:
             batch.advantages = batch.advantages[:, None].expand(batch.target.shape)
         batch.advantages = batch.advantages + self._args.distillation_coef * gain
+        batch.lengths = batch.active_lengths = None  # were of the old ones
         return teacher_kl(-gain, batch)
 
     def _logprobs(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:  # (B, L)
