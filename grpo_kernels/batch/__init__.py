@@ -1,7 +1,14 @@
 """What a loss is taken on: valid tokens of a rollout, packed and checked. Knows nothing else."""
 
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import IGNORE_INDEX, TOKEN_FIELDS
+from grpo_kernels.batch.inputs import (
+    CHECKED,
+    IGNORE_INDEX,
+    SCALAR_FIELDS,
+    TOKEN_FIELDS,
+    BatchInputs,
+)
+from grpo_kernels.batch.packing import PACKERS, Findings, Packing, ValidTokens
 from grpo_kernels.batch.sampling_mask import MASK_FIELDS, SamplingMask, check_sampling_mask
 from grpo_kernels.batch.segments import (
     RankRows,

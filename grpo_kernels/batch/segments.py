@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from grpo_kernels.arguments import check_like, check_name
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import (
+from grpo_kernels.batch.inputs import (
     IGNORE_INDEX,
     SCALAR_FIELDS,
     TOKEN_FIELDS,

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_kernels.batch import host
-from grpo_kernels.batch.packing import TOKEN_FIELDS, UNKNOWN, OptionalFields, packed_fields
+from grpo_kernels.batch.inputs import TOKEN_FIELDS, UNKNOWN, OptionalFields
+from grpo_kernels.batch.packing import packed_fields
 from grpo_kernels.batch.sampling_mask import MASK_FIELDS, SamplingMask
 from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 
