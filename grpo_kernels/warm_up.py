@@ -44,7 +44,7 @@ def warm_up(
     It runs the loss on a few rows, forward and backward, in all ways that a batch of any size may
     take. No gradient is left anywhere, and the random state stays. Where nothing is compiled (every
     backend but Triton's) none is run. Call it under the autocast of the training step. It
-    does not prepare calls inside ``torch.compile``.
+    does not prepare calls inside ``torch.compile``, nor batches that are built with a mask.
 
     Args:
         weight, bias, lora, logit_scale, softcap: the head, as for ``linear_policy_loss``; what

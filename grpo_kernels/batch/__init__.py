@@ -6,6 +6,7 @@ from grpo_kernels.batch.inputs import (
     IGNORE_INDEX,
     SCALAR_FIELDS,
     TOKEN_FIELDS,
+    UNKNOWN,
     BatchInputs,
 )
 from grpo_kernels.batch.packing import PACKERS, Findings, Packing, ValidTokens

@@ -19,7 +19,7 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import anchored, divergence, dlogits, extract, sums
+from grpo_kernels.backends.triton import anchored, divergence, dlogits, extract, packing, sums
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import OPTIONS
 from grpo_kernels.backends.triton.linear_stats import (
@@ -29,6 +29,7 @@ from grpo_kernels.backends.triton.linear_stats import (
 )
 from grpo_kernels.backends.triton.linear_tile import constants
 from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
+from grpo_kernels.batch import SCALAR_FIELDS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,7 +70,7 @@ def cases(target: str) -> list[Case]:
     rows = (*rows, *_divergence_cases(target))
     linear = (*_linear_cases(target), *_anchored_cases(target), *_merge_cases())
     entries = (*_extract_cases(target), *_gather_cases())
-    return [*rows, *linear, *entries, *_reduce_cases(), _pointwise_case()]
+    return [*rows, *linear, *entries, *_reduce_cases(), *_packing_cases(), _pointwise_case()]
 
 
 def _row_types(**more: str) -> Types:
@@ -277,6 +278,32 @@ def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> di
 def _reduce_cases() -> Iterator[Case]:
     types = {"values_ptr": "*fp32", "bounds_ptr": "*i64", "sums_ptr": "*fp32"}
     yield Case(sums._segment_sum_kernel, types, {"BLOCK": sums._BLOCK_T}, OPTIONS)
+
+
+def _packing_cases() -> Iterator[Case]:
+    """Yield tokens with nothing but advantages, and with all that there may be."""
+    kernel, sizes = packing._pack_tokens_kernel, dict.fromkeys(packing._SIZES, "i32")
+    integers = ("ids", "packed_ids", "rows", "offsets", "report")
+    types = {f"{name}_ptr": "*i64" for name in integers} | sizes
+    columns = [f"{name}_ptr" for name in packing.COLUMNS]
+    least = {"advantages_ptr": "*fp32", "table_ptr": "*fp32"}
+    fields = dict.fromkeys((f"{name}_ptr" for name in SCALAR_FIELDS), "*fp64")
+    fields |= {"cu_seqlens_ptr": "*i32", "prompt_tokens_ptr": "*i64"}
+    variants = [least]
+    for mask, column, table in (
+        ("*i1", "*fp32", "*fp32"), ("*i64", "*bf16", "*fp32"), ("*fp32", "*fp64", "*fp64"),
+    ):  # fmt: skip
+        every = dict.fromkeys(columns, column) | {"table_ptr": table, "mask_ptr": mask}
+        variants += [every, every | fields]
+    for more in variants:
+        posed = types | more
+        constants = {"BLOCK": packing.BLOCK, "PER_TOKEN": "cu_seqlens_ptr" in more}
+        yield Case(kernel, posed, _absent(kernel, posed, constants), packing.OPTIONS)
+    posed = {"report_ptr": "*i64", "passed_ptr": "*i1", "num_sequences": "i32"}
+    posed |= {"length": "i32", "active_length": "i32"}
+    yield Case(
+        packing._check_report_kernel, posed, {"BLOCK": packing._CHECKED_BLOCK}, packing.OPTIONS
+    )
 
 
 def _pointwise_case() -> Case:

@@ -5,6 +5,7 @@ from grpo_kernels.backends.triton.divergence import divergence_gradient_, diverg
 from grpo_kernels.backends.triton.dlogits import dlogits_
 from grpo_kernels.backends.triton.extract import extract_entries
 from grpo_kernels.backends.triton.linear_stats import linear_stats
+from grpo_kernels.backends.triton.packing import KernelPacking
 from grpo_kernels.backends.triton.row_stats import logp_gradient_, row_stats, weighted_gradient
 from grpo_kernels.backends.triton.sums import (
     entries_matmul,
