@@ -6,6 +6,7 @@ an H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,10 +138,22 @@ def gpu_chunk_rows(dtype: torch.dtype, columns: int) -> int:
 
 def device_class(device: torch.device) -> str:
     """Return the class of GPUs that share tiles, ``"sm_90"`` or ``"gfx942"``; else the type."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return device.type
-    # torch.compile folds this call; it would stop at get_device_capability
+    # a device without an index is the current one; and torch.compile folds the call
+    if device.index is None or torch.compiler.is_compiling():
+        return _class_of(device)
+    return _known_class(device)
+
+
+def _class_of(device: torch.device) -> str:
+    if not torch.cuda.is_available():
+        return device.type
+    # torch.compile would stop at get_device_capability
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+_known_class = functools.cache(_class_of)

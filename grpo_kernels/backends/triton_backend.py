@@ -50,12 +50,7 @@ class Triton(Backend):
             return why
         from triton import knobs
 
-        if knobs.runtime.interpret:
-            return None
-        if torch.cuda.is_available():
-            return _why_no_driver()
-        interpreted = "TRITON_INTERPRET=1 runs the kernels on CPU, slowly"
-        return f"no CUDA or ROCm device is present ({interpreted})"
+        return None if knobs.runtime.interpret else _why_no_driver()
 
     def unsuited(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -102,6 +97,9 @@ def _why_not_usable() -> str | None:
 
 @functools.cache
 def _why_no_driver() -> str | None:
+    if not torch.cuda.is_available():
+        interpreted = "TRITON_INTERPRET=1 runs the kernels on CPU, slowly"
+        return f"no CUDA or ROCm device is present ({interpreted})"
     from triton.runtime import driver
 
     try:

@@ -18,6 +18,7 @@ from grpo_kernels.backends import (
     choice,
     choose_backend,
     cpu,
+    gpu_tiles,
     triton_backend,
     why_backend,
 )
@@ -70,6 +71,7 @@ def hopper(monkeypatch: Patch) -> Iterator[None]:
     )
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_tiles, "_known_class", gpu_tiles._class_of)
     set_driver(monkeypatch, object())
     set_capability(monkeypatch, 9, 0)
     for function in cached:

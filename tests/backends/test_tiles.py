@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_kernels.backends import gpu_tiles
 from grpo_kernels.backends.gpu_tiles import ROW_CONFIG, LinearConfig, RowConfig, aligned_config
 
 
@@ -18,6 +19,7 @@ def test_a_tile_that_does_not_fit_is_named(
     common = pytest.importorskip("grpo_kernels.backends.triton.common")
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_tiles, "_known_class", gpu_tiles._class_of)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     too_much = common.OutOfResources(262144, 232448, "shared memory")
