@@ -2,7 +2,7 @@
 # each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
 # .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts, the newest packages into .venv-newest
 # and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
-# needs: a GPU machine has it.
+# needs: a GPU machine has it. make gpu-status needs only a python3.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-tune wheels clean
+.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-status gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -114,10 +114,14 @@ bench-vllm: $(VENV)/.dev
 results: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report --documents
 
-# checks, measurements, benchmarks, tests and a summary in under nine minutes; writes to OUT, by
-# default benchmarks/results
+# jobs for a GPU that have no result of these kernels yet, as many as fit into LIMIT seconds, by default 285;
+# JOBS="heads bits" names some. Results go to OUT, by default benchmarks/results; call it again to go on.
 gpu:
-	benchmarks/gpu.sh $(PYTHON)
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(JOBS)
+
+# without a GPU: which jobs there are, what each decides, and which have a result of these kernels
+gpu-status:
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --status $(JOBS)
 
 # the kernels at all tiles; the best belong into grpo_kernels/backends/gpu_tiles.py
 gpu-tune:

@@ -1,0 +1,197 @@
+"""``make gpu``: which jobs run, how they end, what is kept, and what ``make gpu-status`` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import record
+from benchmarks.gpu.jobs import JOBS, Command, Job, choose
+from benchmarks.gpu.runner import Runner
+from benchmarks.results import ROOT
+
+CARD = {
+    "environment": {
+        "date": "2026-01-01T00:00:00+00:00",
+        "commit": "abc",
+        "modified": False,
+        "device": "a card",
+        "versions": {"torch": "0"},
+    },
+    "workers": 3,
+}
+HANGING = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ours x 1.05", flush=True)
+time.sleep(60)
+"""
+
+
+def make_job(name: str, code: str, seconds: int = 30) -> Job:
+    command = Command(("-c", code))
+    return Job(name=name, decides="all", seconds=seconds, command=command, dry=command)
+
+
+GOOD = make_job("good", "print('== 3 passed in 0.1s ==')")
+CRASHING = make_job("crashing", "import os; print('FAILED one', flush=True); os.abort()")
+HANGS = make_job("hanging", HANGING, seconds=1)
+
+
+def make_runner(out: Path, seconds: float = 60.0, device: str = "a card") -> Runner:
+    machine = {**CARD, "environment": {**CARD["environment"], "device": device}}
+    end = time.monotonic() + seconds
+    return Runner(out=out, end=end, dry=False, variables=dict(os.environ), machine=machine)
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.runner._GRACE", 0.3)
+
+
+def states(out: Path) -> list[tuple[str, str]]:
+    return [(line["job"], line["state"]) for line in record.read(out)]
+
+
+def test_what_crashes_or_hangs_does_not_stop_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    after = replace(GOOD, name="after")
+    jobs = [GOOD, CRASHING, HANGS, after]
+    assert make_runner(tmp_path).run(jobs, again=False) == 1
+    ended = [("good", "ok"), ("crashing", "failed"), ("hanging", "ended"), ("after", "ok")]
+    assert states(tmp_path) == ended
+    printed = capfd.readouterr().out
+    assert "FAILED one" in printed and "ours x 1.05" in printed
+    assert "good: ok after 0 s: 3 passed in 0.1s" in printed
+    assert "failed: crashing, hanging\n" in printed
+    assert "FAILED one" in (tmp_path / "gpu-logs/crashing.txt").read_text()
+
+
+def test_a_line_says_on_which_card_and_of_what(tmp_path: Path) -> None:
+    assert make_runner(tmp_path).run([GOOD], again=False) == 0
+    (line,) = record.read(tmp_path)
+    assert line["device"] == "a card" and line["versions"] == {"torch": "0"}
+    assert line["commit"] == "abc" and line["sources"] == record.fingerprint(GOOD)
+    assert line["said"] == "3 passed in 0.1s" and 0 <= line["seconds"] < 30
+    assert line["date"] > CARD["environment"]["date"]  # of the job, not of the call
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    """What failed comes again after what never ran; what is named runs in any case."""
+    jobs = [GOOD, CRASHING, replace(GOOD, name="last")]
+    make_runner(tmp_path).run(jobs[:2], again=False)
+    assert make_runner(tmp_path).run(jobs, again=False) == 1
+    assert states(tmp_path)[2:] == [("last", "ok"), ("crashing", "failed")]
+    assert make_runner(tmp_path).run(jobs[:1], again=False) == 0 and len(states(tmp_path)) == 4
+    assert make_runner(tmp_path).run(jobs[:1], again=True) == 0 and len(states(tmp_path)) == 5
+    # another card has no result
+    assert make_runner(tmp_path, device="another").run(jobs[:1], again=False) == 0
+    assert len(states(tmp_path)) == 6
+
+
+def test_what_does_not_fit_waits_for_another_call(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first job gets what time there is; a short one fills what a long one leaves."""
+    long, short = replace(GOOD, name="long", seconds=90), replace(GOOD, name="short", seconds=2)
+    jobs = [GOOD, long, short]
+    assert make_runner(tmp_path, seconds=20).run(jobs, again=False) == 1
+    assert states(tmp_path) == [("good", "ok"), ("short", "ok")]
+    assert "no time for: long; call again" in capfd.readouterr().out
+    assert make_runner(tmp_path, seconds=20).run(jobs, again=False) == 0
+    assert states(tmp_path)[2:] == [("long", "ok")]
+
+
+def test_the_status_says_none_current_and_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [GOOD, CRASHING]
+
+    def results() -> list[str]:
+        return [line[1] for line in record.status(jobs, record.read(tmp_path))[1:]]
+
+    assert results() == ["none", "none"]
+    make_runner(tmp_path).run(jobs, again=False)
+    assert results() == ["current", "current, failed"]
+    monkeypatch.setattr(record, "KERNELS", ("grpo_kernels/head/**/*.py",))
+    assert results() == ["stale", "stale, failed"]
+    make_runner(tmp_path, device="another").run([GOOD], again=False)
+    assert results() == ["stale", "current", "stale, failed"]
+
+
+def test_a_fingerprint_is_of_the_kernels_and_the_jobs_own_files(tmp_path: Path) -> None:
+    job = replace(GOOD, sources=("benchmarks/test_good.py",))
+    files = {"grpo_kernels/a/b.py": "1", "benchmarks/test_good.py": "1", "benchmarks/other.py": "1"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = record.fingerprint(job, tmp_path)
+    (tmp_path / "benchmarks/other.py").write_text("2")
+    assert record.fingerprint(job, tmp_path) == before
+    for name in [*files][:2]:
+        (tmp_path / name).write_text("2")
+        assert record.fingerprint(job, tmp_path) != before
+        before = record.fingerprint(job, tmp_path)
+
+
+def test_jobs_are_chosen_by_name_and_by_the_first_part_of_it() -> None:
+    assert choose([]) == list(JOBS)
+    assert [job.name for job in choose(["accuracy", "tests"])] == [
+        *(job.name for job in JOBS if job.name.startswith("tests-")),
+        "accuracy",
+    ]
+    with pytest.raises(ValueError, match=r"^JOBS: expected some of tests-ops, .*; got heads1$"):
+        choose(["bits", "heads1"])
+
+
+def test_every_job_fits_into_one_call_and_has_its_files() -> None:
+    assert len({job.name for job in JOBS}) == len(JOBS)
+    for job in JOBS:
+        assert job.seconds <= 275 and job.decides.endswith(".")
+        assert job.sources and all([*ROOT.glob(path)] for path in job.sources), job.name
+
+
+def test_all_gpu_tests_are_in_a_job() -> None:
+    run = {path for job in JOBS for each in job.sources for path in ROOT.glob(each)}
+    marked = {
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"\btargets\(|device: torch\.device|mark\.gpu\b", path.read_text())
+    }
+    assert marked and marked <= run, marked - run
+
+
+def called(*words: str, **variables: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_command_without_a_gpu(tmp_path: Path) -> None:
+    code, printed = called("--out", str(tmp_path))
+    assert code == 2 and printed.startswith("no GPU to measure on: ")
+    code, printed = called("nothing")
+    assert code == 1 and "got nothing" in printed and "accuracy" in printed
+    code, printed = called("--status", "bits", OUT=str(tmp_path))
+    assert code == 0 and re.search(r"^bits +none +Whether ", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_a_job_dry(job: Job, tmp_path: Path) -> None:
+    code, printed = called("--dry", job.name, "--out", str(tmp_path), "--limit", "600")
+    assert code == 0, printed + (tmp_path / f"gpu-logs/{job.name}.txt").read_text()
+    (line,) = record.read(tmp_path)
+    assert line["state"] == "ok" and json.dumps(line)
