@@ -128,12 +128,20 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
         else:
             free(settings.device)
     if broken is None and settings.rounds:
+        made = [call for call in calls if call[2].runs]
+        ways = {provider.queued for provider, _, _ in made}
+        timers = {queued: make_timer(settings.device, queued) for queued in ways}
         runs = [
-            (row, partial(provider.run, make_problem(case, settings.device)))
-            for provider, case, row in calls
-            if row.runs
+            (
+                row,
+                (
+                    timers[provider.queued],
+                    partial(provider.run, make_problem(case, settings.device)),
+                ),
+            )
+            for provider, case, row in made
         ]
-        race(runs, settings.rounds, make_timer(settings.device), settings.budget)
+        race(runs, settings.rounds, lambda pair: pair[0](pair[1]), settings.budget)
 
 
 def race(

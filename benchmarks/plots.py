@@ -18,14 +18,15 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Group, Row
 from benchmarks.shapes import WORKS
-from benchmarks.tables import BARE, QUOTED, in_order
+from benchmarks.tables import BARE, QUOTED, competes, in_order
 
 _WORK = "dapo"  # the one that is drawn
 _OUTPUTS = ("loss", "dhidden", "dweight")
 _LEAST_MIB = 1.0  # a logarithm needs more than 0
 # the same in every picture: ours is blue, and who is no provider any more is grey
 _COLOURS: dict[str, Any] = defaultdict(lambda: "#888888")
-_COLOURS |= zip(PROVIDERS, matplotlib.colormaps["tab20"].colors, strict=False)
+_PLOTTED = [name for name in PROVIDERS if name == BARE or competes(name)]
+_COLOURS |= zip(_PLOTTED, matplotlib.colormaps["tab20"].colors, strict=False)
 _COLOURS |= {BARE: "#111111", "ours": "#0050d8", "ours-input": "#2f9bff"}
 _STYLE = {
     "figure.constrained_layout.use": True, "figure.titlesize": 11, "figure.titleweight": "bold",

@@ -53,7 +53,16 @@ LAYOUTS = {
 
 def is_quoted(provider: str) -> bool:
     """Return whether tables of one case have it: of ours the defaults only."""
-    return provider in QUOTED or not is_ours(provider)
+    return provider in QUOTED or not (is_ours(provider) or _is_queued(provider))
+
+
+def competes(provider: str) -> bool:
+    """Return whether it may be the best of a table: a yardstick may not, nor who had a start."""
+    return not (provider.startswith(BARE) or _is_queued(provider))
+
+
+def _is_queued(provider: str) -> bool:
+    return provider in PROVIDERS and PROVIDERS[provider].queued
 
 
 def show(
@@ -96,7 +105,7 @@ def lines(groups: Sequence[Group], layout: Layout) -> Lines:
         for title in sorted(titles, key="errors".__eq__):  # they are last
             written = [of_row.get(title, "") for of_row in cells]
             if layout.contest:
-                written = text.bold_least(written, [name != BARE for _, name in places])
+                written = text.bold_least(written, [competes(name) for _, name in places])
             columns.append([prefix + title, *written])
             prefix = ""
     return [list(line) for line in zip(*columns, strict=True)]
@@ -209,7 +218,9 @@ def _case(group: Group) -> list[str]:
     cells.append(text.duration(bare.median if bare else None))
     for value, write in ((_ratio(BARE), text.ratio), (lambda _, row: row.extra_bytes, text.mib)):
         sizes = {x.provider: value(group, x) for x in group.rows if x.runs}
-        others = {n: x for n, x in sizes.items() if x is not None and n != BARE and not is_ours(n)}
+        others = {
+            n: x for n, x in sizes.items() if x is not None and competes(n) and not is_ours(n)
+        }
         best = min(others, key=lambda name: others[name], default="")
         values = [*(sizes.get(provider) for provider in QUOTED), others.get(best)]
         *ours, other = text.bold_least([write(x) for x in values])

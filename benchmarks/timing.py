@@ -21,6 +21,7 @@ from benchmarks.problem import Problem, Result
 
 _FEWEST_ROUNDS = 3
 _FLUSH_BYTES = 256 << 20  # more than any L2
+_QUEUED_SIZE, _QUEUED_GEMMS = 8192, 4  # some 6 ms of an H100
 _Call = TypeVar("_Call")
 _now = 0.0
 
@@ -63,11 +64,26 @@ def replay(benchmark: Any, seconds: Sequence[float]) -> None:
     benchmark.pedantic(advance, rounds=len(seconds))
 
 
-def make_timer(device: str) -> Callable[[Callable[[], Any]], float]:
-    """Return a timer: call -> seconds, without the time to free the call's result."""
+def make_timer(device: str, queued: bool = False) -> Callable[[Callable[[], Any]], float]:
+    """Return a timer: call -> seconds, without the time to free the call's result.
+
+    ``queued``: behind GEMMs that take a GPU longer than the host needs for a step.
+    """
     if device != "cuda":
         return _wall_seconds
-    return partial(_device_seconds, torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda"))
+    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    return partial(_device_seconds, flushed, _queued_gemms() if queued else None)
+
+
+def _queued_gemms() -> Callable[[], None]:
+    shape = _QUEUED_SIZE, _QUEUED_SIZE
+    factor, product = torch.empty(2, *shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+    def queue() -> None:
+        for _ in range(_QUEUED_GEMMS):
+            torch.mm(factor, factor, out=product)
+
+    return queue
 
 
 def _wall_seconds(call: Callable[[], Any]) -> float:
@@ -79,12 +95,16 @@ def _wall_seconds(call: Callable[[], Any]) -> float:
     return elapsed
 
 
-def _device_seconds(flushed: torch.Tensor, call: Callable[[], Any]) -> float:
+def _device_seconds(
+    flushed: torch.Tensor, before: Callable[[], None] | None, call: Callable[[], Any]
+) -> float:
     gc.collect()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     # the device flushes while the host already launches: the first launch is not waited for
     flushed.zero_()
+    if before is not None:
+        before()
     start.record()
     result = call()
     stop.record()

@@ -7,7 +7,13 @@ from benchmarks.providers.base import Provider
 
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
-    for provider in (eager.BARE_GEMMS, *ours.OURS, *eager.EAGER, *libraries.LIBRARIES)
+    for provider in (
+        eager.BARE_GEMMS,
+        eager.BARE_WHOLE,
+        *ours.OURS,
+        *eager.EAGER,
+        *libraries.LIBRARIES,
+    )
 }
 # for their numerics, in the errors by token alone
 COMPARED = (*eager.COMPARED, libraries.LIGER_HEAD)

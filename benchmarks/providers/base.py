@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Provider:
     exact: Callable[[Problem], tuple[Problem, Result]] | None = None
     tolerance: float = 0.0  # the relative error that its caller allows
     checked: bool = True  # False: only GEMMs, there is no result to compare
+    queued: bool = False  # timed behind work that the GPU still has, as in a training step
     slow_start: bool = False  # compiles for long: left out where a suite is short of time
     timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
 
@@ -64,6 +65,18 @@ class Provider:
 
 def is_ours(name: str) -> bool:
     return name.startswith("ours")
+
+
+def behind_queue(provider: Provider) -> Provider:
+    """Return the same, timed where the host is ahead of the GPU."""
+    return replace(
+        provider,
+        name=f"{provider.name}-queued",
+        note=f"{provider.name} behind a queued GEMM, so that the host's work is hidden",
+        queued=True,
+        gpu=True,
+        default=False,
+    )
 
 
 def lacking(*distributions: str) -> str | None:

@@ -24,15 +24,18 @@ from benchmarks.shapes import Case
 _CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
 
-def _bare_gemms(problem: Problem) -> Result:
-    """Multiply for logits, dhidden and dweight; the logits stand in for their gradient."""
+def _bare_gemms(problem: Problem, most_rows: int | None = None) -> Result:
+    """Multiply for logits, dhidden and dweight; the logits stand in for their gradient.
+
+    At most so many rows at a time, else as many as fit the device.
+    """
     hidden, weight = problem.hidden.detach().flatten(0, 1), problem.weight.detach()
     if problem.work.rows != "all":  # without the tokens that can be left out
         needed = problem.mask
         if problem.work.rows == "zero":
             needed = needed & (problem.advantages != 0)[:, None]
         hidden = hidden[needed.flatten()]
-    size = _CHUNK_ROWS[hidden.device.type]
+    size = most_rows or _CHUNK_ROWS[hidden.device.type]
     tile = hidden.new_empty(min(size, hidden.shape[0]), weight.shape[0])
     dhidden = torch.empty_like(hidden) if problem.hidden.requires_grad else None
     dweight = torch.empty_like(weight) if problem.weight.requires_grad else None
@@ -103,6 +106,18 @@ BARE_GEMMS = Provider(
     note="the bare torch.mm of the rows that matter, in chunks, in the input dtype; no loss",
     run=_bare_gemms,
     checked=False,
+)
+BARE_WHOLE = Provider(
+    name="bare-gemms-whole",
+    note="the same in whole products, however many rows there are: what the chunks cost",
+    run=lambda problem: _bare_gemms(problem, problem.case.tokens),
+    default=False,
+    checked=False,
+    redundant=lambda problem: (
+        "the same as bare-gemms: one chunk"
+        if problem.case.tokens <= _CHUNK_ROWS[problem.hidden.device.type]
+        else None
+    ),
 )
 EAGER = (
     Provider(

@@ -15,6 +15,7 @@ from benchmarks.providers.base import (
     NO_SOFTCAP,
     Provider,
     Scores,
+    behind_queue,
     run_cross_entropy,
     run_with,
     with_gradients,
@@ -234,6 +235,16 @@ def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
     )
 
 
+_LIGER_TRITON = Provider(
+    name="liger-triton",
+    note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
+    "LigerFusedLinearCrossEntropyLoss with its defaults",
+    run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
+    default=False,
+    limits=(NO_ENTROPY,),
+    packages=("liger-kernel",),
+    gpu=True,
+)
 LIBRARIES = (
     Provider(
         name="trl",
@@ -251,16 +262,8 @@ LIBRARIES = (
         limits=(("a GRPO loss only", lambda case: case.work.kind != "loss"), NO_SOFTCAP),
         packages=("liger-kernel",),
     ),
-    Provider(
-        name="liger-triton",
-        note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
-        "LigerFusedLinearCrossEntropyLoss with its defaults",
-        run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
-        default=False,
-        limits=(NO_ENTROPY,),
-        packages=("liger-kernel",),
-        gpu=True,
-    ),
+    _LIGER_TRITON,
+    behind_queue(_LIGER_TRITON),
     Provider(
         name="liger-sm90",
         note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.check import reference
 from benchmarks.problem import Problem, Result
-from benchmarks.providers.base import Provider, with_gradients
+from benchmarks.providers.base import Provider, behind_queue, with_gradients
 from benchmarks.shapes import WORKS, Case
 from grpo_kernels import Bounded, HeadLoRA, LossConfig, explain, linear_logprobs, linear_policy_loss
 from grpo_kernels.backends import choose_backend
@@ -104,6 +104,7 @@ OURS = (
         'schedule="two_pass": the backward recomputes the logits',
         {"schedule": "two_pass"},
     ),
+    behind_queue(_ours("ours", "", {})),
     _ours("ours-chunked", 'backend="chunked": row passes in torch', {"backend": "chunked"}),
     _ours("ours-reference", 'backend="reference": full fp32 logits', {"backend": "reference"}),
 )

@@ -92,6 +92,14 @@ def test_a_table_names_everybody() -> None:
     )
 
 
+def test_a_yardstick_and_who_had_a_start_are_no_baselines() -> None:
+    names = ("bare-gemms", "bare-gemms-whole", "liger-triton-queued", "ours-queued", "ours", "trl")
+    found = group(*(Row(name, seconds=[1.0 + i]) for i, name in enumerate(names)))
+    assert tables.cases([found]).splitlines()[-1].count("6.00 trl") == 1
+    assert "bare-gemms-whole" in tables.show("heads", [found])
+    assert not tables.is_quoted("liger-triton-queued") and tables.is_quoted("bare-gemms-whole")
+
+
 def test_standings_count_cases() -> None:
     groups = [
         group(Row("bare-gemms", seconds=[1.0]), Row("ours", seconds=[x]), tokens=16 * x)
