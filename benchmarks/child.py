@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from tests.support.launch import RanksFailedError, ranks
+from tests.support.launch import Ranks, RanksFailedError, ranks
 
 _LONGEST = 1800.0  # seconds of a process that is not expected to hang
 
@@ -42,10 +43,45 @@ def ask(
         with ranks(processes, **environment) as group:
             return group.run(_with_threads, threads, call, arguments, limit=timeout)[0]
     except RanksFailedError as error:
-        print(error, file=sys.stderr)
-        first = re.split(r"\nrank \d+", str(error))[0]
-        last = first.strip().splitlines()[-1].removeprefix("rank 0: ")
-        raise ChildError(last[:200]) from None
+        raise _child_error(error) from None
+
+
+def ask_each(
+    call: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    workers: int,
+    timeout: float = _LONGEST,
+) -> list[Any]:
+    """Return the answers for several arguments, a :class:`ChildError` for who failed or hung.
+
+    ``workers`` processes share them; one that has failed, or took longer than ``timeout``, is
+    replaced.
+    """
+    answers: list[Any] = [None] * len(arguments)
+
+    def serve(first: int) -> None:
+        group: Ranks | None = None
+        try:
+            for index in range(first, len(arguments), workers):
+                group = group or Ranks(1)
+                try:
+                    answers[index] = group.run(call, *arguments[index], limit=timeout)[0]
+                except RanksFailedError as error:
+                    answers[index], group = _child_error(error), None
+        finally:
+            if group is not None:
+                group.close()
+
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(serve, range(workers)):
+            pass
+    return answers
+
+
+def _child_error(error: RanksFailedError) -> ChildError:
+    print(error, file=sys.stderr)
+    first = re.split(r"\nrank \d+", str(error))[0]
+    return ChildError(first.strip().splitlines()[-1].removeprefix("rank 0: ")[:200])
 
 
 def _with_threads(threads: int, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

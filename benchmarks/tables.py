@@ -43,6 +43,9 @@ LAYOUTS = {
     "savings": Layout("What is saved", notes=True, errors=True),
     "products": Layout("Products", "logits bf16", notes=True),
     "tiles": Layout("Tiles of the GPU kernels", contest=True, notes=True),
+    "row_kernel": Layout("The kernel that reads logits", notes=True, errors=True),
+    "anchored": Layout("The GEMM that stores softmax numerators", notes=True, errors=True),
+    "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "backwards": Layout("Backwards", BARE, beside=True),
     "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),
     "hosts": Layout("In other trainers", "theirs", together=True, errors=True),
@@ -157,7 +160,7 @@ def caption(groups: Sequence[Group]) -> str:
     said = [
         WORKS[facts["work"]].title if facts.get("work") in WORKS else facts.get("kernel", ""),
         facts["model"] + (f" ({shape})" if shape else ""),
-        f"T = {facts['tokens']}",
+        f"T = {facts['tokens']}" if facts["tokens"] else "",
         facts["dtype"] if len(dtypes) == 1 else "",
         facts["inputs"] + " inputs" if "inputs" in facts else "",
         one.about,

@@ -23,8 +23,11 @@ FORMS = {
     "logits bf16": "what the others are held against",
     "logits fp32": "16-bit operands, fp32 results",
     "dhidden": "a tile without gaps",
+    "dhidden fp32": "a sum of one chunk",
+    "dhidden, softmax": "as dhidden, of values like a softmax's: GEMMs take longer for random bits",
     "dhidden, strided": "the first half of each row of an fp32 tile",
     "dweight": "as dhidden",
+    "dweight, softmax": "as dhidden, softmax",
     "dweight, strided": "as dhidden, strided",
     "dweight fp32": "a sum of one chunk",
     "dweight fp32, added": "the sum of further chunks",
@@ -51,15 +54,21 @@ class Case:
         return f"C={self.rows}, V={self.columns}, D={self.depth}, pitch={self.pitch}"
 
 
+# heights of a chunk; an odd one, and the next multiple of 256
+_BY_ROWS = [
+    Case(rows, _COLUMNS, depth, _COLUMNS)
+    for depth in (2048, 4096)
+    for rows in (1280, 2048, 4096, 6553, 6656, 8192)
+]
 _GPU = [
-    *(Case(rows, _COLUMNS, depth, _COLUMNS) for depth in (2048, 4096) for rows in (4096, 8192)),
+    *_BY_ROWS,
     *(Case(8192, _ODD, 2048, pitch) for pitch in (_ODD, _PADDED)),
     *(Case(rows, _COLUMNS, 896, _COLUMNS) for rows in (4096, 8192)),
 ]
 CASES = {
     "tiny": [Case(16, 257, 32, 272)],
     "cpu": [Case(1024, _COLUMNS, 896, _COLUMNS)],
-    "gpu": _GPU[:3],
+    "gpu": _BY_ROWS,
     "gpu-full": _GPU,
 }
 
@@ -99,15 +108,22 @@ def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
     narrow, wide = normal(rows, pitch)[:, :columns], empty(rows, pitch)[:, :columns]
     strided = output_view(empty(rows, pitch)[:, :columns], _BF16)
     strided.normal_()
+    softmax = normal(rows, pitch)[:, :columns]
+    for part in softmax.split(512):  # most of a vocabulary is unlikely
+        part.copy_((2 * part.float() - 6).exp())
     head, dhidden = Head(weight), empty(rows, depth, dtype=_BF16)
+    dhidden32 = empty(rows, depth)
     dweight, total = empty(columns, depth, dtype=_BF16), torch.zeros_like(weight, dtype=torch.float)
     half = torch.full((), 0.5, device=device)
     return {
         "logits bf16": lambda: project(hidden, head, narrow),
         "logits fp32": lambda: project(hidden, head, wide),
         "dhidden": lambda: torch.mm(narrow, weight, out=dhidden),
+        "dhidden fp32": lambda: accumulate(dhidden32, narrow, weight, True),
+        "dhidden, softmax": lambda: torch.mm(softmax, weight, out=dhidden),
         "dhidden, strided": lambda: torch.mm(strided, weight, out=dhidden),
         "dweight": lambda: accumulate(dweight, narrow.t(), hidden, True),
+        "dweight, softmax": lambda: accumulate(dweight, softmax.t(), hidden, True),
         "dweight, strided": lambda: accumulate(dweight, strided.t(), hidden, True),
         "dweight fp32": lambda: accumulate(total, narrow.t(), hidden, True),
         "dweight fp32, added": lambda: accumulate(total, narrow.t(), hidden, False),

@@ -115,6 +115,32 @@ JOBS = (
         parallel=False,
     ),
     _suite(
+        "row_kernel",
+        "Whether the kernel that reads logits is bound by its bytes: at most 1.2 times a copy's.",
+        60,
+        kernels=True,
+    ),
+    _suite(
+        "anchored",
+        "Which form of the GEMM that stores exp(logit - anchor) to build on, and whether it pays.",
+        275,
+        kernels=True,
+        sources=("benchmarks/gpu/anchored_*.py", "benchmarks/gpu/rounding.py"),
+    ),
+    _suite(
+        "gemms",
+        "How many rows a chunk should have, and whether they should be a multiple of 256.",
+        90,
+        "products",
+    ),
+    _suite(
+        "rounding",
+        "Whether a pass over the weight's gradient should be Triton's or torch's.",
+        45,
+        kernels=True,
+        sources=("benchmarks/gpu/rounding.py",),
+    ),
+    _suite(
         "heads",
         "How far ours is from the bare GEMMs, and whether ahead of Liger.",
         200,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.child import ChildError, ask_each
 from benchmarks.gpu import record
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
@@ -186,6 +187,14 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert code == 1 and "got nothing" in printed and "accuracy" in printed
     code, printed = called("--status", "bits", OUT=str(tmp_path))
     assert code == 0 and re.search(r"^bits +none +Whether ", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_who_hangs_or_crashes_in_a_child_does_not_stop_the_others() -> None:
+    texts = ["1 + 1", "__import__('os')._exit(3)", "__import__('time').sleep(600)", "2 + 2"]
+    answers = ask_each(eval, [(text,) for text in texts], workers=2, timeout=25.0)
+    assert answers[0] == 2 and answers[3] == 4
+    assert all(isinstance(answer, ChildError) for answer in answers[1:3])
 
 
 @pytest.mark.slow

@@ -19,8 +19,10 @@ from tests.support.launch import execute
 
 NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
+    *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
 )
+INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
 OURS = PROVIDERS[0]
 
 
@@ -33,7 +35,7 @@ def test_a_benchmark_as_it_is_run(
     options = ["--benchmark-only", "--suite", "tiny", "--results", str(tmp_path / "results")]
     options += ["--benchmark-json", str(tmp_path / "out.json"), "-p", "no:cacheprovider"]
     words = "-m", "pytest", str(ROOT / f"benchmarks/test_{name}.py"), "-q", *options
-    printed = execute(*words, TRITON_INTERPRET=str(int(name == "tiles")))
+    printed = execute(*words, TRITON_INTERPRET=str(int(name in INTERPRETED)))
     module = importlib.import_module(f"benchmarks.test_{name}")
     ((_, found),) = load(tmp_path / "results").items()
     assert [group.facts for group in found] == [case.facts() for case in module.CASES["tiny"]]
