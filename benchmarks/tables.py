@@ -45,6 +45,10 @@ LAYOUTS = {
     "tiles": Layout("Tiles of the GPU kernels", contest=True, notes=True),
     "row_kernel": Layout("The kernel that reads logits", notes=True, errors=True),
     "anchored": Layout("The GEMM that stores softmax numerators", notes=True, errors=True),
+    "waits": Layout("What the GPU waits for", notes=True),
+    "exactness": Layout("Exactness on hard inputs"),
+    "skipping": Layout("Rows without a gradient", BARE),
+    "lora": Layout("LoRA steps of two trainers", errors=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "backwards": Layout("Backwards", BARE, beside=True),
     "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),
@@ -158,7 +162,8 @@ def caption(groups: Sequence[Group]) -> str:
         shape += f", softcap {facts['softcap']:g}"
     dtypes = {group.facts["dtype"] for group in groups}
     said = [
-        WORKS[facts["work"]].title if facts.get("work") in WORKS else facts.get("kernel", ""),
+        WORKS[facts["work"]].title if facts.get("work") in WORKS else "",
+        facts.get("kernel", ""),
         facts["model"] + (f" ({shape})" if shape else ""),
         f"T = {facts['tokens']}" if facts["tokens"] else "",
         facts["dtype"] if len(dtypes) == 1 else "",

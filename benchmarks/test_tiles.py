@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import text
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt, free, race
 from benchmarks.problem import make_problem
 from benchmarks.providers.ours import run as run_ours
 from benchmarks.results import Row
 from benchmarks.shapes import DTYPES, MODELS, Model, make_case
-from benchmarks.timing import make_timer
+from benchmarks.timing import cuda_growth, make_timer
 from grpo_kernels.backends import StatsGrad, Tile, output_view
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
@@ -106,7 +107,7 @@ _GPU = [
 _NAMES = ("both", "statistics", "gradient")
 CASES: dict[str, list[Kernel]] = {
     "tiny": [Kernel(name, 8, model=MODELS["tiny"]) for name in _NAMES],
-    "gpu": _GPU[:3],
+    "gpu": [*_GPU[:3], Kernel("loss", 16384)],
     "gpu-full": _GPU,
 }
 
@@ -125,6 +126,11 @@ def measure(case: Kernel, names: Sequence[str], session: Session) -> list[Row]:
         with attempt(row):  # it does not compile, or does not fit: a result like any other
             row.leave_out("wrong", _difference(run(tiles[row.provider]), want))
     runs = [(row, partial(run, tiles[row.provider])) for row in rows]
+    if case.name == "loss":  # whose memory depends on the tile
+        for row, call in runs:
+            if row.runs:
+                row.info["extra_bytes"] = cuda_growth(call)[1]
+                row.cells["MiB, results included"] = text.mib(row.extra_bytes)
     race(runs, session.rounds(), make_timer(session.device))
     free(session.device)
     return rows

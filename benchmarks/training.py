@@ -88,6 +88,8 @@ SIZES = {
         TrainingConfig("middle", 4, 512, 2048, 8, 2, 32000, 2, 4, 32, 32),
         TrainingConfig("large", 2, 896, 4864, 14, 2, 151936, 2, 4, 32, 32),
         TrainingConfig("middle-gpu", 12, 896, 4864, 14, 2, 151936, 8, 8, 64, 256),
+        # all of Qwen2.5-0.5B's shape
+        TrainingConfig("qwen2.5-0.5b-gpu", 24, 896, 4864, 14, 2, 151936, 8, 8, 64, 64),
         # the width of Qwen2.5-1.5B
         TrainingConfig("large-gpu", 14, 1536, 8960, 12, 2, 151936, 8, 8, 64, 256),
     )

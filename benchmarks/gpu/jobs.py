@@ -93,6 +93,8 @@ def _suite(
     )
 
 
+_DEMO = ("-m", "grpo_trainer.demo", "--out", "runs/gpu-demo", "--steps")
+_TRAINER = ("grpo_trainer/**/*.py", "benchmarks/training.py")
 JOBS = (
     _tests(
         "tests-ops",
@@ -141,15 +143,40 @@ JOBS = (
         sources=("benchmarks/gpu/rounding.py",),
     ),
     _suite(
+        "host",
+        "How long the GPU waits for the host before the first GEMM, and where else.",
+        75,
+        *("host", "waits"),
+    ),
+    _suite(
         "heads",
         "How far ours is from the bare GEMMs, and whether ahead of Liger.",
         200,
         only=_HEADS,
     ),
     _suite(
+        "errors",
+        "Whether the loss is exact on hard inputs, and its bits are the same in any batch.",
+        60,
+        "exactness",
+    ),
+    _suite(
+        "skipping",
+        "From which share of clipped tokens on leaving their rows out of the GEMMs pays.",
+        120,
+    ),
+    _suite(
+        "chunks",
+        "How many rows a chunk should have where the batch is long.",
+        90,
+        "tiles",
+        only="loss",
+        kernels=True,
+    ),
+    _suite(
         "products",
         "Which form of each GEMM a step should use, odd vocabularies included.",
-        60,
+        120,
         suite="gpu-full",
     ),
     _suite(
@@ -171,6 +198,21 @@ JOBS = (
         275,
         "heads",
         reserve=90,
+    ),
+    Job(
+        name="trainer-demo",
+        decides="Whether the trainer runs on a GPU at all: the demo, a few steps of it.",
+        seconds=150,
+        command=Command((*_DEMO, "40")),
+        dry=Command((*_DEMO, "2")),
+        sources=_TRAINER[:1],
+    ),
+    _suite(
+        "trainer-lora",
+        "How long a LoRA step of a 0.5B model takes in our trainer and in TRL's, and its memory.",
+        275,
+        "lora",
+        sources=_TRAINER,
     ),
     _suite(
         "backwards",
