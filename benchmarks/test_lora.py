@@ -102,12 +102,13 @@ class Steps(TrainerCallback):
 def _fill(row: Row, steps: Steps) -> None:
     row.seconds = steps.seconds[_WARM_UP:]
     names = {"losses": "loss", "rewards": "reward", "gradient_norms": "grad_norm"}
-    row.info |= {name: [logs[key] for logs in steps.logs] for name, key in names.items()}
+    for name, key in names.items():  # a reward only where a step generated
+        row.info[name] = [logs[key] for logs in steps.logs if key in logs]
     row.info["peak_bytes"] = steps.peak
     broken = [name for name in names if not all(map(math.isfinite, row.info[name]))]
     row.leave_out("wrong", f"{', '.join(broken)} not finite" if broken else None)
-    first = steps.seconds[0::2], steps.seconds[1::2]
-    generating, only_training = (median(each[1:] or each) for each in first)
+    halves = steps.seconds[0::2], steps.seconds[1::2]
+    generating, only_training = (median(each[1:] or each) for each in halves)
     row.cells = {
         "step that generates": text.duration(generating),
         "step that does not": text.duration(only_training),

@@ -18,6 +18,7 @@ from benchmarks.gpu import record
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
 from benchmarks.results import ROOT
+from benchmarks.traces import CALL, timelines
 
 CARD = {
     "environment": {
@@ -184,7 +185,7 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     code, printed = called("--out", str(tmp_path))
     assert code == 2 and printed.startswith("no GPU to measure on: ")
     code, printed = called("nothing")
-    assert code == 1 and "got nothing" in printed and "accuracy" in printed
+    assert code == 1 and "got nothing" in printed and "row_kernel" in printed
     code, printed = called("--status", "bits", OUT=str(tmp_path))
     assert code == 0 and re.search(r"^bits +none +Whether ", printed, re.MULTILINE)
 
@@ -197,10 +198,33 @@ def test_who_hangs_or_crashes_in_a_child_does_not_stop_the_others() -> None:
     assert all(isinstance(answer, ChildError) for answer in answers[1:3])
 
 
+def test_a_timeline_says_what_the_device_waits_for() -> None:
+    def kernel(name: str, start: float, length: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": length}
+
+    def call(start: float) -> dict[str, object]:
+        return {"cat": "user_annotation", "name": CALL, "ts": start, "dur": 1.0}
+
+    events = [
+        *(call(1000.0), kernel("fill", 1400.0, 10.0), kernel("nvjet_tst", 1500.0, 100.0)),
+        *(kernel("row", 1602.0, 50.0), kernel("cutlass_gemm", 1700.0, 20.0)),
+        *(call(3000.0), kernel("fill", 3100.0, 10.0)),  # no GEMM
+    ]
+    (found,) = timelines(events)
+    assert found.first_gemm == pytest.approx(500e-6) and found.end == pytest.approx(720e-6)
+    assert (found.launches, found.before_gemm) == (4, 1)
+    assert found.idle == pytest.approx(48e-6)  # 2 us after the first GEMM are no gap
+    assert [gap[1:] for gap in found.gaps] == [("row", "cutlass_gemm")]
+
+
+# each command once; the demo takes minutes on a CPU, and has tests of its own
+DRY = list({job.dry: job for job in JOBS if job.name != "trainer-demo"}.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", DRY, ids=lambda job: job.name)
 def test_a_job_dry(job: Job, tmp_path: Path) -> None:
-    code, printed = called("--dry", job.name, "--out", str(tmp_path), "--limit", "600")
+    code, printed = called("--dry", job.name, "--out", str(tmp_path), "--limit", "900")
     assert code == 0, printed + (tmp_path / f"gpu-logs/{job.name}.txt").read_text()
     (line,) = record.read(tmp_path)
     assert line["state"] == "ok" and json.dumps(line)
