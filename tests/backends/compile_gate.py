@@ -2,18 +2,20 @@
 
 ``python -m tests.backends.compile_gate TARGET``, in a process without ``TRITON_INTERPRET``, prints
 the kernels of the package and then one JSON object per compiled variant; ``--table`` in place of
-the target, a table of all targets by kernel.
+the target, a table of all targets by kernel; ``--row-loops`` after it, the instructions of loops.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import grpo_kernels.backends.triton as room
+from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
 from tests.backends.gate_cases import Case, cases
 
 TARGETS = {
@@ -95,31 +98,60 @@ def instructions_per_logit(case: Case, target: str) -> float:
 def loop_length(asm: dict[str, Any], elements: float) -> float:
     """Count the SASS instructions of loops that take an exp, for so many ``elements`` of a thread.
 
-    What is nested in such a loop is left out: it rewrites a row whose anchor rises, once or never.
     Without such a loop all instructions count.
     """
-    lines, loops = _sass(asm)
-    bodies = []
-    for loop in loops:
-        nested = [x for x in loops if x != loop and x.start in loop and x.stop <= loop.stop]
-        bodies.append([t for at, t in lines if at in loop and not any(at in x for x in nested)])
-    bodies = [body for body in bodies if any("MUFU.EX2" in text for text in body)]
-    bodies = bodies or [[text for _, text in lines if not text.startswith("NOP")]]
+    bodies = _exp_loops(asm)
+    bodies = bodies or [[text for _, text in _sass(asm)[0] if not text.startswith("NOP")]]
     exps = sum("MUFU.EX2" in text for body in bodies for text in body)
     unrolled = max(1, int(exps / elements))
     return sum(map(len, bodies)) / unrolled
 
 
-def _sass(asm: dict[str, Any]) -> tuple[list[tuple[int, str]], list[range]]:
-    """Return the instructions with their addresses, and the addresses of each loop."""
+def _exp_loops(asm: dict[str, Any]) -> list[list[str]]:
+    """Return the SASS of each loop that takes an exp.
+
+    What is nested in such a loop is left out, with all that is skipped along with it: it rewrites a
+    row whose anchor rises, once or never.
+    """
+    lines, loops, skips = _sass(asm)
+    bodies = []
+    for loop in loops:
+        nested = [x for x in loops if x != loop and _within(x, loop)]
+        skipped = [x for x in skips if _within(x, loop) and any(_within(y, x) for y in nested)]
+        left_out = [*nested, *skipped]
+        bodies.append([t for at, t in lines if at in loop and not any(at in x for x in left_out)])
+    return [body for body in bodies if any("MUFU.EX2" in text for text in body)]
+
+
+def report_row_loops(target: str) -> None:
+    """Print how often each instruction is in the loops of the kernel that reads rows."""
+    for case in cases(target):
+        if case.kernel is _row_stats_kernel:
+            texts = itertools.chain(*_exp_loops(_compiled(case, target).asm))
+            counts = Counter(re.sub(r"^@!?\w+ +", "", text).split()[0] for text in texts)
+            print(json.dumps({"case": case.label, "aligned": case.aligned, "counts": counts}))
+
+
+def _within(inner: range, whole: range) -> bool:
+    return whole.start <= inner.start and inner.stop <= whole.stop
+
+
+def _sass(asm: dict[str, Any]) -> tuple[list[tuple[int, str]], list[range], list[range]]:
+    """Return the instructions with their addresses, and the addresses of each loop and of what
+    each forward branch skips."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _dump(asm, "-sass"))
     lines = [(int(place, 16), text) for place, text in found]
-    loops = []
+    loops, skips = [], []
     for place, text in lines:
-        back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-        if back is not None and int(back[1], 16) < place:
-            loops.append(range(int(back[1], 16), place + 1))
-    return lines, loops
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if branch is None:
+            continue
+        target = int(branch[1], 16)
+        if target < place:
+            loops.append(range(target, place + 1))
+        else:
+            skips.append(range(place + 1, target))
+    return lines, loops, skips
 
 
 def cuda_usage(asm: dict[str, Any]) -> dict[str, int]:
@@ -127,7 +159,7 @@ def cuda_usage(asm: dict[str, Any]) -> dict[str, int]:
     values = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
     stack, looped = values["STACK"], 0
     if stack:
-        lines, loops = _sass(asm)
+        lines, loops, _ = _sass(asm)
         moves = [at for at, move in lines if re.search(r"\b(STL|LDL)\b", move)]
         looped = sum(any(at in loop for loop in loops) for at in moves)
     names = {"registers": values["REG"], "stack": stack, "spilled": values["LOCAL"]}
@@ -158,9 +190,9 @@ def report(target: str) -> None:
         print(json.dumps(compile_case(case, target)), flush=True)
 
 
-def command(argument: str) -> list[str]:
+def command(*arguments: str) -> list[str]:
     """Run this module in another process, from the root of the repository."""
-    return [sys.executable, "-m", "tests.backends.compile_gate", argument]
+    return [sys.executable, "-m", "tests.backends.compile_gate", *arguments]
 
 
 def print_table() -> None:
@@ -201,5 +233,7 @@ def fits(result: dict[str, Any]) -> bool:
 if __name__ == "__main__":
     if sys.argv[1] == "--table":
         print_table()
+    elif "--row-loops" in sys.argv:
+        report_row_loops(sys.argv[1])
     else:
         report(sys.argv[1])

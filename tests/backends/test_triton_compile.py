@@ -57,6 +57,24 @@ def test_kernels_compile(target: str) -> None:
             assert result["registers"] <= 188, result  # half of a multiprocessor's are accumulators
 
 
+def test_rows_are_summed_within_threads_and_stored_in_vectors() -> None:
+    run = subprocess.run(
+        command("sm_90", "--row-loops"), capture_output=True, text=True, env=environment(), cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    stores_of = {True: set(), False: set()}
+    for loop in map(json.loads, run.stdout.splitlines()):
+        counts = loop["counts"]
+        stores = {name for name in counts if name.startswith("STG")}
+        stores_of[loop["aligned"]] |= stores
+        # of the anchor's maximum only: over the lanes of a warp, then over four warps
+        shuffles = sum(count for name, count in counts.items() if name.startswith("SHFL"))
+        assert shuffles <= (7 if stores else 0), loop
+        assert not any(name.startswith("STS.") for name in counts), loop  # another layout
+    # four columns and eight of bf16; one where rows begin anywhere
+    assert stores_of == {True: {"STG.E.64", "STG.E.128"}, False: {"STG.E.U16"}}
+
+
 def test_warm_up_compiles_what_steps_of_any_number_of_rows_launch() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.backends.warm_up_steps"],

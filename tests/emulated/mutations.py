@@ -22,7 +22,7 @@ MUTATIONS = [
     ("row_stats", "mask_v = columns < end", "mask_v = columns <= end", "test_rows.py matches"),
     ("row_stats", "tl.sum(moment, axis=0)", "tl.max(moment, axis=0)", "test_rows.py matches"),
     ("row_stats", "row * stride_row", "row * num_columns", "test_rows.py matches"),
-    ("common", "return lane + tl.arange(0, VECTOR)", "return lane + 0 * tl.arange(0, VECTOR)",
+    ("common", "return depth * (THREADS * VECTOR)", "return depth * THREADS",
      "test_rows.py matches"),
     ("dlogits", "mask = columns < end", "mask = columns < end + 1", "test_rows.py matches"),
     ("linear_stats", "mask_x & mask_d, mask_w & mask_d", "mask_x, mask_w",

@@ -37,9 +37,10 @@ if [ "$found" != "$commit" ]; then
     exit 1
 fi
 
-[ $# -gt 0 ] || set -- --every-kernel tests/net/calls.py tests/backends/test_anchored.py tests/backends/test_codegen.py \
-    tests/backends/test_divergence.py tests/backends/test_entries.py tests/backends/test_linear.py \
-    tests/backends/test_logp_gradient.py tests/backends/test_packing.py \
+[ $# -gt 0 ] || set -- --every-kernel tests/net/calls.py tests/emulated/stores.py \
+    tests/backends/test_anchored.py tests/backends/test_codegen.py tests/backends/test_divergence.py \
+    tests/backends/test_entries.py tests/backends/test_linear.py tests/backends/test_logp_gradient.py \
+    tests/backends/test_packing.py \
     tests/backends/test_rows.py tests/backends/test_topk.py tests/backends/test_triton.py \
     -k "test_call or triton or cpu"
 export PYTHONPATH="$root:$(cd "$TINYGRAD" && pwd)" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1

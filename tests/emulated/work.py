@@ -58,7 +58,7 @@ def _ours(entropy: bool = False, extras: bool = False) -> Run:
     return run
 
 
-def _one_read(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def one_read(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read logits once for both: what a loss of log-probabilities takes."""
     from grpo_kernels.backends import Tile
     from grpo_kernels.backends.triton import logp_gradient_
@@ -197,7 +197,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case("ours", "", _ours()),
-    Case("ours, one read", "", _one_read),
+    Case("ours, one read", "", one_read),
     Case("TRL 1.16, of logits", "", _trl(False)),
     Case("TRL 1.16, chunked", "", _trl_chunked(False)),
     Case("Liger 0.8.5, GRPO loss", "", _liger),
@@ -252,7 +252,7 @@ def execute() -> list[dict[str, Any]]:
                 with_entropy = "gradient" in found and bool(more) and "products" not in more
                 want = exact(columns, DTYPES[name], with_entropy, rows)
                 errors = {key: _error(value, want[key]) for key, value in found.items()}
-            work = _per_logit(*launches, rows * (COLUMNS[1] - COLUMNS[0]))
+            work = per_logit(*launches, rows * (COLUMNS[1] - COLUMNS[0]))
             lines.append(
                 {"provider": provider, "with": more, "dtype": name, "errors": errors, "work": work}
             )
@@ -265,7 +265,7 @@ def _error(value: Tensor, want: Tensor) -> float:
     return float((value.double() - want).norm() / want.norm())
 
 
-def _per_logit(few: list[Any], many: list[Any], logits: int) -> list[dict[str, Any]]:
+def per_logit(few: list[Any], many: list[Any], logits: int) -> list[dict[str, Any]]:
     """Return what each kernel did more at the larger size, for each logit more.
 
     Of instructions, for a lane each.

@@ -70,10 +70,23 @@ def rebased(peak, total, moment, squares, base, f2):
 
 @triton.jit
 def tile_offsets(BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the columns of a tile of one row."""
-    depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None, None]
-    lane = (depth * THREADS + tl.arange(0, THREADS)[None, :, None]) * VECTOR
-    return lane + tl.arange(0, VECTOR)[None, None, :]
+    """Return the columns of a tile of one row as it is loaded, (depth, threads * vector)."""
+    # With three axes those of depth and threads would be equally contiguous, and the version of
+    # Triton decides which of them goes to the lanes of a warp.
+    depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None]
+    return depth * (THREADS * VECTOR) + tl.arange(0, THREADS * VECTOR)[None, :]
+
+
+@triton.jit
+def by_thread(tile, VECTOR: tl.constexpr):
+    """Return a tile as :func:`tile_offsets` has it in the shape (depth, threads, vector)."""
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // VECTOR, VECTOR))
+
+
+@triton.jit
+def as_loaded(tile):
+    """Return a tile (depth, threads, vector) as :func:`tile_offsets` has it."""
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] * tile.shape[2]))
 
 
 @triton.jit

@@ -23,8 +23,11 @@ _POINTERS = [*common.PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *E
 
 
 @triton.jit
-def _sizes(row, columns, inner):
-    """Return probabilities of all but the target, and their shares in the gradient; in units."""
+def _sizes(row, columns, inner, VECTOR: tl.constexpr):
+    """Return probabilities of all but the target, and their shares in the gradient; in units.
+
+    Both are in the shape of :func:`common.by_thread`.
+    """
     logits_ptr, num_active, target, anchor, f2, rest = row
     inside = columns < num_active
     x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
@@ -36,7 +39,7 @@ def _sizes(row, columns, inner):
     size = p
     if inner is not None:
         size = p * common.softcap_slope(x, inner)
-    return p, size
+    return common.by_thread(p, VECTOR), common.by_thread(size, VECTOR)
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
@@ -99,8 +102,8 @@ def _extract_kernel(
     for _read in range(_READS):
         slopes, errors = zero, zero
         for start in range(0, num_active, BLOCK_V):
-            columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-            _, size = _sizes(this, columns, inner)
+            columns = start + offs_v
+            _, size = _sizes(this, columns, inner, VECTOR)
             below = tl.where(size <= tried, size, 0.0)
             slopes += common.sum_of(below)
             errors += common.sum_of(below * (tried - below))
@@ -119,11 +122,12 @@ def _extract_kernel(
     key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
     draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
     for start in range(0, num_active, BLOCK_V):
-        columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
-        p, size = _sizes(this, columns, inner)
+        columns = start + offs_v
+        p, size = _sizes(this, columns, inner, VECTOR)
         mass += common.sum_of(p)
         squares += common.sum_of(size * size)
-        hashed = columns.to(tl.uint32) * _GOLDEN + key  # then the end of MurmurHash3
+        hashed = common.by_thread(columns, VECTOR).to(tl.uint32) * _GOLDEN + key
+        # then the end of MurmurHash3
         hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
         hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
         hashed = (hashed ^ (hashed >> 16)) >> 8

@@ -38,7 +38,7 @@ def _with_tile(
     """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
     logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2 = row
-    columns = tl.max_contiguous(start + offs_v, (1, 1, VECTOR))
+    columns = start + offs_v
     mask_v = None if end is None else columns < end
     x = tl.load(logits_ptr + columns, mask_v, None if end is None else float("-inf"))
     y = common.bounded(x, inner)
@@ -47,6 +47,7 @@ def _with_tile(
         if inner is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
+    y, above = common.by_thread(y, VECTOR), common.by_thread(above, VECTOR)
     tile_peak = common.max_of(y)
     peak, base, total, moment, squares = common.raised(peak, total, moment, squares, tile_peak, f2)
     total, moment, squares, e = common.folded(y, base, total, moment, squares, f2, EXTRAS)
@@ -56,13 +57,12 @@ def _with_tile(
             shrink = tl.exp((anchor - top) * factor)
             tl.debug_barrier()  # other threads may have written what this one reads
             for earlier in range(0, start, BLOCK_V):
-                # as many at once as it loads logits: more would spread the lanes over the warps
-                at = out_ptr + tl.max_contiguous(earlier + offs_v, (1, 1, VECTOR))
+                at = out_ptr + earlier + offs_v
                 tl.store(at, (tl.load(at).to(tl.float32) * shrink).to(out_ptr.dtype.element_ty))
             anchor = top
         tl.debug_barrier()  # as in dlogits: no warp stores before all have loaded
         lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
-        e = e * common.spread(lift, e)
+        e = common.as_loaded(e * common.spread(lift, e))
         if inner is not None:
             e = e * common.softcap_slope(x, inner)
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
@@ -105,9 +105,9 @@ def _row_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     if out_ptr is not None:
-        if VECTOR > 1:
-            stride_out_row = tl.multiple_of(stride_out_row, 16)
-        out_ptr += row * stride_out_row
+        # of the product, since a hint on an argument has no effect; a thread stores as many columns
+        # at once as it loads
+        out_ptr += tl.multiple_of(row * stride_out_row, VECTOR)
     factor = common.row_factor(outer, temperature_ptr, row)
     target = tl.load(target_ptr + row).to(tl.int32)
     x_target = tl.load(logits_ptr + target)
@@ -115,8 +115,8 @@ def _row_stats_kernel(
 
     # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
     # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
-    # threads, vector), and each thread has sums of its own: so nothing crosses threads until the
-    # row's end. Only the last tile may have an end in it.
+    # threads, vector), and each thread has sums of its own: only the maximum, for the gradient's
+    # anchor, crosses threads before the row's end. Only the last tile may have an end in it.
     offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
     peak = tl.full((THREADS,), float("-inf"), tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
@@ -138,7 +138,7 @@ def _row_stats_kernel(
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
         equal = (common.bounded(x, inner) == y_target) & (columns < target)
-        rivals |= common.max_of(equal.to(tl.int32))
+        rivals |= common.max_of(common.by_thread(equal.to(tl.int32), VECTOR))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
     total, moment, squares = common.rebased(thread_peak, total, moment, squares, peak, f2)
@@ -176,7 +176,9 @@ def row_stats(
     logits = tile.logits
     stats = empty_stats(len(tile.target), logits.device, extras)
     config = config or row_config(logits.device)
+    blocks = config.blocks(logits.dtype, rows_are_aligned(logits))
     out, unit = gradient or (None, None)
+    assert out is None or len(out) == 1 or out.stride(0) % blocks["VECTOR"] == 0, out.stride()
     common.launch_rows(
         _row_stats_kernel,
         tile,
@@ -185,7 +187,7 @@ def row_stats(
         unit_ptr=unit,
         stride_out_row=0 if out is None else out.stride(0),
         **common.pointers(stats),
-        **config.blocks(logits.dtype, rows_are_aligned(logits)),
+        **blocks,
     )
     return stats
 
