@@ -82,7 +82,8 @@ def warm_up(
         if not plan.route.backend.compiles:
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
-        # frozen, so that no (V, D) tensor is made: of the weight's gradient kernels know nothing
+        # frozen, so that no (V, D) tensor is made: the weight's gradient needs no other kernel than
+        # that of `_scale_sums`
         others = (None if x is None else x.detach() for x in head.tensors[1:])
         frozen = head.with_tensors(head.weight.detach(), *others)
         given = hidden, frozen, batch, config
@@ -92,6 +93,8 @@ def warm_up(
             for asked in _ways(plan) if gradients else ():
                 loss = linear_policy_loss(*given, **{**options, **asked}).loss
                 torch.autograd.grad(loss, hidden)
+        if gradients:
+            _scale_sums(plan, head)
 
 
 @contextmanager
@@ -122,6 +125,15 @@ def _ways(plan: Plan) -> Iterator[dict[str, Any]]:
     if plan.options.schedule != "two_pass" and plan.why_two_passes is None:
         # what fixes a row's bits is no other kernel
         yield {"schedule": "one_pass", "batch_invariant": False}
+
+
+def _scale_sums(plan: Plan, head: Head) -> None:
+    """Scale gradients of the head that are summed in fp32: of one pass over several chunks."""
+    if plan.options.schedule == "two_pass" or plan.why_two_passes is not None:
+        return
+    one = torch.ones((), device=head.weight.device)
+    for dtype in {x.dtype for x in head.tensors if x is not None and x.requires_grad}:
+        plan.route.backend.scaled(torch.ones_like(one), one, dtype)
 
 
 def _batch(inputs: Collection[str], device: torch.device) -> TokenBatch:

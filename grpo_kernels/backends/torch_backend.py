@@ -99,6 +99,15 @@ class Backend:
         """Compute what :meth:`logp_gradient_` does, from hidden states: no logit is in memory."""
         raise NotImplementedError(self.name)
 
+    def scaled(self, gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``gradient * scale``, rounded once to ``dtype``; the gradient is used up.
+
+        ``scale`` is () and on the same device. On a CPU the gradient keeps its dtype.
+        """
+        if gradient.dtype == dtype or gradient.device.type == "cpu":  # which would take a copy
+            return gradient.mul_(scale)
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
         """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
         return False

@@ -37,6 +37,7 @@ class Triton(Backend):
     dlogits_ = _launcher("dlogits_")
     logp_gradient_ = _launcher("logp_gradient_")
     weighted_gradient = _launcher("weighted_gradient")
+    scaled = _launcher("scaled")
     divergence_sums = _launcher("divergence_sums")
     divergence_gradient_ = _launcher("divergence_gradient_")
     linear_stats = _launcher("linear_stats")

@@ -174,7 +174,7 @@ class _Divergence(torch.autograd.Function):
             rows = ctx.rows.with_inputs(*inputs)
             teacher = ctx.teacher.with_inputs(*of_teacher)
             gradients = _run(replace(ctx.plan, head=rows.head), rows, teacher, weights)[1]
-        gradients = scaled_(gradients, dloss, inputs)
+        gradients = scaled_(gradients, dloss, inputs, ctx.plan.route.backend)
         pairs = zip(gradients, inputs, strict=True)
         return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import RowStats, StatsGrad, Tile, TileGradient, output_view
+from grpo_kernels.backends import Backend, RowStats, StatsGrad, Tile, TileGradient, output_view
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.compaction import moved_forward_
@@ -382,16 +382,16 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return (x / scale).to(dtype), scale
 
 
-def scaled_(gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None]) -> Gradients:
+def scaled_(
+    gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None], backend: Backend
+) -> Gradients:
     """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
     if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
         return gradients
-
-    def scaled(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-        if gradient is None or x is None:
-            return None
-        if gradient.dtype == x.dtype or gradient.device.type == "cpu":  # which would take a copy
-            return gradient.mul_(scale)
-        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=x.dtype))
-
-    return Gradients(*(scaled(g, x) for g, x in zip(gradients, inputs, strict=True)))
+    pairs = zip(gradients, inputs, strict=True)
+    return Gradients(
+        *(
+            None if gradient is None or x is None else backend.scaled(gradient, scale, x.dtype)
+            for gradient, x in pairs
+        )
+    )

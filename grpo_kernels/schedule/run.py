@@ -149,7 +149,7 @@ class _PolicyLoss(torch.autograd.Function):
             if main_grad is not None:
                 main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
                 gradients = gradients._replace(weight=None)
-            gradients = scaled_(gradients, dloss, inputs)
+            gradients = scaled_(gradients, dloss, inputs, plan.route.backend)
         else:
             saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
             gradients = loss_backward(rows(), plan, saved, dloss)

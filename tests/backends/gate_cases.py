@@ -19,7 +19,15 @@ from grpo_kernels.backends.gpu_tiles import (
     RowConfig,
     aligned_config,
 )
-from grpo_kernels.backends.triton import anchored, divergence, dlogits, extract, packing, sums
+from grpo_kernels.backends.triton import (
+    anchored,
+    divergence,
+    dlogits,
+    extract,
+    packing,
+    scaling,
+    sums,
+)
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.common import OPTIONS
 from grpo_kernels.backends.triton.linear_stats import (
@@ -70,7 +78,8 @@ def cases(target: str) -> list[Case]:
     rows = (*rows, *_divergence_cases(target))
     linear = (*_linear_cases(target), *_anchored_cases(target), *_merge_cases())
     entries = (*_extract_cases(target), *_gather_cases())
-    return [*rows, *linear, *entries, *_reduce_cases(), *_packing_cases(), _pointwise_case()]
+    small = (*_reduce_cases(), *_packing_cases(), *_scale_cases(), _pointwise_case())
+    return [*rows, *linear, *entries, *small]
 
 
 def _row_types(**more: str) -> Types:
@@ -304,6 +313,13 @@ def _packing_cases() -> Iterator[Case]:
     yield Case(
         packing._check_report_kernel, posed, {"BLOCK": packing._CHECKED_BLOCK}, packing.OPTIONS
     )
+
+
+def _scale_cases() -> Iterator[Case]:
+    for dtype, out in (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")):
+        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{out}", "scale_ptr": "*fp32", "length": "i64"}
+        constants = {"INTERPRETED": False, "BLOCK": scaling._BLOCK}
+        yield Case(scaling._scale_kernel, types, constants, OPTIONS)
 
 
 def _pointwise_case() -> Case:

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.gpu_tiles import LinearConfig
-from grpo_kernels.backends.triton import linear_stats, segment_sum
+from grpo_kernels.backends.triton import linear_stats, scaled, segment_sum
 from grpo_kernels.head import Head
 from tests.backends.conftest import SMALL, Kernels
-from tests.backends.problems import BF16, PLAIN, head_problem, same
+from tests.backends.problems import BF16, FP16, FP32, PLAIN, head_problem, same
 from tests.backends.test_linear import check
 
 
@@ -70,3 +70,40 @@ def test_more_segments_than_the_second_axis_of_a_grid(device: torch.device) -> N
     segments = 70_000 if device.type == "cuda" else 300
     values = torch.randn(segments, device=device)
     assert torch.equal(segment_sum(values, torch.arange(segments + 1, device=device)), values)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of inf and NaN
+@pytest.mark.parametrize("scale", [0.3, -1e-3, 0.0, 1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("shape", [(0, 5), (1,), (3, 683), (2, 1024), (61, 101)])
+@pytest.mark.parametrize("dtypes", [(FP32, BF16), (FP32, FP16), (BF16, BF16), (FP32, FP32)])
+def test_scaled(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    shape: tuple[int, ...],
+    scale: float,
+    device: torch.device,
+) -> None:
+    """The bits are those of one rounding of an fp32 product."""
+    before, after = dtypes
+    gradient = torch.randn(shape, device=device).mul_(100).to(before)
+    for place, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+        gradient.view(-1)[7 + place : 8 + place] = value
+    factor = torch.tensor(scale, device=device)
+    want = gradient.float().mul(factor).to(after)
+    got = scaled(gradient, factor, after)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert (got.data_ptr() == gradient.data_ptr()) == (before == after) or not got.numel()
+
+
+def test_scaled_rounds_ties_to_even(device: torch.device) -> None:
+    """Of bf16 neighbors, and with a scale that is no bf16 number."""
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8], device=device)
+    one = torch.ones((), device=device)
+    assert scaled(ties, one, BF16).tolist() == [1.0, 1 + 2**-6, -1.0]
+    assert scaled(torch.ones(1, dtype=BF16, device=device), ties[1] - 2**-9, BF16) == 1 + 2**-7
+
+
+@pytest.mark.gpu  # 4 GiB
+def test_scaled_offsets_beyond_32_bits() -> None:
+    gradient = torch.ones(2**31 + 5, dtype=BF16, device="cuda")
+    got = scaled(gradient, torch.tensor(3.0, device="cuda"), BF16)
+    assert (got[:9] == 3).all() and (got[-9:] == 3).all()

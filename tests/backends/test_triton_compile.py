@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LINEAR = {"linear_stats_kernel": 1, "_merge_splits_kernel": 1}
 FUSED = {"_row_stats_kernel": 1, "_pointwise_kernel": 2, "_dlogits_kernel": 1}
+FUSED |= {"_scale_kernel": 2}  # of gradients in bf16, and of sums in fp32
 
 
 def environment(**variables: str) -> dict[str, str]:

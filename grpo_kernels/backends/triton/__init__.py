@@ -7,6 +7,7 @@ from grpo_kernels.backends.triton.extract import extract_entries
 from grpo_kernels.backends.triton.linear_stats import linear_stats
 from grpo_kernels.backends.triton.packing import KernelPacking
 from grpo_kernels.backends.triton.row_stats import logp_gradient_, row_stats, weighted_gradient
+from grpo_kernels.backends.triton.scaling import scaled
 from grpo_kernels.backends.triton.sums import (
     entries_matmul,
     entries_transposed_matmul,

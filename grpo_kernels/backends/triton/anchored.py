@@ -27,9 +27,8 @@ from grpo_kernels.backends.triton.linear_tile import (
     described,
     logits_tile,
     operands,
-    rounded,
 )
-from grpo_kernels.backends.triton.math import LOG2_E
+from grpo_kernels.backends.triton.math import LOG2_E, rounded
 from grpo_kernels.head import Head
 
 TARGET_ROWS = 64  # of a block of targets
@@ -127,7 +126,7 @@ def anchored_kernel(
             e = tl.exp2(t)
             total += tl.sum(e, axis=1)
             moment += tl.sum(e * t, axis=1)
-            e = rounded(e, tl.bfloat16, UPCAST).to(tl.bfloat16)
+            e = rounded(e, tl.bfloat16, UPCAST)
             if DESCRIPTORS:  # which writes nothing beyond the ends
                 exp_ptr.store([first_row, column], e)
             else:
@@ -190,7 +189,7 @@ def _moved_kernel(
         mask = moved[:, None] & (columns < num_columns)[None, :]
         mask &= columns[None, :] != target[:, None]
         e_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * stride_exp + columns[None, :]
-        tl.store(e_ptrs, e.to(tl.bfloat16), mask=mask)
+        tl.store(e_ptrs, e, mask=mask)
 
 
 def linear_logp_gradient(

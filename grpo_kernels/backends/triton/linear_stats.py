@@ -30,9 +30,8 @@ from grpo_kernels.backends.triton.linear_tile import (
     described,
     logits_tile,
     operands,
-    rounded,
 )
-from grpo_kernels.backends.triton.math import LOG2_E
+from grpo_kernels.backends.triton.math import LOG2_E, rounded
 from grpo_kernels.head import Head, logits_dtype
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -135,12 +134,12 @@ def linear_stats_kernel(
             mask_v = offs_v < num_columns
             logits = subtiles[subtile]
             if ROUND_TO is not None:
-                logits = rounded(logits, ROUND_TO, UPCAST)
+                logits = rounded(logits, ROUND_TO, UPCAST).to(tl.float32)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
                 logits += bias[None, :]
                 if ROUND_TO is not None:
-                    logits = rounded(logits, ROUND_TO, UPCAST)
+                    logits = rounded(logits, ROUND_TO, UPCAST).to(tl.float32)
             y = common.bounded(logits, inner)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
@@ -235,7 +234,7 @@ def _merge_splits_kernel(
         tl.store(unit_ptr + rows, unit, mask=mask)
         target = tl.load(target_ptr + rows, mask=mask, other=0)
         at_target = rounded(tl.where(finite, at_target, 0.0), tl.bfloat16, UPCAST)
-        tl.store(exp_ptr + rows * stride_exp + target, at_target.to(tl.bfloat16), mask=mask)
+        tl.store(exp_ptr + rows * stride_exp + target, at_target, mask=mask)
 
 
 def linear_stats(

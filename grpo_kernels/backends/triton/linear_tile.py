@@ -21,16 +21,6 @@ from grpo_kernels.head import Head
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Round fp32 ``x`` to the digits of ``DTYPE``."""
-    if UPCAST and DTYPE.is_bf16():  # Triton's interpreter truncates
-        bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        return (bits & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
 def block_and_split(num_rows, num_splits, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
     """Return this program's first row and its split; ``GROUP`` row blocks run side by side."""
     program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)

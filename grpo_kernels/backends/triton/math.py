@@ -55,3 +55,13 @@ def tanh(x):
     large = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     large = tl.where(x < 0, -large, large)
     return tl.where(tl.abs(x) < 0.5, small, large)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Round fp32 ``x`` to ``DTYPE``, to nearest even."""
+    if INTERPRETED and DTYPE.is_bf16():  # Triton's interpreter truncates
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -0x10000).to(tl.float32, bitcast=True), float("nan"))
+    return x.to(DTYPE)
