@@ -28,7 +28,7 @@ _CHECKED_ROWS, _CHECKED_TOKENS = 64, 256
 _FIRST_CALL = 90.0  # seconds: its process starts, it compiles, it may hang
 _ALLOWED = {"logp": 1e-4, "entropy": 1e-3, "E": 5e-3}
 _OURS = "grpo_kernels.backends.triton.anchored"
-_FORM = "form: "
+_FORM = "form "
 BASELINES = {
     "torch, bf16": "the logits, which are rounded",
     "torch, fp32": "the logits from bf16 operands",
