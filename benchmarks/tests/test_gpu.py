@@ -175,6 +175,7 @@ def test_all_gpu_tests_are_in_a_job() -> None:
 def called(*words: str, **variables: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "benchmarks.gpu", *words]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # with which pytest-benchmark measures nothing
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
     )
