@@ -35,7 +35,7 @@ from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_los
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
 from grpo_kernels.schedule.passes import LossParts, loss_backward, loss_forward, with_rest
-from grpo_kernels.schedule.run import check_same_plan, planned_rows
+from grpo_kernels.schedule.run import check_same_plan, checked_targets, planned_rows
 
 _NUM_PARTS = len(LossParts._fields)
 
@@ -90,7 +90,9 @@ def policy_loss_op(*arguments):
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
     check_same_plan(rows, plan)
-    parts, gradients = retry_on_oom(lambda plan: _run(rows, plan), plan)
+    parts, gradients = checked_targets(
+        lambda: retry_on_oom(lambda plan: _run(rows, plan), plan), rows, plan
+    )
     gradients = gradients._replace(hidden=_of_all(gradients.hidden, plan, hidden))
     return (
         # outputs of an op may not share memory

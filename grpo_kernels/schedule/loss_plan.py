@@ -234,7 +234,8 @@ def make_plan(
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     tokens, schedule = active.batch.num_tokens, options.schedule
-    summing = _summing(_storing(route, head, batch, config), head, needs)
+    stored = _storing(route, head, batch, config) if needs.any else route
+    summing = _summing(stored, head, needs)
     keeps = schedule != "two_pass" and keeps_exponentials(summing, head, needs, tokens)
     if keeps:
         rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS

@@ -218,6 +218,7 @@ def _anchored_cases(target: str) -> Iterator[Case]:
         yield Case(linear_stats_kernel, types, posed, config.options, aligned)
         types = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "anchor_ptr": "*fp32"}
         types |= {"target_ptr": "*i64", "num_rows": "i32", "depth": "i32", "stride_wv": "i64"}
+        types |= {"num_columns": "i32"}
         blocks = {"BLOCK_T": anchored.TARGET_ROWS, "BLOCK_D": config.block_d, "UPCAST": False}
         blocks["EVEN_D"] = not uneven
         kernel, options = anchored._target_logits_kernel, anchored.OPTIONS
@@ -238,7 +239,7 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 def _merge_cases() -> Iterator[Case]:
     types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
-    types["stride_exp"] = "i64"
+    types |= {"stride_exp": "i64", "num_columns": "i32"}
     exponentials = {"exp_ptr": "*bf16", "unit_ptr": "*fp32", "anchor_ptr": "*fp32"}
     exponentials["moved_ptr"] = "*i1"
     every = _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from grpo_kernels import LossConfig, TokenBatch, explain, linear_policy_loss
+from grpo_kernels import LossConfig, explain, linear_policy_loss
 from grpo_kernels.backends import TileGradient
 from grpo_kernels.backends.triton_backend import Triton
 from grpo_kernels.engine import GradientSums, compaction
 from grpo_kernels.schedule import Plan, loss_plan
 from grpo_kernels.testing import Problem, assert_all_as_exact_as, make_config, make_problem, run
-from tests.schedule.test_operations import FREE
 from tests.support.targets import targets
 
 V, D = 300, 32
@@ -204,47 +201,6 @@ def test_they_are_kept_where_they_fit(backend: str, device: torch.device) -> Non
     for name in ("max_workspace_bytes", "activation_bytes"):
         assert plan_of(posed, config, backend, **{name: size}).keeps
         assert not plan_of(posed, config, backend, **{name: size - 1}).keeps
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_gemm_is_launched_first(
-    padded: bool, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between a batch and the GEMM: the rows of padded hidden states, and the targets' logits."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
-    launch, launched = interpreter.run, list[str]()
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func._schema.name.removeprefix("aten::")
-            if name not in FREE:
-                launched.append(name)
-            return func(*args, **(kwargs or {}))
-
-    def run(kernel: Any, *arguments: Any, **named: Any) -> Any:
-        launched.append(kernel.fn.__name__)
-        with _disable_current_modes():  # the interpreter computes with torch operations
-            return launch(kernel, *arguments, **named)
-
-    problem = make_problem(3, 8, 16, 67, bias=False).to(device, torch.bfloat16)
-    lengths = [8, 3, 5] if padded else [8, 8, 8]
-    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
-    batch = TokenBatch.from_padded(
-        problem.target,
-        problem.advantages,
-        mask if padded else None,
-        lengths=lengths,
-        active_lengths=lengths,
-    )
-    monkeypatch.setattr(interpreter, "run", run)
-    config = LossConfig(loss_type="dapo")
-    for _ in range(2):  # the first one traces the loss
-        launched.clear()
-        with Operations():
-            linear_policy_loss(problem.hidden, problem.weight, batch, config, backend=backend)
-    before = launched[: launched.index("anchored_kernel")]
-    assert before == ["index_select"] * padded + ["_target_logits_kernel"]
 
 
 def test_rows_without_a_gradient_are_left_out(

@@ -45,6 +45,7 @@ def _target_logits_kernel(
     target_ptr,  # (T,) int64
     anchor_ptr,  # (T,) fp32, the targets' raw logits
     num_rows,
+    num_columns,
     depth,
     stride_wv,
     EVEN_D: tl.constexpr,
@@ -57,6 +58,7 @@ def _target_logits_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t, offs_d = (rows < num_rows)[:, None], tl.arange(0, BLOCK_D)
     target = tl.load(target_ptr + rows, mask=rows < num_rows, other=0)
+    target = tl.minimum(target, num_columns - 1)  # others are asserted later
     acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, depth, BLOCK_D):
         mask = mask_t
@@ -218,6 +220,7 @@ def linear_logp_gradient(
             target_ptr=target,
             anchor_ptr=anchor,
             num_rows=rows,
+            num_columns=len(head.weight),
             depth=hidden.shape[1],
             stride_wv=row_stride(head.weight),
             EVEN_D=blocks["EVEN_D"],

@@ -176,6 +176,7 @@ def _merge_splits_kernel(
     moved_ptr,  # (T,) bool, rows whose anchor becomes the logsumexp of their logits
     stride_exp,
     num_rows,
+    num_columns,
     num_splits,
     outer,
     UPCAST: tl.constexpr,
@@ -234,7 +235,8 @@ def _merge_splits_kernel(
         tl.store(unit_ptr + rows, unit, mask=mask)
         target = tl.load(target_ptr + rows, mask=mask, other=0)
         at_target = rounded(tl.where(finite, at_target, 0.0), tl.bfloat16, UPCAST)
-        tl.store(exp_ptr + rows * stride_exp + target, at_target, mask=mask)
+        inside = mask & (target < num_columns)
+        tl.store(exp_ptr + rows * stride_exp + target, at_target, mask=inside)
 
 
 def linear_stats(
@@ -344,6 +346,7 @@ class LinearLaunch:
             temperature_ptr=self.transform["temperature_ptr"],
             outer=self.transform["outer"],
             num_rows=len(self.hidden),
+            num_columns=len(self.head.weight),
             num_splits=self.sums.shape[1],
             UPCAST=knobs.runtime.interpret,
             BLOCK=_MERGED_ROWS,
