@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,18 +21,33 @@ from benchmarks.problem import make_problem
 from benchmarks.results import Row
 from benchmarks.shapes import MODELS, Model, make_case
 from benchmarks.timing import make_timer
+from grpo_kernels.backends import RowStats
+from grpo_kernels.backends.gpu_tiles import LinearConfig, aligned_config
 from grpo_kernels.head import Head, matmul_precision, project
 
-_CHECKED_ROWS, _CHECKED_TOKENS = 64, 256
+_CHECKED_TOKENS = 256
 _FIRST_CALL = 90.0  # seconds: its process starts, it compiles, it may hang
-_ALLOWED = {"logp": 1e-4, "entropy": 1e-3, "E": 5e-3}
-_OURS = "grpo_kernels.backends.triton.anchored"
-_FORM = "form "
+_ALLOWED = {"logp": 1e-4, "entropy": 1e-3, "gradient": 5e-3}
+_FORM = "form: "
 BASELINES = {
     "torch, bf16": "the logits, which are rounded",
     "torch, fp32": "the logits from bf16 operands",
     "ours, statistics": "the fused forward, which stores nothing",
-    "ours, anchored": "the kernel of this package, with its check for rows far above their anchor",
+}
+_BASE = aligned_config("sm_90")
+FORMS: dict[str, LinearConfig] = {
+    "ours": _BASE,
+    "flat": replace(_BASE, flat=1),
+    "1 subtile": replace(_BASE, subtiles=1),
+    "1 subtile, flat": replace(_BASE, subtiles=1, flat=1),
+    "4 stages": replace(_BASE, num_stages=4),
+    "tiles 4": replace(_BASE, tiles=4),
+    "tiles 16": replace(_BASE, tiles=16),
+    "group 8": replace(_BASE, group=8),
+    "group 32": replace(_BASE, group=32),
+    "group 64": replace(_BASE, group=64),
+    "128x128, 4 stages": replace(_BASE, block_v=128, subtiles=1, num_stages=4, tiles=16),
+    "256x128": replace(_BASE, block_t=256, block_v=128, tiles=16, group=8),
 }
 
 
@@ -60,8 +74,6 @@ CASES = {"tiny": [Case(MODELS["tiny"], 32)], "gpu": _GPU, "gpu-full": _GPU}
 
 
 def names(case: Case) -> list[str]:
-    from benchmarks.gpu.anchored_forms import FORMS
-
     return [*BASELINES, *(f"{_FORM}{name}" for name in FORMS)]
 
 
@@ -75,8 +87,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
         if name in checked:
             row.errors = checked[name].errors
             row.leave_out(checked[name].state, checked[name].reason or None)
-        elif name not in calls:
-            row.leave_out("absent", f"there is no {_OURS}")
         if row.runs:
             with attempt(row):
                 calls[name]()
@@ -102,40 +112,39 @@ def _inputs(model: Model, tokens: int, device: str) -> tuple[Tensor, Tensor, Ten
 
 
 def _calls(case: Case, device: str) -> dict[str, Callable[[], Any]]:
-    from benchmarks.gpu import anchored_forms
     from grpo_kernels.backends import triton
 
     hidden, weight, target = _inputs(case.model, case.tokens, device)
-    head = Head(weight)
-    pitch = anchored_forms.leading_dim(len(weight))
-    narrow = hidden.new_empty(case.tokens, pitch)[:, : len(weight)]
+    head, narrow = Head(weight), _output(hidden, weight)
     wide = torch.empty_like(narrow, dtype=torch.float32)
     calls: dict[str, Callable[[], Any]] = {
         "torch, bf16": lambda: project(hidden, head, narrow),
         "torch, fp32": lambda: project(hidden, head, wide),
         "ours, statistics": lambda: triton.linear_stats(hidden, head, target, "fp32", False),
     }
-    if importlib.util.find_spec(_OURS):
-        ours = importlib.import_module(_OURS)
-        calls["ours, anchored"] = lambda: ours.linear_logp_gradient(hidden, head, target, narrow)
-    for name, (config, store) in anchored_forms.FORMS.items():
-        config = config.tiny() if device == "cpu" else config
-        step = anchored_forms.prepare(hidden, weight, target, config, store=False)
-        step = step._replace(e=narrow if store else None)  # one for all
-        calls[f"{_FORM}{name}"] = partial(_anchored, step)
+    for name, form in FORMS.items():
+        config = _tile(form, device)
+        calls[f"{_FORM}{name}"] = partial(
+            triton.linear_logp_gradient, hidden, head, target, narrow, config
+        )
     return calls
 
 
-def _anchored(step: Any) -> None:
-    step.set_anchor()
-    step.multiply()
+def _output(hidden: Tensor, weight: Tensor) -> Tensor:
+    pitch = -(-len(weight) // 64) * 64  # the copy engine takes rows at multiples of 16 bytes
+    return hidden.new_empty(len(hidden), pitch)[:, : len(weight)]
+
+
+def _tile(form: LinearConfig, device: str) -> LinearConfig:
+    """Return the form, or a small one like it for the interpreter."""
+    if device == "cuda":
+        return form
+    return replace(form, block_t=16, block_v=64, block_d=32, tiles=2, group=2, descriptors=0)
 
 
 @lru_cache
 def _checked(model: Model, device: str) -> dict[str, Row]:
     """Return of every form what its first call gave, and whether that was right."""
-    from benchmarks.gpu.anchored_forms import FORMS
-
     workers = min(8, os.cpu_count() or 1) if device == "cuda" else 2  # they compile side by side
     answers = ask_each(_check, [(name, model, device) for name in FORMS], workers, _FIRST_CALL)
     rows = {}
@@ -146,17 +155,18 @@ def _checked(model: Model, device: str) -> dict[str, Row]:
 
 
 def _check(name: str, model: Model, device: str) -> Row:
-    """Compare a form with fp64; every buffer holds NaN before."""
-    from benchmarks.gpu.anchored_forms import FORMS, prepare
+    """Compare a form with fp64; its result holds NaN before."""
+    from grpo_kernels.backends import triton
 
     row = Row(name)
     with attempt(row):
-        config, store = FORMS[name]
-        inputs = _inputs(model, 32 if device == "cpu" else _CHECKED_TOKENS, device)
-        step = prepare(*inputs, config.tiny() if device == "cpu" else config, store)
-        step.poison()
-        _anchored(step)
-        row.errors = _errors(step)
+        hidden, weight, target = _inputs(model, 32 if device == "cpu" else _CHECKED_TOKENS, device)
+        out = _output(hidden, weight).fill_(math.nan)
+        config = _tile(FORMS[name], device)
+        stats, gradient = triton.linear_logp_gradient(hidden, Head(weight), target, out, config)
+        assert gradient.row_scale is not None
+        dlogits = gradient.dlogits.double() * gradient.row_scale.double()[:, None]
+        row.errors = _errors(hidden.double() @ weight.double().t(), target, stats, dlogits)
         bad = [f"{k} {x:.1e}" for k, x in row.errors.items() if not x <= _ALLOWED[k]]
         row.leave_out("wrong", f"error of {', '.join(bad)}" if bad else None)
     if device_is_lost(device):
@@ -164,24 +174,15 @@ def _check(name: str, model: Model, device: str) -> Row:
     return row
 
 
-def _errors(step: Any) -> dict[str, float]:
-    """Compare statistics and E of some rows; NaN where something was not written."""
-    rows, ln2 = slice(0, _CHECKED_ROWS), math.log(2.0)
-    logits = step.hidden[rows].double() @ step.weight.double().t()
+def _errors(logits: Tensor, target: Tensor, stats: RowStats, dlogits: Tensor) -> dict[str, float]:
     logps = logits.log_softmax(1)
-    exact = logps.gather(1, step.target[rows, None])[:, 0]
-    total, moment = (x[rows] for x in step.merged())
-    f2, a2, y = (x[rows].double() for x in (step.f2, step.a2, step.y_target))
-    logp, entropy = (f2 * y - a2) * ln2 - total.log(), total.log() - ln2 * moment / total
-    errors = {
-        "logp": (logp - exact).abs().max().item(),
-        "entropy": (entropy + (logps.exp() * logps).sum(1)).abs().max().item(),
+    exact = logps.gather(1, target[:, None])[:, 0]
+    truth = torch.nn.functional.one_hot(target, logits.shape[1]) - logps.exp()
+    return {
+        "logp": (stats.logp - exact).abs().max().item(),
+        "entropy": (stats.entropy + (logps.exp() * logps).sum(1)).abs().max().item(),
+        "gradient": relative_error(dlogits, truth),
     }
-    if step.e is not None:
-        errors["E"] = relative_error(step.e[rows], (logits * f2[:, None] - a2[:, None]).exp2())
-        if any(bool(part.isnan().any()) for part in step.e.split(512)):
-            errors["E"] = math.nan
-    return errors
 
 
 def test_anchored(row: Row) -> None:

@@ -19,9 +19,9 @@ FORMS = {
     COPY: "of the fp32 sum",
     "torch, scaled": "torch.mul of fp32 by a scalar on the device, into bf16",
     "torch, rounded": "copy_ of fp32 into bf16",
-    "triton, scaled": "a kernel of 16 bytes a thread, fp32 into bf16",
+    "triton, scaled": "ours, 16 bytes a thread, fp32 into bf16, whose memory is new",
     "torch, bf16 scaled": "mul_ of bf16 by an fp32 scalar on the device",
-    "triton, bf16 scaled": "the kernel, bf16 in place",
+    "triton, bf16 scaled": "ours, bf16 in place",
 }
 
 
@@ -52,8 +52,8 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     generator = torch.Generator(session.device).manual_seed(0)
     wide = torch.empty(case.columns, case.depth, device=session.device)
     wide.normal_(generator=generator)
-    passes, out = _passes(wide)
-    scaled = torch.mul(wide, _SCALE).to(torch.bfloat16)
+    passes = _passes(wide)
+    expected_scaled = torch.mul(wide, _SCALE).to(torch.bfloat16)
     expected = {"torch, rounded": wide.to(torch.bfloat16)}
     expected |= {f"{name}, bf16 scaled": wide.to(torch.bfloat16) for name in ("torch", "triton")}
     rows = [Row(name, FORMS[name]) for name in names]
@@ -62,17 +62,17 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             continue
         with attempt(row):
             passes[row.provider].restore()
-            passes[row.provider].call()
-            same = torch.equal(out, expected.get(row.provider, scaled))
+            result = passes[row.provider].call()
+            same = torch.equal(result, expected.get(row.provider, expected_scaled))
             row.leave_out("wrong", None if same else "other bits than torch's")
     race_passes(rows, passes, session.rounds(20), session.device)
     free(session.device)
     return rows
 
 
-def _passes(wide: Tensor) -> tuple[dict[str, Pass], Tensor]:
-    """Return the forms by name, and the tensor that all but the copy write."""
-    from benchmarks.gpu.rounding import round_scaled
+def _passes(wide: Tensor) -> dict[str, Pass]:
+    """Return the forms by name; each returns what it computes."""
+    from grpo_kernels.backends.triton import scaled
 
     out = torch.empty_like(wide, dtype=torch.bfloat16)
     scale = torch.full((), _SCALE, device=wide.device)
@@ -86,10 +86,12 @@ def _passes(wide: Tensor) -> tuple[dict[str, Pass], Tensor]:
         COPY: copy_pass(wide),
         "torch, scaled": Pass(lambda: torch.mul(wide, scale, out=out), both),
         "torch, rounded": Pass(lambda: out.copy_(wide), both),
-        "triton, scaled": Pass(lambda: round_scaled(wide, scale, out), both),
+        "triton, scaled": Pass(lambda: scaled(wide, scale, torch.bfloat16), both),
         "torch, bf16 scaled": Pass(lambda: out.mul_(one), 2 * out.nbytes, refill),
-        "triton, bf16 scaled": Pass(lambda: round_scaled(out, one, out), 2 * out.nbytes, refill),
-    }, out
+        "triton, bf16 scaled": Pass(
+            lambda: scaled(out, one, torch.bfloat16), 2 * out.nbytes, refill
+        ),
+    }
 
 
 def test_rounding(row: Row) -> None:

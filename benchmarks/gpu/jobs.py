@@ -127,7 +127,6 @@ JOBS = (
         "Which form of the GEMM that stores exp(logit - anchor) to build on, and whether it pays.",
         275,
         kernels=True,
-        sources=("benchmarks/gpu/anchored_*.py", "benchmarks/gpu/rounding.py"),
     ),
     _suite(
         "gemms",
@@ -140,7 +139,6 @@ JOBS = (
         "Whether a pass over the weight's gradient should be Triton's or torch's.",
         45,
         kernels=True,
-        sources=("benchmarks/gpu/rounding.py",),
     ),
     _suite(
         "host",

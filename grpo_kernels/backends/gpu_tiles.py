@@ -68,6 +68,7 @@ class LinearConfig:
     tiles: int  # of a split, the share of the vocabulary that one program folds
     group: int  # row blocks that run side by side
     descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
+    flat: int = 0  # 1: loads of the next tile start in the epilogue, where exponentials are stored
 
     @property
     def split_columns(self) -> int:

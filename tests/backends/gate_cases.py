@@ -205,8 +205,9 @@ def _anchored_cases(target: str) -> Iterator[Case]:
         store = f"tensordesc<bf16[{config.block_t},{config.block_v // config.subtiles}]>"
         store = store if config.descriptors else "*bf16"
         moved = {"moved_ptr": "*i1", "unit_ptr": "*fp32", "exp_ptr": "*bf16"}
+        stored = parts | {"FLAT": bool(config.flat)}
         for kernel, more, epilogue in (
-            (anchored.anchored_kernel, {"exp_ptr": store, "sums_ptr": "*fp32"}, parts),
+            (anchored.anchored_kernel, {"exp_ptr": store, "sums_ptr": "*fp32"}, stored),
             (anchored._moved_kernel, moved | {"target_ptr": "*i64"}, {}),
         ):
             posed = _absent(kernel, types | more, blocks | epilogue)

@@ -99,6 +99,7 @@ def anchored_kernel(
     TILES: tl.constexpr,  # of a split
     GROUP: tl.constexpr,
     SUBTILES: tl.constexpr,  # 1 or 2, of a tile, one after the other
+    FLAT: tl.constexpr,  # loads of the next tile start in the epilogue
 ):
     SUBTILE_V: tl.constexpr = BLOCK_V // SUBTILES
     first_row, split = block_and_split(num_rows, num_splits, BLOCK_T, GROUP)
@@ -110,7 +111,8 @@ def anchored_kernel(
     total = tl.zeros((BLOCK_T,), tl.float32)
     moment = tl.zeros((BLOCK_T,), tl.float32)
     first_column = split * (TILES * BLOCK_V)
-    for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
+    count = tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)
+    for tile in tl.range(0, count, flatten=FLAT):
         tile_column = first_column + tile * BLOCK_V
         acc = logits_tile(
             x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
@@ -233,6 +235,7 @@ def linear_logp_gradient(
             exp_ptr=described(out, config.block_t, config, config.block_v // config.subtiles),
             sums_ptr=launch.sums,
             SUBTILES=config.subtiles,
+            FLAT=bool(config.flat),
             **launch.products,
             **shared,
             **blocks,
