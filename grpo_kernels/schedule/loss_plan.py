@@ -20,7 +20,7 @@ from grpo_kernels.engine import (
     choose_route,
     row_chunks,
 )
-from grpo_kernels.head import Head
+from grpo_kernels.head import Head, stats_dtype
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule.loss_stage import LossStage, choose_stage, why_not_generated
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
@@ -100,6 +100,18 @@ class Plan(LogprobsPlan):
         """Bytes of the logits that exist at a time."""
         return self.tile_rows * self.route.row_bytes
 
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes at the peak beside inputs and gradients, about."""
+        wide, elements = stats_dtype(self.route.dtype), math.prod(self.head.weight.shape)
+        rows = self.tokens * self.head.weight.shape[1]
+        if self.schedule == "two_pass":
+            return self.workspace_bytes + rows * wide.itemsize
+        if self.keeps:
+            return self.workspace_bytes + rows * self.route.dtype.itemsize
+        sums = self.needs.weight and len(self.chunks) > 1 and self.route.dtype != wide
+        return self.workspace_bytes + sums * elements * wide.itemsize
+
     @cached_property
     def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward, or for its end."""
@@ -123,6 +135,8 @@ class Plan(LogprobsPlan):
         """Why it is so, a sentence each."""
         route, reasons = self.route, self.route.why_backend
         reasons.append(f"{self.schedule}: {self._why_schedule()}")
+        if (other := self._other_schedule()) is not None:
+            reasons.append(other)
         if route.backend.has_tiles:
             reasons.append(f"loss: {self._why_stage()}")
         if self.needs.any and (self.schedule == "two_pass" or self.options.bounded is not None):
@@ -168,6 +182,21 @@ class Plan(LogprobsPlan):
         if self.schedule == "one_pass":
             return "three GEMMs instead of four"
         return "after every chunk one_pass would add to an fp32 (V, D) sum, which costs more"
+
+    def _other_schedule(self) -> str | None:
+        """Say in a line what the other schedule gains and costs, where there is one."""
+        can_choose = self.needs.weight and self.options.bounded is None and not self.is_smaller
+        if not can_choose or (self.schedule == "two_pass" and self.why_two_passes is not None):
+            return None
+        name = "two_pass" if self.schedule == "one_pass" else "one_pass"
+        other = self._again(replace(self.options, schedule=name))
+        if other is None or not self.route.backend.has_tiles:
+            return None
+        mine, its = (plan.extra_bytes / 2**20 for plan in (self, other))
+        gemms = "one GEMM more" if name == "two_pass" else "one GEMM less"
+        return (
+            f"{name} instead: about {its:,.0f} MiB beside the gradients, not {mine:,.0f}, {gemms}"
+        )
 
     def _why_stage(self) -> str:
         why_not = None
