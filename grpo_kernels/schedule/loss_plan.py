@@ -193,10 +193,9 @@ class Plan(LogprobsPlan):
         if other is None or not self.route.backend.has_tiles:
             return None
         mine, its = (plan.extra_bytes / 2**20 for plan in (self, other))
-        gemms = "one GEMM more" if name == "two_pass" else "one GEMM less"
-        return (
-            f"{name} instead: about {its:,.0f} MiB beside the gradients, not {mine:,.0f}, {gemms}"
-        )
+        gemms = "more" if name == "two_pass" else "less"
+        size = f"about {its:,.1f} MiB next to the gradients, not {mine:,.1f}"
+        return f"{name} instead: {size}, and one GEMM {gemms}"
 
     def _why_stage(self) -> str:
         why_not = None
