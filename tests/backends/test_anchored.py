@@ -94,9 +94,10 @@ def test_the_tile_of_the_table(device: torch.device, shape: tuple[int, int, int]
     hidden, head, target = head_problem(*shape, BF16, bias=False, device=device)
     check(hidden, head, target, None)
     certain = Head((40 * head.weight.float()).to(BF16), None, PLAIN)
-    exact = statistics(logits_of(hidden, certain, torch.float64), target, PLAIN)
-    logp = run(hidden, certain, target, None)[0].logp.double()
-    assert ((logp - exact.logp).abs() <= 2e-6 * exact.logp.abs() + 2.5e-7).all()
+    exact = statistics(logits_of(hidden, certain, torch.float64), target, PLAIN).logp
+    error = (run(hidden, certain, target, None)[0].logp.double() - exact).abs()
+    clear = exact > -1e-3
+    assert clear.any() and (error[clear] <= 2.5e-7 - 1e-3 * exact[clear]).all()
 
 
 @pytest.mark.parametrize("name", ["temperature", "scale", "per row"])
