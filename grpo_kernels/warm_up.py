@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import SamplingMask, TokenBatch
-from grpo_kernels.head import Head, HeadLoRA, check_weight, head_of, unshard_head
+from grpo_kernels.head import Head, HeadLoRA, check_weight, head_of, leading_dim, unshard_head
 from grpo_kernels.linear_policy_loss import explain, linear_policy_loss
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.schedule import Plan
@@ -93,7 +93,9 @@ def warm_up(
             for asked in _ways(plan) if gradients else ():
                 loss = linear_policy_loss(*given, **{**options, **asked}).loss
                 torch.autograd.grad(loss, hidden)
-        if gradients:
+        if gradients and _needs_all_rows(plan):
+            _store_exponentials(plan, frozen, hidden.detach(), batch)
+        elif gradients:
             _scale_sums(plan, head)
 
 
@@ -122,9 +124,25 @@ def _ways(plan: Plan) -> Iterator[dict[str, Any]]:
             yield {"schedule": "two_pass", "activation_bytes": 0}
         if not plan.needs.of_head or plan.options.activation_bytes:  # or kept
             yield {"schedule": "two_pass"}
-    if plan.options.schedule != "two_pass" and plan.why_two_passes is None:
+    runs = plan.options.schedule != "two_pass" and plan.why_two_passes is None
+    if runs and not _needs_all_rows(plan):
         # what fixes a row's bits is no other kernel
         yield {"schedule": "one_pass", "batch_invariant": False}
+
+
+def _needs_all_rows(plan: Plan) -> bool:
+    """Return whether one pass runs with exponentials of all rows only, which a trained head has."""
+    return plan.keeps and plan.scope == "batch"
+
+
+def _store_exponentials(plan: Plan, head: Head, hidden: Tensor, batch: TokenBatch) -> None:
+    """Launch the GEMM that stores them, and what weighs them."""
+    backend, rows = plan.route.backend, hidden.flatten(0, 1)
+    pitch = leading_dim(len(head.weight), rows.dtype, rows.device)
+    out = rows.new_empty(len(rows), pitch)[:, : len(head.weight)]
+    ready = head.to(rows.dtype)
+    stats, gradient = backend.linear_logp_gradient(rows, ready, batch.target, out)
+    backend.weighted_gradient(gradient, torch.ones_like(stats.logp))
 
 
 def _scale_sums(plan: Plan, head: Head) -> None:

@@ -213,7 +213,7 @@ def linear_logp_gradient(
         return stats, TileGradient(out, unit)
     launch = LinearLaunch.of(hidden, head, target, config, extras=False)
     anchor, moved = launch.y_target, torch.empty_like(unit, dtype=torch.bool)
-    shared = {"anchor_ptr": anchor, "stride_exp": row_stride(out)}
+    shared = {"anchor_ptr": anchor, "stride_exp": out.stride(0)}
     blocks = constants(config, hidden.shape[1])
     with common.launching(config, hidden):
         _target_logits_kernel[(triton.cdiv(rows, TARGET_ROWS),)](
