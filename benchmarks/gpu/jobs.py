@@ -33,7 +33,7 @@ class Job:
     seconds: int  # after which it is ended
     command: Command
     dry: Command  # the same at tiny shapes on a CPU
-    sources: tuple[str, ...] = field(default=())  # beside the kernels: a change makes it stale
+    sources: tuple[str, ...] = field(default=())  # besides the kernels, what makes a result stale
 
 
 def choose(names: list[str]) -> list[Job]:

@@ -83,7 +83,7 @@ class BatchInputs:
         cu_seqlens: Tensor | None,
         packed: bool,
     ) -> BatchInputs:
-        """Return the inputs; raise ValueError for what is wrong of them, but for their values."""
+        """Return the inputs; raise ValueError if they are wrong, apart from their values."""
         check_target(target, packed)
         if packed:
             check_cu_seqlens(cu_seqlens, target)

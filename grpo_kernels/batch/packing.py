@@ -17,7 +17,7 @@ _NO_ID = f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)"
 
 
 class Findings(NamedTuple):
-    """What the host is told of a rollout's values."""
+    """What the host knows about a rollout's values."""
 
     least_target: int  # of valid tokens, or 0 if that is less
     max_target: Tensor  # likewise, or 0 if that is more; () on the CPU
@@ -68,7 +68,7 @@ class Packing:
         return self._offsets[0]
 
     def findings(self) -> Findings:
-        """Return what the host is told; it waits for a device here."""
+        """Return the findings; the host waits for a device here."""
         found = host.sync_to_host(torch.cat([*self._flags, self._offsets.reshape(-1)]))
         low, _, *rest = host.values(found)
         names, half = self._names, len(self.cu_seqlens)

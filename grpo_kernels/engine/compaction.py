@@ -16,23 +16,23 @@ _MULTIPLE = 256  # of rows, by which a GPU's products are cut
 _BLOCK = 256  # rows that move at a time: there is a copy of them
 
 
-def moved_forward_(values: Tensor, wanted: Tensor) -> Tensor | None:
-    """Move the ``wanted`` rows (T,) of values (T, V) to the front, in place; the host waits once.
+def moved_forward_(values: Tensor, nonzero: Tensor) -> Tensor | None:
+    """Move the ``nonzero`` rows (T,) of values (T, V) to the front, in place; the host waits once.
 
-    Return which rows the first ones are then, wanted or not: as many as are wanted, filled up to a
-    multiple of 256. None: too few are not wanted, and nothing moved. Rows that are wanted stay
-    where they are as well, so that the same call changes nothing more.
+    Return the index of the row that each of the first rows holds afterwards. These are all nonzero
+    rows, filled up with others to a multiple of 256. None: too few rows are zero, and nothing
+    moved. A row that moves is copied, so repeating the call changes nothing more.
     """
-    rows = len(wanted)
-    count = wanted.sum()
+    rows = len(nonzero)
+    count = nonzero.sum()
     length = ((count + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE).clamp(max=rows)
-    place = torch.arange(rows, device=wanted.device)
-    behind = (wanted & (place >= length)).sum()
-    known = host.values(host.sync_to_host(torch.stack([count, length, behind])))
-    total, end, moves = known
+    place = torch.arange(rows, device=nonzero.device)
+    behind = (nonzero & (place >= length)).sum()
+    counts = host.sync_to_host(torch.stack([count, length, behind]))
+    total, end, moves = host.values(counts)
     if rows - end < max(FEWEST, rows * LEAST_SHARE):
         return None
-    order = torch.argsort(~wanted, stable=True)
+    order = torch.argsort(~nonzero, stable=True)
     source, gap = order[total - moves : total], order[total : total + moves]
     values = values.data  # autograd's counter of changes would refuse a second backward
     for part in ranges(moves, _BLOCK):

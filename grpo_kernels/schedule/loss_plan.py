@@ -102,7 +102,7 @@ class Plan(LogprobsPlan):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes at the peak beside inputs and gradients, about."""
+        """Approximate bytes at the peak next to inputs and gradients."""
         wide, elements = stats_dtype(self.route.dtype), math.prod(self.head.weight.shape)
         rows = self.tokens * self.head.weight.shape[1]
         if self.schedule == "two_pass":
@@ -213,7 +213,7 @@ class Plan(LogprobsPlan):
             waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
         if self.leaves_out:
-            found = "left out of the GEMMs of their gradients, if they are a sixteenth or more"
+            found = "left out of the GEMMs of their gradients, if they are at least a sixteenth"
         elif self.with_gradient:
             found = "zeros in the GEMMs, since their logits are gradients by then"
         elif host.reading_is_free(self.head.weight):

@@ -1,13 +1,13 @@
 """Softmax statistics and the gradient of log-probabilities, in the epilogue of the logits GEMM.
 
-As in :mod:`row_stats`, the gradient of a row is ``E = exp(z - anchor)`` but for the target, times
-a number that the loss gives. Here the anchor is known before any logit is: it is the target's own,
-one dot product of D elements per row. So the epilogue of the GEMM stores ``E`` in bf16 and adds up
-the row's sums, and logits never are in memory.
+As in :mod:`row_stats`, the gradient of a row is ``E = exp(z - anchor)``, except at the target,
+times a number that comes from the loss. Here the anchor is known before the GEMM: it is the
+target's logit, which a small kernel computes. So the epilogue of the GEMM can store ``E`` in bf16
+and add up each row. Logits are never in memory.
 
-A row whose sum is more than 55 nats above its target's score is repaired by launches that cost
-nothing without one: sums that overflowed are formed again relative to their peaks, and ``E``
-relative to the row's.
+Two more launches repair rows whose sum is more than 55 nats above the target's score; without such
+a row their programs end at once. They compute sums that overflowed again, relative to their peaks,
+and then ``E``, relative to the row's logsumexp.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _moved_kernel(
 
 def linear_logp_gradient(
     hidden: Tensor,  # (T, D) bf16
-    head: Head,  # a weight alone, multiplied in bf16
+    head: Head,  # with only a weight, multiplied in bf16
     target: Tensor,  # (T,) int64 in [0, V)
     out: Tensor,  # (T, V) bf16
     config: LinearConfig | None = None,  # the table's

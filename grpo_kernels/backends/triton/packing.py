@@ -221,7 +221,7 @@ def _check_report_kernel(
 
 
 class KernelPacking(Packing):
-    """Packs a rollout with one launch; the host is told through pinned memory."""
+    """Packs a rollout with one launch; the host reads the counts from pinned memory."""
 
     def __init__(self, inputs: BatchInputs) -> None:
         self._inputs, size = inputs, inputs.num_tokens
@@ -247,15 +247,15 @@ class KernelPacking(Packing):
                 **{f"{name}_ptr": x for name, x in zip(_RESULTS, results, strict=True)},
                 **OPTIONS,
             )
-        self._told = host.start_transfer(self._report) if stated is None else None
+        self._transfer = host.start_transfer(self._report) if stated is None else None
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self._offsets
 
     def findings(self) -> Findings:
-        told = self._told or host.start_transfer(self._report)
-        *counts, least, most, wrong = host.values(told.wait())
+        transfer = self._transfer or host.start_transfer(self._report)
+        *counts, least, most, wrong = host.values(transfer.wait())
         bits = functools.reduce(operator.or_, wrong)
         names = [name for bit, name in enumerate(CHECKED) if bits >> bit & 1]
         return Findings(min(least), host.to_host(max(most)), names, counts)
