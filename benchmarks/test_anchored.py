@@ -28,7 +28,7 @@ from grpo_kernels.head import Head, matmul_precision, project
 _CHECKED_TOKENS = 256
 _FIRST_CALL = 90.0  # seconds: its process starts, it compiles, it may hang
 _ALLOWED = {"logp": 1e-4, "entropy": 1e-3, "gradient": 5e-3}
-_FORM = "form: "
+_FORM = "form "
 BASELINES = {
     "torch, bf16": "the logits, which are rounded",
     "torch, fp32": "the logits from bf16 operands",

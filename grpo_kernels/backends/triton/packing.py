@@ -24,7 +24,7 @@ from grpo_kernels.batch import (
 )
 
 OPTIONS = {"num_warps": 8, **NOT_FUSED}
-BLOCK, _CHECKED_BLOCK = 1024, 256  # tokens at a time, and sequences
+BLOCK, _CHECKED_BLOCK = 512, 256  # tokens at a time, and sequences
 COLUMNS = ("advantages", *TOKEN_FIELDS)
 REPORT = ("lengths", "active_lengths", "least_target", "max_target", "wrong")
 _INPUTS = ("ids", "mask", "cu_seqlens", "prompt_tokens", *COLUMNS, *SCALAR_FIELDS)
