@@ -51,9 +51,9 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor
     return torch.where(positive, a, b)
 
 
-def _smaller(a: Tensor, b: Tensor) -> Tensor:
-    """Return the minimum; ``a`` gets the gradient of equal values, in fewer steps than halves."""
-    return torch.where(a <= b, a, b)
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    """Return the maximum; ``a`` gets the gradient of equal values, in fewer steps than halves."""
+    return torch.where(a >= b, a, b)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ class Clip(ClipRange):
     dual_clip: float | None = number(None, "a number > 1", lambda x: x > 1, optional=True)
 
     def __call__(self, terms: Terms) -> Tensor:
-        advantages = terms.advantages
+        costs = -terms.advantages
         clipped = terms.ratio.clamp(1 - self.epsilon, self.highest)
-        loss = -_smaller(self._capped(terms.ratio) * advantages, clipped * advantages)
+        loss = _larger(self._capped(terms.ratio) * costs, clipped * costs)
         if self.dual_clip is None:
             return loss
-        bounded = _smaller(loss, -self.dual_clip * advantages)
-        return torch.where(advantages < 0, bounded, loss)
+        cap = self.dual_clip * costs
+        return torch.where((costs > 0) & (loss > cap), cap, loss)
 
     def metrics(self, terms: Terms) -> Indicators:
         return super().metrics(terms._replace(ratio=self._capped(terms.ratio)))

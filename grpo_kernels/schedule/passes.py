@@ -161,7 +161,7 @@ def _scored(
     and gate. They are of the rows with a gradient; a gate by the entropy needs all rows.
     """
     logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
-    weights = static_weights(plan.batch, config)
+    weights = static_weights(plan.batch, config, logp.dtype)
     if plan.scope != "batch":
         active = plan.active
         return logp, entropy, active.batch, active.take_weights(weights), None

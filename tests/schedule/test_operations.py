@@ -44,16 +44,17 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_takes_few_operations() -> None:
+@pytest.mark.parametrize("backend,most", [("chunked", 127), ("cpu", 60)])
+def test_a_step_takes_few_operations(backend: str, most: int) -> None:
     problem = make_problem(4, 8, 16, 67, dtype=torch.float32)
     config = LossConfig(loss_type="dapo")
     with Operations() as batch:
         made = problem.batch(ref_logprobs=None, rollout_logprobs=None)
     with Operations() as loss:
-        out = linear_policy_loss(problem.hidden, problem.weight, made, config, backend="chunked")
+        out = linear_policy_loss(problem.hidden, problem.weight, made, config, backend=backend)
         out.loss.backward()
     assert batch.count <= 43
-    assert loss.count <= 128
+    assert loss.count <= most
 
 
 INTERPRETED = pytest.mark.skipif(
@@ -79,7 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("loss_type,most", [("dapo", 26), ("cispo", 26), ("grpo", 35)])
+@pytest.mark.parametrize("loss_type,most", [("dapo", 25), ("cispo", 25), ("grpo", 34)])
 def test_a_step_on_a_gpu_launches_few_kernels(
     loss_type: str, most: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_step_on_a_gpu_launches_few_kernels(
             (linear_policy_loss(*inputs, backend="triton").loss * scale).backward()
     gemms_outside_of_torch = 2  # those of both gradients: a CPU's are MKL's
     assert 4 <= len(launched) <= 8
+    assert loss_type == "grpo" or step.count <= 60
     assert step.launches + len(launched) + gemms_outside_of_torch <= most
 
 

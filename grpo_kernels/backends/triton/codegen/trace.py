@@ -93,7 +93,7 @@ class PointwiseKernel:
         """Run on (T,) fp32 tensors of one CUDA device (or of the CPU, interpreted)."""
         like = inputs[0].shape, torch.float32, inputs[0].device
         assert all((x.shape, x.dtype, x.device) == like for x in inputs), inputs
-        inputs = tuple(x.detach().contiguous() for x in inputs)
+        inputs = tuple(x.contiguous() for x in inputs)
         outputs = tuple(torch.empty_like(inputs[0], dtype=dtype) for dtype in self.output_dtypes)
         arguments = {f"{k}_ptr": v for k, v in zip(self.input_names, inputs, strict=True)}
         arguments |= {f"out{index}_ptr": output for index, output in enumerate(outputs)}
