@@ -130,9 +130,8 @@ def test_weights_are_streamed(placement, tmp_path):
     """One process sends, all gather; never much more than a parameter is in memory."""
     for found in together(checks.streamed, placement, tmp_path).values():
         assert_equal(found["sent"], found["weights"])
-        # one that is gathered, what it is put together from, and the parts of the one before, which
-        # the thread that communicates may not yet have let go
-        assert 0 < found["peak"] <= 3 * found["largest"] + 1024 < found["total"] / 2
+        # the gathered one and its parts; the thread that communicates may free the last ones late
+        assert 0 < found["peak"] <= 4 * found["largest"] + 1024 < found["total"] / 2
 
 
 @pytest.mark.parametrize("placement", place(["ddp", "fsdp2", "zero2", "zero3"]))
