@@ -6,6 +6,7 @@ import csv
 import json
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,16 @@ def main(argv: list[str] | None = None) -> None:
     summary = _summary(record, out / "model") | {"seconds": time.perf_counter() - start}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _write_rows(out / "metrics.csv", [row for row in record.history if "reward" in row])
-    _plot_curves(out / "curves.png", curves_of(record.history))
     print(f"\n{_told(summary)}\n")
     if missing := set(compare.HEADS) - {row["name"] for row in summary["heads"]}:
         print(f"not installed, so not compared: {', '.join(sorted(missing))}\n")
-    print(f"{summary['seconds']:.0f} seconds; summary.json, metrics.csv, curves.png: {out}")
+    written = ["summary.json", "metrics.csv"]
+    if find_spec("matplotlib"):
+        _plot_curves(out / "curves.png", curves_of(record.history))
+        written.append("curves.png")
+    else:
+        print("matplotlib is not installed, so there is no curves.png\n")
+    print(f"{summary['seconds']:.0f} seconds; {', '.join(written)}: {out}")
     print(f"open the report of the run in a browser: {trained / REPORT_NAME}")
 
 
