@@ -18,6 +18,7 @@ from benchmarks.gpu import record
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
 from benchmarks.results import ROOT
+from benchmarks.tests.test_suites import INTERPRETED, NAMES
 from benchmarks.traces import CALL, timelines
 
 CARD = {
@@ -218,8 +219,25 @@ def test_a_timeline_says_what_the_device_waits_for() -> None:
     assert [gap[1:] for gap in found.gaps] == [("row", "cutlass_gemm")]
 
 
-# each command once; the demo takes minutes on a CPU, and has tests of its own
-DRY = list({job.dry: job for job in JOBS if job.name != "trainer-demo"}.values())
+def benchmarks_of(job: Job) -> list[str]:
+    """Return the benchmarks that its dry command runs, on their smallest cases."""
+    files = [Path(word) for word in job.dry.words if word.startswith("benchmarks/test_")]
+    return [file.stem.removeprefix("test_") for file in files]
+
+
+def is_tested_elsewhere(job: Job) -> bool:
+    """Return whether test_suites.py runs all its benchmarks, or, of the demo, its own tests."""
+    names = {*benchmarks_of(job)}
+    return job.name == "trainer-demo" or (bool(names) and names <= {*NAMES})
+
+
+DRY = [job for job in JOBS if job.name == "rounding" or not is_tested_elsewhere(job)]
+
+
+def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
+    for job in JOBS:
+        if names := {*benchmarks_of(job)} & {*NAMES}:
+            assert job.dry.interprets == bool(names & {*INTERPRETED}), job.name
 
 
 @pytest.mark.slow
