@@ -91,13 +91,18 @@ def _row_case(kernel: Any, config: RowConfig, types: Types, blocks: dict[str, in
     return Case(kernel, types, _absent(kernel, types, blocks), config.options)
 
 
+def _choices(count: int, thorough: bool) -> list[tuple[bool, ...]]:
+    """Return which of so many options are on: none, each alone if ``thorough``, and all."""
+    none, every = (False,) * count, (True,) * count
+    each = [tuple(index == other for other in range(count)) for index in range(count)]
+    return [none, *each, every] if thorough else [none, every]
+
+
 def _variants(types: Types, *optional: Types, thorough: bool) -> list[Types]:
-    """Return the types with every choice of the optional ones, or with none and all."""
-    settings = itertools.product((False, True), repeat=len(optional))
-    chosen = settings if thorough else ((False,) * len(optional), (True,) * len(optional))
+    """Return the types with none of the optional ones, each of them, and all."""
     return [
         {**types, **{k: v for more in itertools.compress(optional, flags) for k, v in more.items()}}
-        for flags in chosen
+        for flags in _choices(len(optional), thorough)
     ]
 
 
@@ -165,12 +170,11 @@ def _divergence_cases(target: str) -> Iterator[Case]:
 
 def _linear_cases(target: str) -> Iterator[Case]:
     """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
-    config, every = aligned_config(target), list(itertools.product((False, True), repeat=4))
-    for flags in every:
-        yield _linear_case("bf16", config, *flags)
-    for flags in (every[0], every[-1]):
-        yield _linear_case("fp16", config, *flags)
-    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, *every[-1]), aligned=False)
+    config = aligned_config(target)
+    for dtype in ("bf16", "fp16"):
+        for flags in _choices(4, thorough=dtype == "bf16"):
+            yield _linear_case(dtype, config, *flags)
+    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, *flags), aligned=False)
 
 
 def _linear_case(
@@ -243,7 +247,7 @@ def _merge_cases() -> Iterator[Case]:
     types |= {"stride_exp": "i64", "num_columns": "i32"}
     exponentials = {"exp_ptr": "*bf16", "unit_ptr": "*fp32", "anchor_ptr": "*fp32"}
     exponentials["moved_ptr"] = "*i1"
-    every = _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=True)
+    every = _variants(types, {**_EXTRA_SUMS, **_EXTRAS, **_TEMPERATURE}, thorough=False)
     for each in (*every, types | exponentials, types | exponentials | _TEMPERATURE):
         blocks = {"BLOCK": _MERGED_ROWS, "UPCAST": False}
         absent = _absent(_merge_splits_kernel, each, blocks)
