@@ -45,6 +45,16 @@ def adding_up() -> list[tuple[str, dict[str, object]]]:
     ]
 
 
+def test_dual_clip_does_not_hide_nan() -> None:
+    batch = TokenBatch.from_padded(
+        torch.tensor([[1, 2]]), torch.tensor([-1.0]), old_logprobs=torch.zeros(1, 2)
+    )
+    config = LossConfig(loss_type="grpo", dual_clip=3.0)
+    capped = policy_loss(torch.tensor([5.0, 0.0]), batch, config)
+    assert capped.loss.item() == pytest.approx((3 + 1) / 2)
+    assert policy_loss(torch.tensor([torch.nan, 0.0]), batch, config).loss.isnan()
+
+
 @pytest.mark.parametrize("name,option", adding_up())
 def test_gradient_accumulation_adds_up_to_one_batch(name: str, option: dict[str, object]) -> None:
     problem, config = make_problem(2, 4), make_config(name, **option)

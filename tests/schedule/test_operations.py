@@ -80,9 +80,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("loss_type,most", [("dapo", 25), ("cispo", 25), ("grpo", 34)])
+@pytest.mark.parametrize(
+    "loss_type,most,operations", [("dapo", 25, 58), ("cispo", 25, 58), ("grpo", 34, 72)]
+)
 def test_a_step_on_a_gpu_launches_few_kernels(
-    loss_type: str, most: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    loss_type: str,
+    most: int,
+    operations: int,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Count a batch, its loss and its backward, with a scaled loss and unread metrics."""
     monkeypatch.setattr(Plan, "leaves_out", False)  # as in a batch of this size on a GPU
@@ -99,7 +105,7 @@ def test_a_step_on_a_gpu_launches_few_kernels(
             (linear_policy_loss(*inputs, backend="triton").loss * scale).backward()
     gemms_outside_of_torch = 2  # those of both gradients: a CPU's are MKL's
     assert 4 <= len(launched) <= 8
-    assert loss_type == "grpo" or step.count <= 60
+    assert step.count <= operations
     assert step.launches + len(launched) + gemms_outside_of_torch <= most
 
 
