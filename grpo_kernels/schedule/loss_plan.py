@@ -102,7 +102,7 @@ class Plan(LogprobsPlan):
 
     @property
     def extra_bytes(self) -> int:
-        """Approximate bytes at the peak next to inputs and gradients."""
+        """Approximate bytes at the peak in addition to inputs and gradients."""
         wide, elements = stats_dtype(self.route.dtype), math.prod(self.head.weight.shape)
         rows = self.tokens * self.head.weight.shape[1]
         if self.schedule == "two_pass":

@@ -92,14 +92,13 @@ def _row_case(kernel: Any, config: RowConfig, types: Types, blocks: dict[str, in
 
 
 def _choices(count: int, thorough: bool) -> list[tuple[bool, ...]]:
-    """Return which of so many options are on: none, each alone if ``thorough``, and all."""
-    none, every = (False,) * count, (True,) * count
-    each = [tuple(index == other for other in range(count)) for index in range(count)]
-    return [none, *each, every] if thorough else [none, every]
+    """Return which of ``count`` options are on: none, each one if ``thorough``, and all."""
+    each = [tuple(index == on for index in range(count)) for on in range(count)]
+    return [(False,) * count, *(each if thorough else ()), (True,) * count]
 
 
 def _variants(types: Types, *optional: Types, thorough: bool) -> list[Types]:
-    """Return the types with none of the optional ones, each of them, and all."""
+    """Return the types with none of the optional ones, each one if ``thorough``, and all."""
     return [
         {**types, **{k: v for more in itertools.compress(optional, flags) for k, v in more.items()}}
         for flags in _choices(len(optional), thorough)
@@ -169,12 +168,13 @@ def _divergence_cases(target: str) -> Iterator[Case]:
 
 
 def _linear_cases(target: str) -> Iterator[Case]:
-    """Yield the fused GEMM: every kind of epilogue, with all of a head's options or none."""
+    """Yield the fused GEMM with none, each and all of softcap, extras, rounding and options."""
     config = aligned_config(target)
     for dtype in ("bf16", "fp16"):
         for flags in _choices(4, thorough=dtype == "bf16"):
             yield _linear_case(dtype, config, *flags)
-    yield dataclasses.replace(_linear_case("bf16", UNALIGNED_CONFIG, *flags), aligned=False)
+    every = _linear_case("bf16", UNALIGNED_CONFIG, True, True, True, True)
+    yield dataclasses.replace(every, aligned=False)
 
 
 def _linear_case(
