@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -22,6 +24,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_trainer.config import options
 from grpo_trainer.data import has_images, model_inputs
@@ -37,6 +40,7 @@ from grpo_trainer.policy import base_policy, evaluating
 
 # transformers' own filters, which run after ours, off
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+_CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.24
 _LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 
 
@@ -110,12 +114,15 @@ class TransformersEngine(RolloutEngine):
         mask = padded([torch.ones_like(row) for row in rows]).to(model.device)
         lengths = [len(row) for row in prompt_ids]
         filters = RecordingFilters(sampling) if sampling.sampling_mask_size else None
+        shares = min(lengths) > 1 and not self.in_step and not has_images(images)
+        cache = _shared_cache(model, ids, mask, config) if shares else {}
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=config,
             logits_processor=None if filters is None else LogitsProcessorList([filters]),
             synced_gpus=self.in_step,
+            **cache,
             **model_inputs(images or [], lengths, ids.shape[1], ids.device, left=True),
         )
         rows_ids = output[:, ids.shape[1] :].tolist()
@@ -140,6 +147,49 @@ class TransformersEngine(RolloutEngine):
         settings |= sampling.engine_options
         never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
         return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
+
+
+def _shared_cache(
+    model: Any,
+    ids: Tensor,  # (N, L), padded on the left
+    mask: Tensor,  # (N, L)
+    config: GenerationConfig,
+) -> dict[str, Cache]:
+    """Run the model once per distinct prompt, on all but its last token, and copy the cache.
+
+    Returns:
+        The argument of ``generate`` with the cache of all rows. Empty where no prompt repeats, or
+        where the model keeps something other than keys and values.
+    """
+    distinct, rows = torch.cat([ids, mask], dim=1).unique(dim=0, return_inverse=True)
+    if len(distinct) == len(ids) or not _caches_keys_and_values(model, config):
+        return {}
+    first_ids, first_mask = distinct.view(-1, 2, ids.shape[1])[..., :-1].unbind(1)
+    ends = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    output = model.generate(
+        input_ids=first_ids,
+        attention_mask=first_mask,
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=1, return_dict_in_generate=True, **ends
+        ),
+    )
+    name = next((name for name in _CACHE_NAMES if name in output), None)
+    if name is None:  # as of mpt
+        return {}
+    output[name].batch_select_indices(rows)
+    return {name: output[name]}
+
+
+def _caches_keys_and_values(model: Any, config: GenerationConfig) -> bool:
+    """Return whether ``generate`` makes a cache of attention's keys and values, in one pass."""
+    one_pass = config.use_cache and not (
+        config.prompt_lookup_num_tokens or config.prefill_chunk_size
+    )
+    usual = config.cache_implementation is None and config.num_beams in (None, 1)
+    if not (one_pass and usual and model._supports_default_dynamic_cache()):
+        return False
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 @contextmanager
