@@ -15,9 +15,7 @@ here=$root/tests/integrations
 [ $# -gt 0 ] || set -- $(ls "$here/hosts" | sed -n 's/\.txt$//p')
 
 install() {
-    "$python" -m venv --clear "$1" || return 1
-    own=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/main.pth"
+    "$root/.ci/layered_venv.sh" "$1" "$python" || return 1
     "$1/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps -r "$2" &&
         cp "$2" "$1/installed.txt"
 }

@@ -13,9 +13,7 @@ wanted=$root/tests/sharded/deepspeed.txt
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
 
 install() {
-    "$python" -m venv --clear "$venv" || return 1
-    own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/main.pth"
+    "$root/.ci/layered_venv.sh" "$venv" "$python" || return 1
     # its setup looks for torch and wants no isolated build
     grep -v deepspeed "$wanted" >"$venv/first.txt"
     pip -r "$venv/first.txt" &&
