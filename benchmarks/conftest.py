@@ -124,10 +124,10 @@ class Session:
         return Settings(device=self.device, rounds=self.rounds(), **patient, **changes)
 
     def begin(self, case: Any = None) -> None:
-        """Skip what there is no time or, for a case, no memory for."""
+        """Skip what there is no time for, and a case without memory or inputs."""
         if time.monotonic() > self.deadline:
             pytest.skip("not reached: the time was up")
-        if isinstance(case, Case) and (reason := case.too_large(self.device)):
+        if isinstance(case, Case) and (reason := case.unavailable(self.device)):
             pytest.skip(reason)
 
     def rows(self, module: ModuleType, case: Any) -> dict[str, Row]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.shapes import DECIDED, DTYPES, SPREADS, Case, Model, Work
+from benchmarks import real_text
+from benchmarks.shapes import DECIDED, DTYPES, REAL, SPREADS, Case, Model, Work
 from grpo_kernels import LossConfig, TokenBatch
 
 _CHUNK_ROWS = 128  # of full logits at a time
@@ -133,13 +134,20 @@ def _make_inputs(
 
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
-    "mostly-decided" ones are those of :func:`_make_policy`, and exact in fp64.
+    "mostly-decided" ones are those of :func:`_make_policy`, and exact in fp64. So are the states of
+    "real-text", which are an even share of the samples, with their targets.
     """
     options = dict(dtype=DTYPES[dtype], device=device)
-    shape, decided = (sequences, length), inputs == DECIDED
+    shape, decided = (sequences, length), inputs in (DECIDED, REAL)
     generator = torch.Generator(device).manual_seed(_SEED if decided else 0)
     target = None
-    if decided:
+    if inputs == REAL:
+        states, weight, sampled = real_text.load()
+        every = len(states) // (sequences * length)
+        hidden, weight = (x.to(**options) for x in (states[::every], weight))
+        hidden = hidden[: sequences * length].view(*shape, -1)
+        target = sampled[::every][: sequences * length].view(shape).to(device)
+    elif inputs == DECIDED:
         found = _make_policy(sequences * length, model, generator)
         hidden, weight = (x.to(DTYPES[dtype]) for x in found)
         hidden = hidden.view(*shape, -1)
@@ -161,7 +169,7 @@ def _make_inputs(
         return hidden, weight, target, torch.full(shape, -1.0, device=device)
     wide = torch.float64 if decided else torch.float32
     rows, head = hidden.flatten(0, 1).to(wide), weight.to(wide)
-    if inputs != "peaked":
+    if inputs not in ("peaked", REAL):
         target = sample(rows, head, model.softcap, generator).view(shape)
     logprobs, _ = statistics(rows, target.flatten(), head, model.softcap)
     return hidden, weight, target, logprobs.float().view(shape)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import real_text
 from grpo_kernels import LossConfig
 from grpo_kernels.tools import device_memory
 
@@ -35,6 +36,8 @@ SPREADS = {
     "text-like": Spread(6.8),
     DECIDED: Spread(0.0),  # its own
 }
+REAL = "real-text"  # a pretrained model's states before its own samples, see ``real_text.py``
+INPUTS = (*SPREADS, REAL)
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,14 @@ class Case:
     tokens: int  # T, padding included; a multiple of 16
     dtype: str  # a name of DTYPES
     work: Work
-    inputs: str = "peaked"  # a name of SPREADS
+    inputs: str = "peaked"  # one of INPUTS
     # also on a CPU, where memory takes a process for each provider
     memory: bool = field(default=False, compare=False)
     # also the providers that compile for long or need a process; all rounds
     slow: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert self.inputs in SPREADS
+        assert self.inputs in INPUTS
         assert self.tokens % 16 == 0 and self.tokens % self.sequences == 0
 
     @property
@@ -138,8 +141,10 @@ class Case:
     def length(self) -> int:
         return self.tokens // self.sequences
 
-    def too_large(self, device: str) -> str | None:
-        """Return why not even the smallest provider can be measured; None where the case fits."""
+    def unavailable(self, device: str) -> str | None:
+        """Return why there are no such inputs, or no memory even for the smallest provider."""
+        if self.inputs == REAL and (reason := real_text.absent(self.tokens)):
+            return reason
         weight = self.model.vocabulary * self.model.hidden
         states = self.tokens * self.model.hidden
         # inputs and gradients, an fp32 accumulator, and three times fp64 for the reference

@@ -15,7 +15,7 @@ from benchmarks import text
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import RESULTS, Group, Row
-from benchmarks.shapes import DTYPES, MODELS, SPREADS, WORKS
+from benchmarks.shapes import DTYPES, INPUTS, MODELS, WORKS
 from benchmarks.text import Lines
 
 BARE = "bare-gemms"
@@ -49,11 +49,13 @@ LAYOUTS = {
     "exactness": Layout("Exactness on hard inputs"),
     "skipping": Layout("Rows without a gradient", BARE),
     "lora": Layout("LoRA steps of two trainers", errors=True),
+    "real": Layout("A pretrained model, trained", notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "backwards": Layout("Backwards", BARE, beside=True),
     "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),
     "hosts": Layout("In other trainers", "theirs", together=True, errors=True),
     "rollouts": Layout("Generation and the rest of a step", notes=True),
+    "sparsity": Layout("Sparsity of the softmax"),
     "accuracy": Layout("Errors on a policy's distributions", contest=True),
 }
 
@@ -202,7 +204,7 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
             listed, found = list(known), group.facts.get(name)
             return listed.index(found) if found in listed else len(listed)
 
-        inputs = (index("inputs", SPREADS) - 1) % len(SPREADS)  # the flat tail last
+        inputs = (index("inputs", INPUTS) - 1) % len(INPUTS)  # the flat tail last
         model = index("model", MODELS), group.facts["tokens"]
         return index("work", WORKS), *model, inputs, index("dtype", DTYPES)
 

@@ -19,7 +19,7 @@ from benchmarks.problem import Problem, Result, detached, make_problem, statisti
 from benchmarks.providers import COMPARED, EVERY, PROVIDERS
 from benchmarks.providers.base import Provider
 from benchmarks.results import Row
-from benchmarks.shapes import DECIDED, DTYPES, WORKS, Case, make_case
+from benchmarks.shapes import DECIDED, DTYPES, REAL, WORKS, Case, make_case
 from benchmarks.tables import competes
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
@@ -33,10 +33,10 @@ BANDS = {
 }
 
 
-def _both(model: str, values: int, gradients: int, *slow: str) -> list[Case]:
+def _both(model: str, values: int, gradients: int, *slow: str, inputs: str = DECIDED) -> list[Case]:
     """Return values and gradients of so many tokens: every one is kept, so they are few."""
     return [
-        make_case(work, model, tokens, dtype, DECIDED, slow=dtype in slow)
+        make_case(work, model, tokens, dtype, inputs, slow=dtype in slow)
         for work, tokens in ((_VALUES, values), (_GRADIENTS, gradients))
         for dtype in ("bf16", "fp32")
     ]
@@ -46,7 +46,10 @@ _GPU = _both("qwen3-1.7b", 1024, 1024, *DTYPES)
 CASES = {
     "tiny": _both("tiny", 32, 32),
     "quick": _both("small", 64, 64),
-    "cpu": _both("qwen2.5-0.5b", 512, 256, *DTYPES),
+    "cpu": [
+        *_both("qwen2.5-0.5b", 512, 256, *DTYPES),
+        *_both("smollm2-135m", 512, 256, *DTYPES, inputs=REAL),
+    ],
     "gpu": [replace(case, slow=case == _GPU[0]) for case in _GPU],
     "gpu-full": [*_GPU, *_both("qwen3-8b", 1024, 1024, *DTYPES)[:2]],
 }

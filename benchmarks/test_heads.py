@@ -14,7 +14,7 @@ from benchmarks.conftest import Session
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
-from benchmarks.shapes import DTYPES, WORKS, Case, make_case
+from benchmarks.shapes import DTYPES, REAL, WORKS, Case, make_case
 from benchmarks.tables import is_quoted
 
 _HEAD = "qwen3-1.7b"
@@ -39,6 +39,7 @@ def _cpu() -> list[Case]:
             for dtype in DTYPES
         ),
         *(make_case(work, head, 256, dtype) for work in _CPU for dtype in DTYPES),
+        *(make_case("dapo", "smollm2-135m", 1024, dtype, REAL) for dtype in DTYPES),
         *(make_case(work, "small", 128, dtype) for work in WORKS for dtype in DTYPES),
     ]
 

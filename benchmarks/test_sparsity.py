@@ -1,0 +1,92 @@
+"""How sparse a policy's softmax is: entries above a bound, and the blocks that hold one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from benchmarks import text
+from benchmarks.conftest import Session
+from benchmarks.problem import Problem, make_problem, softcapped
+from benchmarks.results import Row
+from benchmarks.shapes import DECIDED, REAL, Case, make_case
+from benchmarks.test_accuracy import distribution
+
+_EXPONENTS = (8, 10, 12, 14, 16, 18, 20)
+_ROWS, _COLUMNS = 128, 256  # of a block
+_CASES = [make_case("logprobs", "smollm2-135m", 2048, "fp32", inputs) for inputs in (REAL, DECIDED)]
+CASES = {
+    "tiny": [make_case("logprobs", "tiny", 32, "fp32", DECIDED)],
+    "cpu": _CASES,
+    "gpu-full": _CASES,
+}
+
+
+def names(case: Case) -> list[str]:
+    return [f"p > 2^-{exponent}" for exponent in _EXPONENTS]
+
+
+def about(case: Case, device: str) -> str:
+    return distribution(make_problem(case, device))
+
+
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+    problem = make_problem(case, session.device)
+    probabilities = _probabilities(problem)
+    target = problem.target.flatten()
+    by_mass = probabilities.sum(0).argsort(descending=True)
+    rows = []
+    for name in names:
+        kept = probabilities > 0.5 ** int(name.rpartition("-")[2])
+        counts = kept.sum(1).double()
+        left_out = probabilities.masked_fill(kept, 0.0)
+        row = Row(name, f"softmax entries with {name}")
+        row.info = {
+            "entries": [counts.mean().item(), counts.median().item(), counts.max().item()],
+            "mass_left_out": left_out.sum(1).mean().item(),
+            "gradient_left_out": _share_of_gradient(left_out, probabilities, target),
+            "blocks": _blocks(kept),
+            "blocks_by_mass": _blocks(kept[:, by_mass]),
+        }
+        mean, median, most = row.info["entries"]
+        row.cells = {
+            "entries of a row: mean, median, most": f"{mean:.0f}, {median:.0f}, {most:.0f}",
+            "mass left out": text.error(row.info["mass_left_out"]),
+            "relative L2 of dlogits left out": text.error(row.info["gradient_left_out"]),
+            "blocks with one": f"{row.info['blocks']:.2f}",
+            "ids sorted by mass": f"{row.info['blocks_by_mass']:.2f}",
+        }
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def _probabilities(problem: Problem) -> Tensor:
+    """Return softmax probabilities, (T, V) fp32."""
+    logits = problem.hidden.flatten(0, 1).float() @ problem.weight.float().T
+    return softcapped(logits, problem.softcap).softmax(-1)
+
+
+def _share_of_gradient(left_out: Tensor, probabilities: Tensor, target: Tensor) -> float:
+    """Return the norm of dlogits that is left out over its whole norm, for equal advantages."""
+    of_target = probabilities.gather(1, target[:, None]).double().squeeze(1)
+    others = probabilities.double().square().sum(1) - of_target.square()
+    whole = (others + (1 - of_target).square()).sum().sqrt()
+    left_out = left_out.scatter(1, target[:, None], 0.0)  # that of the target is always kept
+    return (left_out.double().square().sum().sqrt() / whole).item()
+
+
+def _blocks(kept: Tensor) -> float:
+    """Return the share of blocks of tokens and ids that hold a kept entry."""
+    rows, columns = kept.shape
+    whole = pad(kept, (0, -columns % _COLUMNS, 0, -rows % _ROWS))
+    tiles = whole.unflatten(0, (-1, _ROWS)).unflatten(2, (-1, _COLUMNS))
+    return tiles.any(3).any(1).double().mean().item()
+
+
+def test_sparsity(row: Row) -> None:
+    """Count entries and blocks."""
+    assert row.info["entries"]
