@@ -1,4 +1,4 @@
-# make demo | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
+# make demo | make real | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
 # each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
 # .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts, the newest packages into .venv-newest
 # and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-vllm results gpu gpu-status gpu-tune wheels clean
+.PHONY: demo real test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-real bench-vllm results gpu gpu-model gpu-status gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -27,6 +27,12 @@ demo:
 	tests/vllm/install.sh .venv-vllm $(PYTHON)
 	PYTHONPATH=. .venv-vllm/bin/python -m grpo_trainer.demo --rollout $(ROLLOUT) --out runs/demo-$(ROLLOUT)
 endif
+
+# a pretrained model learns two tasks on a CPU in half an hour, and a report; QUICK=1: three small steps.
+# OPTIONS: for grpo-train
+real: $(VENV)/.demo
+	@.ci/install_real.sh .venv-real $(BIN)/python
+	PYTHONPATH=. .venv-real/bin/python docs/examples/real/smollm.py --out runs/real$(if $(QUICK),-quick --quick) $(OPTIONS)
 
 # every part, and a summary of them
 test: announce-test $(VENV)/.dev
@@ -110,6 +116,15 @@ bench-vllm: $(VENV)/.dev
 	PYTHONPATH=. .venv-vllm/bin/python -m pytest benchmarks/test_rollouts.py --benchmark-only --full \
 		--results benchmarks/results; status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
 
+# a pretrained model trained next to TRL, and its softmax: hours on two cores
+bench-real: $(VENV)/.dev
+	@.ci/install_real.sh .venv-real $(BIN)/python
+	PYTHONPATH=. .venv-real/bin/python -m benchmarks.real_text
+	PYTHONPATH=. .venv-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_sparsity.py \
+		benchmarks/test_accuracy.py benchmarks/test_heads.py -k "test_real or sparsity or real-text" \
+		--benchmark-only --full --results benchmarks/results
+	$(BIN)/python -m benchmarks.report --documents
+
 # tables, plots and the numbers in README and docs, from the result files
 results: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report --documents
@@ -140,6 +155,11 @@ wheels:
 		$(WHEELS_PLATFORMS:%=--platform manylinux%_x86_64) \
 		-d wheels $(BASELINES:%=-r %)
 
+# the pretrained model and its tasks for make gpu, likewise
+gpu-model: $(VENV)/.demo
+	@.ci/install_real.sh .venv-real $(BIN)/python
+	PYTHONPATH=. .venv-real/bin/python -m benchmarks.gpu.model
+
 $(VENV)/.torch: constraints.txt
 	@.ci/check_python.sh $(PYTHON)
 	@echo "installing torch, triton, transformers ... into $(VENV): about 2.8 GB (CUDA: 7 more), 2 to 10 minutes"
@@ -159,5 +179,5 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.demo $(VENV)/.docs)
 
 clean:
-	rm -rf $(VENV) .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \
-		.venv-vllm-newest build dist runs *.egg-info
+	rm -rf $(VENV) .venv-real .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \
+		.venv-vllm-newest build dist real-model runs *.egg-info

@@ -206,6 +206,16 @@ JOBS = (
         sources=_TRAINER[:1],
     ),
     _suite(
+        "trainer-real",
+        "Whether a pretrained model learns on a GPU as it does with TRL, in which time and memory.",
+        275,
+        "real",
+        sources=(
+            *_TRAINER[:1],
+            *("benchmarks/real.py", "benchmarks/real_text.py", "docs/examples/real/*"),
+        ),
+    ),
+    _suite(
         "trainer-lora",
         "How long a LoRA step of a 0.5B model takes in our trainer and in TRL's, and its memory.",
         275,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.child import ChildError, ask_each
-from benchmarks.gpu import record
+from benchmarks.gpu import model, record
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
 from benchmarks.results import ROOT
@@ -247,3 +247,22 @@ def test_a_job_dry(job: Job, tmp_path: Path) -> None:
     assert code == 0, printed + (tmp_path / f"gpu-logs/{job.name}.txt").read_text()
     (line,) = record.read(tmp_path)
     assert line["state"] == "ok" and json.dumps(line)
+
+
+def test_a_model_is_carried_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_PART", 40)
+    monkeypatch.setattr(model.tempfile, "gettempdir", lambda: str(tmp_path))
+    source, folder = tmp_path / "source.gguf", tmp_path / "parts"
+    source.write_bytes(bytes(range(100)))
+    join = model.joined.__wrapped__
+    assert join(folder) is None
+    model.pack(source, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2"]
+    found = join(folder)
+    assert found is not None and found.name == "source.gguf"
+    assert found.read_bytes() == source.read_bytes()
+    (folder / "1" / "part").write_bytes(bytes(40))
+    with pytest.raises(ValueError, match="expected the parts of source.gguf; the checksum differs"):
+        join(folder)
+    (folder / "1" / "part").unlink()  # not carried yet
+    assert join(folder) is None

