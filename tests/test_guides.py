@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels import FusedHead
 from grpo_kernels.integrations import trl as our_trl
+from grpo_trainer import cli
+from grpo_trainer.cli.train import parse
 from grpo_trainer.demo.policy import write_policy
-from tests.support.documents import ROOT, blocks, with_settings
+from tests.support.documents import ROOT, block, blocks, with_settings
 
 B, P, L, V, D = 4, 4, 5, 50, 16
 # what stands in the place of a user's own arguments of TRL, and makes a run tiny
@@ -183,3 +186,40 @@ def test_from_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs["reward_std"] > 0
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert train(at_the_head[1]) == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script writes prompts and grades; the settings train, with a tiny model for Qwen3's."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"question": f"How much is {n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(8)
+    ]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_list(rows))
+    (script,) = blocks(page("real-model"), "python")
+    names = {"__name__": "__main__"}
+    exec(script, names)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    written = [json.loads(line) for line in Path("gsm8k.jsonl").read_text().splitlines()]
+    assert written[3]["prompt"][0]["content"].startswith("How much is 3 + 1?\n")
+    said = ["#### 4", "First #### 3, no: #### $4.00", "4", "#### four", "#### 1,004", "#### -4"]
+    answers = ["x #### 4"] * 4 + ["#### 1004", "#### 4"]
+    assert names["correct"](said, answer=answers) == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+
+    Path("gsm8k.py").write_text(script)
+    Path("gsm8k.yaml").write_text(block(page("real-model"), "yaml", "gsm8k"))
+    write_policy(Path("model"), seed=0)
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained("model")
+    changed = {
+        "model_name_or_path": "model", "use_vllm": False, "max_steps": 1, "use_cpu": True,
+        "per_device_train_batch_size": 8, "max_completion_length": 4, "max_prompt_length": 60,
+        "bf16": False, "save_strategy": "no", "disable_tqdm": True, "write_report": False,
+    }  # fmt: skip
+    run, args = parse(["--config", "gsm8k.yaml"])
+    assert args.use_vllm and args.vllm_mode == "colocate" and run.reward_funcs == ["gsm8k.correct"]
+    words = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+    cli.main(["--config", "gsm8k.yaml", *words])
+    history = json.loads(Path("out-gsm8k/trainer_state.json").read_text())["log_history"]
+    assert history[0]["step"] == 1 and "rewards/correct/mean" in history[0]
