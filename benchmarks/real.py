@@ -51,6 +51,17 @@ class RealCase:
         return f"{self.name}-{self.seed}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A trainer and how it is set up."""
+
+    note: str
+    package: str = "trl"  # whose GRPOTrainer, or "grpo_trainer"
+    our_head: bool = False  # whether TRL computes at our head
+    lora: bool = False  # whether only an adapter is trained
+    changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """What a run logged of itself."""
@@ -73,46 +84,28 @@ def lacking() -> str | None:
     return f"needs {', '.join(missing)}: see `make bench-real`" if missing else None
 
 
-def run(
-    package: str, case: RealCase, device: str, our_head: bool, lora: bool, changes: dict[str, Any]
-) -> dict[str, Any]:
-    """Train, and return the fields of an :class:`Outcome`.
-
-    Args:
-        package: whose trainer, "grpo_trainer" or "trl".
-        case: steps, seed and model.
-        device: "cpu" or "cuda".
-        our_head: whether TRL computes at our head.
-        lora: whether only an adapter is trained.
-        changes: other values of settings.
-    """
+def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
+    """Train on "cpu" or "cuda", and return the fields of an :class:`Outcome`."""
     from grpo_kernels.integrations import trl as fused
 
     outcome = Outcome()
     with (
         tempfile.TemporaryDirectory() as folder,
-        fused.enabled() if our_head else nullcontext(),
+        fused.enabled() if setup.our_head else nullcontext(),
     ):
-        trainer = _build(package, case, device, lora, Path(folder), changes)
+        trainer = _build(setup, case, device, Path(folder))
         watch = _Watch(trainer, outcome, case, device)
         trainer.train()
     outcome.peak_bytes = watch.peak()
     return asdict(outcome)
 
 
-def _build(
-    package: str,
-    case: RealCase,
-    device: str,
-    lora: bool,
-    folder: Path,
-    changes: dict[str, Any],
-) -> Trainer:
-    library = importlib.import_module(package)
+def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
+    library = importlib.import_module(setup.package)
     settings = yaml.safe_load((EXAMPLE / "run.yaml").read_text())
     settings = {name: value for name, value in settings.items() if name not in _OURS_ONLY}
     model, reward, train_file, eval_file = _tiny(folder) if case.tiny else _example(folder)
-    if lora:
+    if setup.lora:
         from peft import LoraConfig
 
         settings["learning_rate"] *= _LORA_RATE
@@ -122,10 +115,11 @@ def _build(
         "eval_steps": case.steps,
         "seed": case.seed,
         "use_cpu": device == "cpu",
+        "bf16": device == "cuda",
         "report_to": "none",
         "disable_tqdm": True,
-        **({"write_report": False} if package == "grpo_trainer" else {}),
-        **changes,
+        **({"write_report": False} if setup.package == "grpo_trainer" else {}),
+        **setup.changes,
     }
     torch.manual_seed(case.seed)  # of the adapter's factors
     trainer = library.GRPOTrainer(
@@ -134,7 +128,7 @@ def _build(
         args=library.GRPOConfig(**settings),
         train_dataset=load_dataset("json", data_files=str(train_file), split="train"),
         eval_dataset=load_dataset("json", data_files=str(eval_file), split="train"),
-        peft_config=LoraConfig(**_LORA) if lora else None,
+        peft_config=LoraConfig(**_LORA) if setup.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,14 +1,13 @@
 """A pretrained model on real text: our trainer next to TRL's, with the same rows and settings.
 
-A case ``curve-SEED`` is a whole run of everybody with one seed. ``time`` is a few steps of each in
-turns.
+A case ``curve-SEED`` or ``lora-SEED`` is a whole run of each trainer with one seed, ``time`` a few
+steps of each in turns.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt
 from benchmarks.providers.base import lacking
-from benchmarks.real import RealCase, run
+from benchmarks.real import RealCase, Setup, run
 from benchmarks.real import lacking as lacking_model
 from benchmarks.results import Row
 
@@ -26,48 +25,30 @@ _ROUNDS = 3
 _WARM_UP = 1  # steps whose time does not count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runner:
-    """A trainer and how it is set up."""
-
-    note: str
-    package: str = "trl"
-    our_head: bool = False
-    lora: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    only_timed: bool = False  # trains like another one
-
-
-RUNNERS = {
-    "ours": Runner(note="grpo_trainer.GRPOTrainer", package="grpo_trainer"),
-    "trl": Runner(note="trl.GRPOTrainer"),
-    "trl-our-head": Runner(note="the same after trl.enable()", our_head=True),
-    "ours-lora": Runner(note="LoRA of rank 16", package="grpo_trainer", lora=True),
-    "trl-lora": Runner(note="LoRA of rank 16", lora=True),
-    "ours-budget": Runner(
+SETUPS = {
+    "ours": Setup(note="grpo_trainer.GRPOTrainer", package="grpo_trainer"),
+    "trl": Setup(note="trl.GRPOTrainer"),
+    "trl-our-head": Setup(note="the same after trl.enable()", our_head=True),
+    "ours-lora": Setup(note="LoRA of rank 16", package="grpo_trainer", lora=True),
+    "trl-lora": Setup(note="LoRA of rank 16", lora=True),
+    "ours-budget": Setup(
         note="at most 1,024 tokens in a micro-batch",
         package="grpo_trainer",
         changes={"max_tokens_per_micro_batch": 1024},
-        only_timed=True,
     ),
-    "trl-accumulating": Runner(
+    "trl-accumulating": Setup(
         note="8 completions in a micro-batch",
         changes={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
-        only_timed=True,
     ),
 }
-_CURVES = [RealCase("curve", 40, seed) for seed in (0, 1, 2)]
-_GPU = [RealCase("gpu-curve", 100)]
-_COMPARED = {  # who runs in a case
-    "time": tuple(RUNNERS),
-    "curve": tuple(name for name, runner in RUNNERS.items() if not runner.only_timed),
-    "gpu-curve": ("ours", "trl"),
-}
+_WHOLE, _LORA = ("ours", "trl", "trl-our-head"), ("ours-lora", "trl-lora")
+_COMPARED = {"time": tuple(SETUPS), "curve": _WHOLE, "lora": _LORA, "gpu": ("ours", "trl")}
+_CURVES = [*(RealCase("curve", 25, seed) for seed in range(3)), RealCase("lora", 25)]
 CASES = {
-    "tiny": [RealCase("curve", 2, tiny=True), RealCase("time", 3, tiny=True)],
+    "tiny": [RealCase(name, 2, tiny=True) for name in ("time", "curve", "lora")],
     "cpu": [RealCase("time", 3), *_CURVES],
-    "gpu": _GPU,
-    "gpu-full": _GPU,
+    "gpu": [RealCase("gpu", 100)],
+    "gpu-full": [RealCase("gpu", 100)],
 }
 
 
@@ -81,26 +62,22 @@ def about(case: RealCase, device: str) -> str:
 
 def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
     """Run everybody in a process of its own: a whole run each, or a few steps in turns."""
-    rows = [Row(name, RUNNERS[name].note) for name in names]
+    rows = [Row(name, SETUPS[name].note) for name in names]
     for row in rows:
-        packages = ["trl"] * (RUNNERS[row.provider].package == "trl")
-        packages += ["peft"] * RUNNERS[row.provider].lora
+        packages = ["trl"] * (SETUPS[row.provider].package == "trl")
+        packages += ["peft"] * SETUPS[row.provider].lora
         row.leave_out("absent", lacking(*packages) or (None if case.tiny else lacking_model()))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(session.rounds(_ROUNDS) if case.name == "time" else 1):
         for row in filter(lambda row: row.runs, rows):
             with attempt(row):
-                found[row.provider].append(_run(row.provider, case, session.device))
+                setup = SETUPS[row.provider]
+                one = ask(run, setup, case, session.device, timeout=_LONGEST, HF_HUB_OFFLINE="1")
+                found[row.provider].append(one)
     for row in rows:
         if row.runs:
             _fill(row, case, found[row.provider])
     return rows
-
-
-def _run(name: str, case: RealCase, device: str) -> dict[str, Any]:
-    runner = RUNNERS[name]
-    settings = runner.package, case, device, runner.our_head, runner.lora, runner.changes
-    return ask(run, *settings, timeout=_LONGEST, HF_HUB_OFFLINE="1")
 
 
 def _fill(row: Row, case: RealCase, runs: list[dict[str, Any]]) -> None:
@@ -111,26 +88,32 @@ def _fill(row: Row, case: RealCase, runs: list[dict[str, Any]]) -> None:
     row.leave_out("wrong", "a step is missing or not finite" if broken else None)
     if broken:
         return
+    row.info |= {key: first[key] for key in ("rewards", "losses", "gradient_norms", "held_out")}
+    if case.name != "time":
+        before, after = first["held_out"][0], first["held_out"][-1]
+        row.cells = {"held-out reward before": f"{before:.3f}", "after": f"{after:.3f}"}
+    if case.name in ("time", "gpu"):
+        _fill_times(row, runs)
+
+
+def _fill_times(row: Row, runs: list[dict[str, Any]]) -> None:
     later = slice(_WARM_UP, None)
     row.seconds = [second for each in runs for second in each["seconds"][later]]
     generate = median(second for each in runs for second in each["generate_seconds"][later])
     tokens = sum(sum(each["tokens"][later]) for each in runs)
-    row.info |= {key: first[key] for key in ("rewards", "losses", "gradient_norms", "held_out")}
     row.info |= {
         "generate_seconds": generate,
         "tokens_per_second": tokens / sum(row.seconds),
         "peak_bytes": max(each["peak_bytes"] for each in runs),
     }
-    before, after = first["held_out"][0], first["held_out"][-1]
-    row.cells = {
+    row.cells |= {
         "generate": text.duration(generate),
         "train": text.duration(median(row.seconds) - generate),
         "trained tokens/s": text.digits(row.info["tokens_per_second"]),
         "peak MiB": text.mib(row.info["peak_bytes"]),
-        **({"held-out reward": f"{before:.3f} to {after:.3f}"} if case.name != "time" else {}),
     }
 
 
 def test_real(row: Row) -> None:
     """Train a pretrained model."""
-    assert row.seconds
+    assert row.info["rewards"]
