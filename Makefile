@@ -121,8 +121,13 @@ bench-real: $(VENV)/.dev
 	@.ci/install_real.sh .venv-real $(BIN)/python
 	PYTHONPATH=. .venv-real/bin/python -m benchmarks.real_text
 	PYTHONPATH=. .venv-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_sparsity.py \
-		benchmarks/test_accuracy.py benchmarks/test_heads.py -k "test_real or sparsity or real-text" \
+		benchmarks/test_accuracy.py benchmarks/test_heads.py -k "(test_real or sparsity or real-text) and not vllm" \
 		--benchmark-only --full --results benchmarks/results
+	tests/vllm/install.sh .venv-vllm $(PYTHON)
+	@.ci/install_real.sh .venv-vllm-real .venv-vllm/bin/python
+	.venv-vllm-real/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
+	PYTHONPATH=. .venv-vllm-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_mismatch.py \
+		-k "vllm or mismatch" --benchmark-only --full --results benchmarks/results
 	$(BIN)/python -m benchmarks.report --documents
 
 # tables, plots and the numbers in README and docs, from the result files
@@ -179,5 +184,5 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.demo $(VENV)/.docs)
 
 clean:
-	rm -rf $(VENV) .venv-real .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \
+	rm -rf $(VENV) .venv-real .venv-vllm-real .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \
 		.venv-vllm-newest build dist real-model runs *.egg-info

@@ -29,7 +29,7 @@ ROWS = 2048  # tokens that are kept
 _SAMPLES = 8  # completions of a prompt
 _LENGTH = 96  # tokens of a completion at most
 _SEED = 0
-_PROMPTS = (
+PROMPTS = (
     "Write a short story about a lighthouse keeper.",
     "Explain why the sky is blue to a child.",
     "Give me a recipe for lentil soup.",
@@ -78,7 +78,7 @@ def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(_SEED)
     states, tokens = [], []
-    for prompt in _PROMPTS:
+    for prompt in PROMPTS:
         inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             add_generation_prompt=True,
@@ -99,8 +99,8 @@ def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
         # up to and with the first end, which also fills up
         ended = (target == tokenizer.eos_token_id).cumsum(1) - (target == tokenizer.eos_token_id)
         hidden = model.model(input_ids=ids).last_hidden_state[:, start - 1 : -1]
-        states.append(hidden[ended == 0][: rows // len(_PROMPTS)])
-        tokens.append(target[ended == 0][: rows // len(_PROMPTS)])
+        states.append(hidden[ended == 0][: rows // len(PROMPTS)])
+        tokens.append(target[ended == 0][: rows // len(PROMPTS)])
     return torch.cat(states).contiguous(), torch.cat(tokens)
 
 

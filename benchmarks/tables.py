@@ -56,6 +56,7 @@ LAYOUTS = {
     "hosts": Layout("In other trainers", "theirs", together=True, errors=True),
     "rollouts": Layout("Generation and the rest of a step", notes=True),
     "sparsity": Layout("Sparsity of the softmax"),
+    "mismatch": Layout("An engine's log-probabilities and the trainer's", notes=True),
     "accuracy": Layout("Errors on a policy's distributions", contest=True),
 }
 

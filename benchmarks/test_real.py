@@ -41,9 +41,42 @@ SETUPS = {
         changes={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
     ),
 }
+_VLLM = {
+    "use_vllm": True,
+    "vllm_gpu_memory_utilization": 0.1,
+    "vllm_max_model_length": 256,
+    "vllm_engine_kwargs": {
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 256 << 20,
+    },
+}
+SETUPS |= {
+    f"ours-vllm{name}": Setup(
+        note=f"vLLM generates in bf16, {note}",
+        package="grpo_trainer",
+        changes=_VLLM | {"vllm_importance_sampling_correction": corrected},
+    )
+    for name, note, corrected in (
+        ("", "with the correction for it", True),
+        ("-uncorrected", "without a correction", False),
+    )
+}
 _WHOLE, _LORA = ("ours", "trl", "trl-our-head"), ("ours-lora", "trl-lora")
-_COMPARED = {"time": tuple(SETUPS), "curve": _WHOLE, "lora": _LORA, "gpu": ("ours", "trl")}
-_CURVES = [*(RealCase("curve", 25, seed) for seed in range(3)), RealCase("lora", 25)]
+_TIMED = (*_WHOLE, *_LORA, "ours-budget", "trl-accumulating")
+_COMPARED = {
+    "time": _TIMED,
+    "curve": _WHOLE,
+    "lora": _LORA,
+    "vllm": ("ours-vllm", "ours-vllm-uncorrected"),
+    "gpu": ("ours", "trl"),
+}
+_CURVES = [
+    *(RealCase("curve", 25, seed) for seed in range(3)),
+    RealCase("lora", 25),
+    RealCase("vllm", 25),
+]
 CASES = {
     "tiny": [RealCase(name, 2, tiny=True) for name in ("time", "curve", "lora")],
     "cpu": [RealCase("time", 3), *_CURVES],
@@ -66,6 +99,7 @@ def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]
     for row in rows:
         packages = ["trl"] * (SETUPS[row.provider].package == "trl")
         packages += ["peft"] * SETUPS[row.provider].lora
+        packages += ["vllm"] * ("use_vllm" in SETUPS[row.provider].changes)
         row.leave_out("absent", lacking(*packages) or (None if case.tiny else lacking_model()))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(session.rounds(_ROUNDS) if case.name == "time" else 1):

@@ -111,3 +111,24 @@ def test_standings_count_cases() -> None:
     assert shown.startswith("fp32, 3 cases:")
     assert "| ours | 3 | 2.00 (1.00 to 3.00) | 1.00 | all but 1 |" in shown
     assert "| dapo | tiny | 16 | fp32 | 1.00 s | **1.00** |" in tables.cases(groups)
+
+
+def test_rewards_are_drawn_where_there_are_runs(tmp_path: Path) -> None:
+    from benchmarks.curves import NAME, save_curves
+
+    def runs(kind: str, *names: str) -> Group:
+        rows = [Row(name, info={"rewards": [0.1, 0.3, 0.2, 0.5]}) for name in names]
+        recorder = Recorder(None, "cpu")
+        return recorder.add(
+            "real", {"kind": kind, "model": "m", "tokens": 0, "dtype": "fp32"}, rows
+        )
+
+    drawn = tmp_path / NAME
+    whole = [runs("curve", "ours", "trl"), runs("curve", "ours", "trl")]
+    save_curves([*whole, runs("lora", "ours-lora")], tmp_path)
+    first = drawn.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    save_curves([*whole, runs("lora", "ours-lora")], tmp_path)
+    assert drawn.read_bytes() == first
+    save_curves([runs("time", "ours")], tmp_path)  # a few steps are no curve
+    assert not drawn.exists()
