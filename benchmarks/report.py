@@ -32,6 +32,7 @@ DOCUMENTS = (
     "benchmarks/README.md",
     "docs/guides/trl.md",
     "docs/guides/limited-vram.md",
+    "docs/guides/exactness.md",
     "docs/guides/real-model.md",
 )
 _DRAWN: tuple[dict[str, Any], ...] = (
@@ -102,14 +103,13 @@ def plots(kind: str, folder: str) -> str:
     return "\n\n".join(links) or NOT_MEASURED
 
 
-def rewards(kind: str, folder: str) -> str:
-    """Link to the picture of a pretrained model's rewards on the newest device of a kind."""
-    from benchmarks.curves import NAME, TITLE
+def picture(name: str, kind: str, folder: str) -> str:
+    """Link to a picture of a pretrained model, of the newest device of a kind."""
+    from benchmarks.real_plots import PICTURES
 
     slug, _ = newest(kind)
-    return (
-        f"![{TITLE}]({folder}/{slug}/{NAME})" if (RESULTS / slug / NAME).exists() else NOT_MEASURED
-    )
+    there = (RESULTS / slug / f"{name}.png").exists()
+    return f"![{PICTURES[name][0]}]({folder}/{slug}/{name}.png)" if there else NOT_MEASURED
 
 
 def newest(kind: str) -> tuple[str, list[Group]]:
@@ -178,14 +178,14 @@ def main() -> None:
         parser.error(f"FOLDER: expected a folder of results, got {folder}")
     draws = importlib.util.find_spec("matplotlib") is not None
     if draws:
-        from benchmarks.curves import save_curves
         from benchmarks.plots import save_plots
+        from benchmarks.real_plots import save_pictures
     else:
         print("matplotlib is not installed: no plots are drawn, the old ones stay")
     for slug, groups in load(folder).items():
         if draws:
             save_plots(groups, folder / slug)
-            save_curves(groups, folder / slug)
+            save_pictures(groups, folder / slug)
         (folder / slug / "report.md").write_text(report(groups))
         print(f"{folder / slug}: {len(groups)} cases of {len({x.source for x in groups})} runs")
         print(tables.cases([group for group in groups if group.benchmark == "heads"][:_PRINTED]))

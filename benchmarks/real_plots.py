@@ -1,0 +1,122 @@
+"""Pictures of what a pretrained model was measured with. Needs matplotlib."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.results import Group
+from benchmarks.test_accuracy import BANDS
+
+_SMOOTHED = 5  # steps
+_PANELS = {
+    "whole model": {"ours": "grpo_trainer", "trl": "TRL", "trl-our-head": "TRL with our head"},
+    "LoRA": {"ours-lora": "grpo_trainer", "trl-lora": "TRL"},
+    "vLLM in bf16": {"ours-vllm": "corrected", "ours-vllm-uncorrected": "not corrected"},
+}
+_HEADS = {"vllm, ours": "our head", "vllm, eager": "logits rounded to bf16"}
+_OURS, _THEIRS, _BOTH = "#0050d8", "#d1620a", "#2a9d57"
+_COLORS = {
+    "grpo_trainer": _OURS, "TRL": _THEIRS, "TRL with our head": _BOTH,
+    "corrected": _OURS, "not corrected": _THEIRS,
+}  # fmt: skip
+
+
+def save_pictures(groups: Sequence[Group], folder: Path) -> None:
+    """Draw all of them; a picture that no result supports is deleted."""
+    for name, (_, draw) in PICTURES.items():
+        path = folder / f"{name}.png"
+        if figure := draw(groups):
+            figure.tight_layout()
+            # without the version and the date the same results give the same file
+            figure.savefig(path, dpi=110, metadata={"Software": None})
+            plt.close(figure)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _rewards(groups: Sequence[Group]) -> Any:
+    """Draw the mean over the seeds, between the lowest and the highest."""
+    runs = [
+        group for group in groups if group.benchmark == "real" and group.facts["kind"] != "time"
+    ]
+    curves = {
+        title: {label: _curves(runs, name) for name, label in names.items()}
+        for title, names in _PANELS.items()
+    }
+    panels = {title: found for title, found in curves.items() if any(found.values())}
+    if not panels:
+        return None
+    size = 4.6 * len(panels), 3.2
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
+    for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
+        for label, seeds in found.items():
+            if seeds:
+                _draw_band(axis, label, seeds)
+        count = max(map(len, found.values()))
+        axis.set_title(f"{title}, {count} seed{'s' * (count > 1)}", fontsize=10, loc="left")
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[0][0].set_ylabel(f"reward, mean of {_SMOOTHED} steps")
+    return figure
+
+
+def _draw_band(axis: Any, label: str, seeds: list[list[float]]) -> None:
+    columns = list(zip(*seeds, strict=True))
+    steps, color = range(1, 1 + len(columns)), _COLORS[label]
+    axis.plot(steps, list(map(statistics.fmean, columns)), color=color, label=label)
+    lowest, highest = list(map(min, columns)), list(map(max, columns))
+    axis.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+
+
+def _curves(groups: Sequence[Group], name: str) -> list[list[float]]:
+    """Return the smoothed rewards of a trainer, by seed."""
+    rows = [row for group in groups for row in group.rows if row.provider == name and row.runs]
+    return [_smoothed(row.info["rewards"]) for row in rows]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return means over a window that is shorter at both ends."""
+    half = _SMOOTHED // 2
+    windows = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
+    return list(map(statistics.fmean, windows))
+
+
+def _mismatch(groups: Sequence[Group]) -> Any:
+    """Draw mean and 99th percentile of the difference by probability, for both heads."""
+    rows = [row for group in groups if group.benchmark == "mismatch" for row in group.rows]
+    found = {
+        _HEADS[row.provider]: row.info["by_probability"]
+        for row in rows
+        if row.runs and row.provider in _HEADS
+    }
+    if len(found) < len(_HEADS):
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.2), squeeze=False)
+    for axis, place, title in zip(axes[0], (0, 1), ("mean", "99th percentile"), strict=True):
+        for number, (label, bands) in enumerate(found.items()):
+            names = [band for band in BANDS if band in bands]
+            places = [index + 0.4 * number for index in range(len(names))]
+            heights = [bands[band][place] for band in names]
+            axis.bar(places, heights, 0.38, label=label, color=(_OURS, _THEIRS)[number])
+            axis.set_xticks([index + 0.2 for index in range(len(names))], names)
+        axis.set_title(f"|log p of vLLM - log p of the trainer|, {title}", fontsize=10, loc="left")
+        axis.set_ylabel("nats")
+        axis.grid(alpha=0.3, axis="y")
+        axis.legend(fontsize=8)
+    return figure
+
+
+# what a picture shows, and what draws it
+PICTURES: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
+    "rewards": ("Reward of SmolLM2-135M-Instruct over optimizer steps, by trainer", _rewards),
+    "mismatch": ("Difference of log-probabilities between vLLM and the trainer", _mismatch),
+}
