@@ -1,7 +1,7 @@
 # make demo | make real | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
-# each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, vLLM into
-# .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts, the newest packages into .venv-newest
-# and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
+# each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, the
+# pretrained model into .venv-real, vLLM into .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts,
+# the newest packages into .venv-newest and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
 # needs: a GPU machine has it. make gpu-status needs only a python3.
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo real test announce-test test-main test-fast test-sharded test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-real bench-vllm results gpu gpu-model gpu-status gpu-tune wheels clean
+.PHONY: demo real test announce-test test-main test-fast test-sharded test-real test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-real bench-vllm results gpu gpu-model gpu-status gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -39,7 +39,7 @@ test: announce-test $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.everything $(PYTHON)
 
 announce-test:
-	@echo "make test: about 40 minutes on two free cores, and 7 GB in five environments that are made first."
+	@echo "make test: about 40 minutes on two free cores, and 7 GB in six environments that are made first."
 	@echo "make test-main is its first part, kernels and trainer: about 15 minutes, and 2.8 GB in $(VENV)."
 
 # what needs no further environment
@@ -72,6 +72,11 @@ test-newest:
 # real DeepSpeed, in an environment of its own; where it cannot be installed this says so
 test-sharded: $(VENV)/.dev
 	tests/sharded/run.sh .venv-deepspeed $(BIN)/python
+
+# the example with a pretrained model, in an environment of its own; where that cannot be installed
+# this says so
+test-real: $(VENV)/.dev
+	tests/real/run.sh .venv-real $(BIN)/python
 
 # the adapters to other trainers, with the real ones, each in an environment of its own; where one
 # cannot be installed this says so

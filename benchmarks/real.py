@@ -119,6 +119,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         "report_to": "none",
         "disable_tqdm": True,
         **({"write_report": False} if setup.package == "grpo_trainer" else {}),
+        **({"eval_strategy": "no", "eval_on_start": False} if case.name == "time" else {}),
         **setup.changes,
     }
     torch.manual_seed(case.seed)  # of the adapter's factors
