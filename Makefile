@@ -125,13 +125,13 @@ bench-vllm: $(VENV)/.dev
 bench-real: $(VENV)/.dev
 	@.ci/install_real.sh .venv-real $(BIN)/python
 	PYTHONPATH=. .venv-real/bin/python -m benchmarks.real_text
-	PYTHONPATH=. .venv-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_sparsity.py \
-		benchmarks/test_accuracy.py benchmarks/test_heads.py -k "(test_real or sparsity or real-text) and not vllm" \
+	PYTHONPATH=. .venv-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_curves.py benchmarks/test_sparsity.py \
+		benchmarks/test_accuracy.py benchmarks/test_heads.py -k "(test_real or curves or sparsity or real-text) and not vllm" \
 		--benchmark-only --full --results benchmarks/results
 	tests/vllm/install.sh .venv-vllm $(PYTHON)
 	@.ci/install_real.sh .venv-vllm-real .venv-vllm/bin/python
 	.venv-vllm-real/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
-	PYTHONPATH=. .venv-vllm-real/bin/python -m pytest benchmarks/test_real.py benchmarks/test_mismatch.py \
+	PYTHONPATH=. .venv-vllm-real/bin/python -m pytest benchmarks/test_curves.py benchmarks/test_mismatch.py \
 		-k "vllm or mismatch" --benchmark-only --full --results benchmarks/results
 	$(BIN)/python -m benchmarks.report --documents
 

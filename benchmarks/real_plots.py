@@ -44,9 +44,7 @@ def save_pictures(groups: Sequence[Group], folder: Path) -> None:
 
 def _rewards(groups: Sequence[Group]) -> Any:
     """Draw the mean over the seeds, between the lowest and the highest."""
-    runs = [
-        group for group in groups if group.benchmark == "real" and group.facts["kind"] != "time"
-    ]
+    runs = [group for group in groups if group.benchmark == "curves"]
     curves = {
         title: {label: _curves(runs, name) for name, label in names.items()}
         for title, names in _PANELS.items()

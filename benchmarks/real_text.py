@@ -97,7 +97,8 @@ def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
         )
         target = ids[:, start:]
         # up to and with the first end, which also fills up
-        ended = (target == tokenizer.eos_token_id).cumsum(1) - (target == tokenizer.eos_token_id)
+        ends = (target == tokenizer.eos_token_id).long()
+        ended = ends.cumsum(1) - ends  # ends before a token
         hidden = model.model(input_ids=ids).last_hidden_state[:, start - 1 : -1]
         states.append(hidden[ended == 0][: rows // len(PROMPTS)])
         tokens.append(target[ended == 0][: rows // len(PROMPTS)])

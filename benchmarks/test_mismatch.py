@@ -20,7 +20,7 @@ from benchmarks import text
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt
-from benchmarks.real import lacking
+from benchmarks.real import lacking_model
 from benchmarks.real_text import PROMPTS, converted_model
 from benchmarks.results import Row
 from benchmarks.test_accuracy import BANDS, within
@@ -78,7 +78,7 @@ def measure(case: MismatchCase, names: Sequence[str], session: Session) -> list[
             for row in of_engine:
                 absent = engine == "vllm" and importlib.util.find_spec("vllm") is None
                 row.leave_out("absent", "vLLM is not installed here" if absent else None)
-                row.leave_out("absent", None if case.tiny else lacking())
+                row.leave_out("absent", None if case.tiny else lacking_model())
             if not all(row.runs for row in of_engine):
                 continue
             with attempt(*of_engine):

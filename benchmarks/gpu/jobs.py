@@ -209,7 +209,7 @@ JOBS = (
         "trainer-real",
         "Whether a pretrained model learns on a GPU as it does with TRL, in which time and memory.",
         275,
-        "real",
+        "curves",
         sources=(
             *_TRAINER[:1],
             *("benchmarks/real.py", "benchmarks/real_text.py", "docs/examples/real/*"),

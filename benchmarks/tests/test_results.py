@@ -116,22 +116,20 @@ def test_standings_count_cases() -> None:
 def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Path) -> None:
     from benchmarks.real_plots import PICTURES, save_pictures
 
-    def group_of(benchmark: str, kind: str, names: list[str], **info: Any) -> Group:
-        facts = {"kind": kind, "model": "m", "tokens": 0, "dtype": "fp32"}
+    def group_of(benchmark: str, names: list[str], **info: Any) -> Group:
+        facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
         return Recorder(None, "cpu").add(benchmark, facts, [Row(name, info=info) for name in names])
 
     rewards = {"rewards": [0.1, 0.3, 0.2, 0.5]}
-    runs = [
-        group_of("real", kind, ["ours", "trl"], **rewards) for kind in ("curve", "curve", "gpu")
-    ]
-    runs.append(group_of("real", "lora", ["ours-lora"], **rewards))
+    names = ("ours", "ours", "trl", "ours-lora")
+    runs = [group_of("curves", [name], **rewards) for name in names]
     bands = {"by_probability": {"p > 0.98": [0.01, 0.1], "p < 0.5": [0.02, 0.3]}}
-    runs.append(group_of("mismatch", "", ["vllm, ours", "vllm, eager"], **bands))
+    runs.append(group_of("mismatch", ["vllm, ours", "vllm, eager"], **bands))
     drawn = [tmp_path / f"{name}.png" for name in PICTURES]
     save_pictures(runs, tmp_path)
     first = [path.read_bytes() for path in drawn]
     assert all(data.startswith(b"\x89PNG") for data in first)
     save_pictures(runs, tmp_path)
     assert [path.read_bytes() for path in drawn] == first
-    save_pictures([group_of("real", "time", ["ours"], **rewards)], tmp_path)  # no curve
+    save_pictures([group_of("real", ["ours"], **rewards)], tmp_path)  # no curve
     assert not any(path.exists() for path in drawn)

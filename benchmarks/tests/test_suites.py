@@ -20,19 +20,10 @@ from tests.support.launch import execute
 NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
-    *(
-        "products",
-        "tiles",
-        "hosts",
-        "training",
-        "rollouts",
-        "padding",
-        "real",
-        "sparsity",
-        "mismatch",
-    ),
+    *("products", "tiles", "hosts", "training", "rollouts", "padding"),
+    *("real", "curves", "sparsity", "mismatch"),
 )
-_UNTIMED = ("accuracy", "sparsity", "mismatch", "real")  # or some of their cases
+_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
 OURS = PROVIDERS[0]
 
