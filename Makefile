@@ -1,8 +1,8 @@
 # make demo | make real | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
 # each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, the
-# pretrained model into .venv-real, vLLM into .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into .venv-hosts,
-# the newest packages into .venv-newest and .venv-vllm-newest. make gpu and make gpu-tune need no network, but a python3 with torch, and what Triton
-# needs: a GPU machine has it. make gpu-status needs only a python3.
+# pretrained model into .venv-real, vLLM into .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into
+# .venv-hosts, the newest packages into .venv-newest and .venv-vllm-newest. make gpu and make gpu-tune need no
+# network, but a python3 with torch, and what Triton needs: a GPU machine has it. make gpu-status needs only a python3.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,8 +28,7 @@ demo:
 	PYTHONPATH=. .venv-vllm/bin/python -m grpo_trainer.demo --rollout $(ROLLOUT) --out runs/demo-$(ROLLOUT)
 endif
 
-# a pretrained model learns two tasks on a CPU in half an hour, and a report; QUICK=1: three small steps.
-# OPTIONS: for grpo-train
+# trains a pretrained model on two tasks and prints a report; QUICK=1 takes three steps, OPTIONS go to grpo-train
 real: $(VENV)/.demo
 	@.ci/install_real.sh .venv-real $(BIN)/python
 	PYTHONPATH=. .venv-real/bin/python docs/examples/real/smollm.py --out runs/real$(if $(QUICK),-quick --quick) $(OPTIONS)
@@ -73,8 +72,7 @@ test-newest:
 test-sharded: $(VENV)/.dev
 	tests/sharded/run.sh .venv-deepspeed $(BIN)/python
 
-# the example with a pretrained model, in an environment of its own; where that cannot be installed
-# this says so
+# the example with a pretrained model; skipped, with a notice, if its packages cannot be installed
 test-real: $(VENV)/.dev
 	tests/real/run.sh .venv-real $(BIN)/python
 

@@ -45,7 +45,8 @@ class RealCase:
     def facts(self) -> dict[str, Any]:
         """Return the facts as a result file holds them."""
         model = "tiny" if self.tiny else "smollm2-135m"
-        facts = {"model": model, "tokens": 0, "dtype": "fp32", "steps": self.steps}
+        dtype = "bf16" if torch.cuda.is_available() else "fp32"
+        facts = {"model": model, "tokens": 0, "dtype": dtype, "steps": self.steps}
         return facts | ({"setup": self.setup, "seed": self.seed} if self.setup else {})
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ LAYOUTS = {
     "exactness": Layout("Exactness on hard inputs"),
     "skipping": Layout("Rows without a gradient", BARE),
     "lora": Layout("LoRA steps of two trainers", errors=True),
-    "real": Layout("Steps of a pretrained model", notes=True),
+    "real": Layout("Steps of a pretrained model", notes=True, errors=True),
     "curves": Layout("Whole runs of a pretrained model", together=True, notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "backwards": Layout("Backwards", BARE, beside=True),

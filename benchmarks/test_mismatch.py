@@ -20,6 +20,7 @@ from benchmarks import text
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt
+from benchmarks.providers.eager import logits_head
 from benchmarks.real import lacking_model
 from benchmarks.real_text import PROMPTS, converted_model
 from benchmarks.results import Row
@@ -188,8 +189,7 @@ def _ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logprobs = (hidden @ weight.T).float().log_softmax(-1)
-    return logprobs.gather(-1, target[..., None]).squeeze(-1)
+    return logits_head(hidden, weight, target, softcap=None, with_entropy=False)[0]
 
 
 _HEADS: dict[str, tuple[str, Callable[..., Tensor]]] = {

@@ -5,6 +5,7 @@ Both have the same rows and settings; ``test_curves.py`` has whole runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -43,7 +44,19 @@ def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]
     for row in rows:
         if row.runs:
             fill_times(row, found[row.provider])
+            base = "trl-lora" if SETUPS[row.provider].lora else "trl"
+            _compare(row, found[row.provider][0], found.get(base, []))
     return rows
+
+
+def _compare(row: Row, run: dict[str, Any], theirs: Sequence[dict[str, Any]]) -> None:
+    """Give a row the largest differences from TRL's first run, which samples the same tokens."""
+    for other in theirs[:1]:
+        for name in ("losses", "gradient_norms"):
+            pairs = zip(run[name], other[name], strict=True)
+            row.errors[name] = max(abs(own - their) for own, their in pairs)
+    broken = not all(map(math.isfinite, [*run["losses"], *run["gradient_norms"]]))
+    row.leave_out("wrong", "a step is not finite" if broken else None)
 
 
 def fill_times(row: Row, runs: Sequence[dict[str, Any]]) -> None:
@@ -56,7 +69,6 @@ def fill_times(row: Row, runs: Sequence[dict[str, Any]]) -> None:
         "generate_seconds": generate,
         "tokens_per_second": tokens / sum(row.seconds),
         "peak_bytes": max(each["peak_bytes"] for each in runs),
-        "losses": runs[0]["losses"],
     }
     row.cells |= {
         "generate": text.duration(generate),

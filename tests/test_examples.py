@@ -93,8 +93,11 @@ def test_the_documents_name_every_example():
 def test_a_real_model_without_its_packages(missing, commands, tmp_path, monkeypatch, capsys):
     """The example ends with a line that says what to install; nothing was loaded or written."""
     main = runpy.run_path(str(FOLDER / "real" / "smollm.py"))["main"]
-    lacking = lambda name: None if name in missing else "there"  # noqa: E731
-    monkeypatch.setitem(main.__globals__, "find_spec", lacking)
+
+    def find_spec(name: str) -> str | None:
+        return None if name in missing else "there"
+
+    monkeypatch.setitem(main.__globals__, "find_spec", find_spec)
     with pytest.raises(SystemExit) as ended:
         main(["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")])
     said = capsys.readouterr()

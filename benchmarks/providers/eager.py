@@ -49,7 +49,7 @@ def _bare_gemms(problem: Problem, most_rows: int | None = None) -> Result:
     return Result(dhidden=dhidden, dweight=dweight)
 
 
-def _logits_head(
+def logits_head(
     hidden: Tensor,  # (B, L, D)
     weight: Tensor,  # (V, D)
     target: Tensor,  # (B, L)
@@ -67,7 +67,7 @@ def _logits_head(
 
 
 def _head(
-    problem: Problem, with_entropy: bool, call: Callable[..., Scores] = _logits_head
+    problem: Problem, with_entropy: bool, call: Callable[..., Scores] = logits_head
 ) -> Scores:
     return call(problem.hidden, problem.weight, problem.target, problem.softcap, with_entropy)
 
@@ -76,7 +76,7 @@ def _head(
 def _compiled(case: Case) -> Callable[..., Scores]:
     """Compile the head anew for a case, so that no other case's graph or limit affects it."""
     torch._dynamo.reset()
-    return torch.compile(_logits_head, dynamic=False)
+    return torch.compile(logits_head, dynamic=False)
 
 
 def _in_fp32(problem: Problem, with_entropy: bool) -> Scores:

@@ -165,12 +165,15 @@ def _shared_cache(
     if len(distinct) == len(ids) or not _caches_keys_and_values(model, config):
         return {}
     first_ids, first_mask = distinct.view(-1, 2, ids.shape[1])[..., :-1].unbind(1)
-    ends = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     output = model.generate(
         input_ids=first_ids,
         attention_mask=first_mask,
         generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=1, return_dict_in_generate=True, **ends
+            do_sample=False,
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            bos_token_id=config.bos_token_id,
+            pad_token_id=config.pad_token_id,
         ),
     )
     name = next((name for name in _CACHE_NAMES if name in output), None)
