@@ -181,6 +181,11 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         peft_config=LoraConfig(**_LORA) if setup.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
+    if setup.package == "trl":  # it shuffles held-out rows, so that other completions are sampled
+        each = trainer.num_generations_eval
+        trainer._get_eval_sampler = lambda rows: [
+            row for row in range(len(rows)) for _ in range(each)
+        ]
     return trainer
 
 

@@ -7,7 +7,9 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,8 @@ def test_a_benchmark_as_it_is_run(
     if name == "backwards":  # a work and who does it
         expected = {each.split()[1] for each in expected}
     rows = [row for group in found for row in group.rows]
+    if name == "curves":
+        _check_curves({row.provider: row.info for row in rows if row.runs})
     assert {row.provider for row in rows} == expected
     assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows)
     timed = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
@@ -56,6 +60,14 @@ def test_a_benchmark_as_it_is_run(
     assert announced == [str(case) for case in module.CASES["tiny"]]
     said = " ".join(printed.split())
     assert all(each in said for each in expected)
+
+
+def _check_curves(runs: dict[str, dict[str, Any]]) -> None:
+    """Whoever trains samples the same completions, in steps and in evaluations."""
+    for name in ("rewards", "losses", "gradient_norms", "held_out"):
+        for one, other in combinations(("ours", "trl", "trl-our-head"), 2):
+            assert runs[one][name] == pytest.approx(runs[other][name], rel=1e-4, abs=1e-6)
+        assert runs["ours-lora"][name] == pytest.approx(runs["trl-lora"][name], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
