@@ -1,7 +1,7 @@
 """Hidden states and targets of a pretrained model's own samples, as inputs of benchmarks.
 
-``python -m benchmarks.real_text`` samples completions of everyday prompts and of the example's
-tasks, and writes the states that predict their tokens to ``build/real-text.safetensors``, a few MB.
+``python -m benchmarks.real_text`` samples completions of everyday prompts, and writes the
+states that predict their tokens to ``build/real-text.safetensors``, a few MB.
 The head is that of the converted model. ``make bench-real`` calls it.
 """
 

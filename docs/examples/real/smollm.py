@@ -27,10 +27,10 @@ from grpo_trainer.rewards import text_of
 # reasoning-gym's names and settings
 TASKS: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
-    "letter_counting": {"min_words": 3, "max_words": 5},
+    "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
 }
 SYSTEM = "Reply with the answer only."
-EXAMPLES = 1  # answered questions before each question, the first rows of the seed below
+EXAMPLES = 2  # answered questions before each question, the first rows of the seed below
 _ROWS_SEED = 1
 HELD_OUT = 24  # rows per task
 _GENERATED = 600  # rows per task, before those that occur twice are left out
