@@ -80,6 +80,11 @@ class CompletionLog:
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows = list(state)
 
+    def clear(self) -> None:
+        """Delete the files of an earlier run, which may have taken more steps."""
+        for file in self._folder.glob(f"{self._name}_*.parquet"):
+            file.unlink()
+
     def flush(self, step: int, is_main_process: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
         rows = gather_object(self._rows)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from huggingface_hub import CommitScheduler, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
@@ -58,6 +58,17 @@ class LogsRun(Trainer):
             evaluations = CompletionLog(self.args, EVAL_PREFIX)
             self._completions = {True: CompletionLog(self.args), False: evaluations}
 
+    def _inner_training_loop(
+        self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
+    ) -> TrainOutput:
+        if resume_from_checkpoint is None and self.is_world_process_zero():
+            with self._no_upload():
+                for completions in self._completions.values():
+                    completions.clear()
+        return super()._inner_training_loop(
+            *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
+        )
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # a training step's row, or the summary, which has what came after the last of these
         if "loss" in logs or "train_loss" in logs:
@@ -98,8 +109,11 @@ class LogsRun(Trainer):
     def _write_completions(self, training: bool) -> None:
         if self._completions:
             step = self.state.global_step
-            with nullcontext() if self._uploads is None else self._uploads.lock:
+            with self._no_upload():
                 self._completions[training].flush(step, self.is_world_process_zero())
+
+    def _no_upload(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._uploads is None else self._uploads.lock
 
     def end_logs(self) -> None:
         """Wait until what was written is uploaded."""

@@ -148,3 +148,13 @@ def test_columns_that_are_taken(make_trainer):
 
     with pytest.raises(RuntimeError, match="log_extra: expected a new column"):
         make_trainer(reward, max_steps=1).train()
+
+
+def test_a_run_that_starts_anew_replaces_the_files_of_a_longer_one(make_trainer):
+    settings = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1}
+    make_trainer(max_steps=2, **settings).train()
+    trainer = make_trainer(max_steps=1, **settings)
+    trainer.train()
+    folder = Path(trainer.args.output_dir) / "completions"
+    names = {file.name for file in folder.iterdir()}
+    assert names == {"completions_00001.parquet", "eval_completions_00001.parquet"}
