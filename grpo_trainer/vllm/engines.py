@@ -45,7 +45,17 @@ from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.transfer import adapter_rank, save_adapter
 
 _STRIDE = 1_000_003  # between the seeds of processes
-_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+# vLLM's loggers, and words of the warnings that they repeat at every update
+_NOISE = {
+    # tables of angles are computed, not loaded
+    "vllm.model_executor.model_loader.reload.layerwise": "Rotary",
+    # a policy in fp32 is rounded, which the engine's dtype asks for
+    "vllm.model_executor.models.utils": "Attempted to load weight",
+}
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
 
 
 class ColocatedVLLM:
@@ -62,8 +72,8 @@ class ColocatedVLLM:
         # on a CPU it would pin the threads of this process, which trains, to some of the cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # it reports every update
-        # tables of angles are computed, not loaded; vLLM warns of that at every update
-        logging.getLogger(_RELOAD).addFilter(lambda record: "Rotary" not in record.getMessage())
+        for name, words in _NOISE.items():
+            logging.getLogger(name).addFilter(partial(_lacks, words))
         try:
             import vllm
         except ImportError as error:

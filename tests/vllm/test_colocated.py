@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import EngineContext, Sampler, Sampling, policy_weights
 from grpo_trainer.policy import WHOLE
-from tests.vllm.vllm_helpers import CLOSE, PROMPTS, change, difference, worst_mismatch
+from tests.vllm.vllm_helpers import CLOSE, ENGINE, PROMPTS, change, difference, worst_mismatch
 
 
 @pytest.fixture
@@ -66,6 +67,17 @@ def test_parity(make_engine, policy, tokenizer, packed, monkeypatch):
     assert min(apart()) > 0.1
     engine.update_weights(lambda: policy_weights(policy))
     assert max(apart()) < CLOSE
+
+
+def test_weights_are_rounded_without_a_warning_for_each(make_engine, policy, tokenizer, caplog):
+    engine = make_engine(vllm_engine_kwargs=ENGINE | {"dtype": "bfloat16"})
+    logger = logging.getLogger("vllm")  # hands nothing on
+    logger.addHandler(caplog.handler)
+    engine.update_weights(lambda: policy_weights(policy))
+    logger.removeHandler(caplog.handler)
+    assert "Attempted to load weight" not in caplog.text
+    completions = engine.generate(PROMPTS, sampling(tokenizer))
+    assert CLOSE < difference(policy, PROMPTS, completions, 1.0) < 0.3
 
 
 @pytest.mark.parametrize("tied", [True], indirect=True)
