@@ -21,7 +21,11 @@ _PANELS = {
     "LoRA": {"ours-lora": "grpo_trainer", "trl-lora": "TRL"},
     "vLLM in bf16": {"ours-vllm": "corrected", "ours-vllm-uncorrected": "not corrected"},
 }
-_HEADS = {"vllm, ours": "our head", "vllm, eager": "logits rounded to bf16"}
+_HEADS = {
+    "vllm, eager": "trainer in bf16, logits rounded",
+    "vllm, ours": "trainer in bf16, our head",
+    "vllm, fp32": "trainer in fp32",
+}
 _OURS, _THEIRS, _BOTH = "#0050d8", "#d1620a", "#2a9d57"
 _COLORS = {
     "grpo_trainer": _OURS, "TRL": _THEIRS, "TRL with our head": _BOTH,
@@ -89,23 +93,23 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _mismatch(groups: Sequence[Group]) -> Any:
-    """Draw mean and 99th percentile of the difference by probability, for both heads."""
+    """Draw mean and 99th percentile of the difference by probability, for each head."""
     rows = [row for group in groups if group.benchmark == "mismatch" for row in group.rows]
     found = {
         _HEADS[row.provider]: row.info["by_probability"]
         for row in rows
         if row.runs and row.provider in _HEADS
     }
-    if len(found) < len(_HEADS):
+    if not found:
         return None
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.2), squeeze=False)
     for axis, place, title in zip(axes[0], (0, 1), ("mean", "99th percentile"), strict=True):
         for number, (label, bands) in enumerate(found.items()):
             names = [band for band in BANDS if band in bands]
-            places = [index + 0.4 * number for index in range(len(names))]
+            places = [index + 0.28 * (number - 1) for index in range(len(names))]
             heights = [bands[band][place] for band in names]
-            axis.bar(places, heights, 0.38, label=label, color=(_OURS, _THEIRS)[number])
-            axis.set_xticks([index + 0.2 for index in range(len(names))], names)
+            axis.bar(places, heights, 0.26, label=label, color=(_THEIRS, _OURS, _BOTH)[number])
+            axis.set_xticks(range(len(names)), names)
         axis.set_title(f"|log p of vLLM - log p of the trainer|, {title}", fontsize=10, loc="left")
         axis.set_ylabel("nats")
         axis.grid(alpha=0.3, axis="y")

@@ -1,6 +1,7 @@
 """How far an engine's log-probabilities are from the trainer's, on text that it sampled in bf16.
 
-The trainer's body runs in bf16, too. Its head is ours, or eager PyTorch that rounds logits to bf16.
+The trainer runs in bf16, too, with our head or with eager PyTorch's, which rounds logits to bf16;
+or all of it runs in fp32, which leaves the engine's own rounding.
 """
 
 from __future__ import annotations
@@ -192,9 +193,11 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return logits_head(hidden, weight, target, softcap=None, with_entropy=False)[0]
 
 
-_HEADS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "ours": ("the trainer's head is ours", _ours),
-    "eager": ("the trainer's logits are rounded to bf16", _eager),
+# who computes the trainer's log-probabilities: a note, the head, and the dtype of all layers
+_HEADS: dict[str, tuple[str, Callable[..., Tensor], torch.dtype]] = {
+    "ours": ("the trainer's head is ours", _ours, torch.bfloat16),
+    "eager": ("the trainer's logits are rounded to bf16", _eager, torch.bfloat16),
+    "fp32": ("the whole trainer is in fp32", _ours, torch.float32),
 }
 
 
@@ -203,14 +206,17 @@ def _score(folder: Path, sampled: Sampled, heads: Sequence[str]) -> list[list[li
     """Return, for each head, the trainer's log-probabilities of the sampled tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    found: list[list[list[float]]] = [[] for _ in heads]
-    for prompt, completion, _ in sampled:
-        ids = torch.tensor([prompt + completion])
-        hidden = model.model(input_ids=ids).last_hidden_state[:, len(prompt) - 1 : -1]
-        for scores, head in zip(found, heads, strict=True):
-            logprobs = _HEADS[head][1](hidden, model.lm_head.weight, ids[:, len(prompt) :])
+    found: list[list[list[float]]] = []
+    for name in heads:
+        _, head, dtype = _HEADS[name]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        scores = []
+        for prompt, completion, _ in sampled:
+            ids = torch.tensor([prompt + completion])
+            hidden = model.model(input_ids=ids).last_hidden_state[:, len(prompt) - 1 : -1]
+            logprobs = head(hidden, model.lm_head.weight, ids[:, len(prompt) :])
             scores.append(logprobs[0].tolist())
+        found.append(scores)
     return found
 
 
