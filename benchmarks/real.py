@@ -64,6 +64,7 @@ class Setup:
     changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
 
 
+_WHOLE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
 SETUPS = {
     "ours": Setup(note="grpo_trainer.GRPOTrainer", package="grpo_trainer"),
     "trl": Setup(note="trl.GRPOTrainer"),
@@ -73,12 +74,9 @@ SETUPS = {
     "ours-budget": Setup(
         note="at most 1,024 tokens in a micro-batch",
         package="grpo_trainer",
-        changes={"max_tokens_per_micro_batch": 1024},
+        changes=_WHOLE_BATCH | {"max_tokens_per_micro_batch": 1024},
     ),
-    "trl-accumulating": Setup(
-        note="8 completions in a micro-batch",
-        changes={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
-    ),
+    "trl-whole-batch": Setup(note="all 32 completions in a micro-batch", changes=_WHOLE_BATCH),
 }
 _VLLM = {
     "use_vllm": True,
@@ -165,6 +163,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         "seed": case.seed,
         "use_cpu": device == "cpu",
         "bf16": device == "cuda",
+        **(_WHOLE_BATCH if device == "cuda" else {}),
         "report_to": "none",
         "disable_tqdm": True,
         **({"write_report": False} if setup.package == "grpo_trainer" else {}),
