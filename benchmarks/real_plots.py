@@ -96,9 +96,10 @@ def _mismatch(groups: Sequence[Group]) -> Any:
     """Draw mean and 99th percentile of the difference by probability, for each head."""
     rows = [row for group in groups if group.benchmark == "mismatch" for row in group.rows]
     found = {
-        _HEADS[row.provider]: row.info["by_probability"]
+        label: row.info["by_probability"]
+        for name, label in _HEADS.items()
         for row in rows
-        if row.runs and row.provider in _HEADS
+        if row.runs and row.provider == name
     }
     if not found:
         return None
