@@ -234,7 +234,7 @@ def _side_by_side(trained: Path) -> Iterator[str]:
     first, last = (parquet.read_table(path).to_pylist() for path in (files[0], files[-1]))
     shown: set[str] = set()
     for before, after in zip(first, last, strict=True):
-        question = before["prompt"].rpartition("user: ")[2]
+        question = " ".join(before["prompt"].rpartition("user: ")[2].split())
         if question in shown or len(shown) == _SHOWN:
             continue
         shown.add(question)
