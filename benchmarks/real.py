@@ -180,7 +180,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         peft_config=LoraConfig(**_LORA) if setup.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
-    if setup.package == "trl":  # it shuffles held-out rows, so that other completions are sampled
+    if setup.package == "trl":  # which shuffles held-out rows: all trainers get the same order
         each = trainer.num_generations_eval
         trainer._get_eval_sampler = lambda rows: [
             row for row in range(len(rows)) for _ in range(each)

@@ -1,7 +1,7 @@
 """How far an engine's log-probabilities are from the trainer's, on text that it sampled in bf16.
 
-The trainer runs in bf16, too, with our head or with eager PyTorch's, which rounds logits to bf16;
-or all of it runs in fp32, which leaves the engine's own rounding.
+The trainer also runs in bf16, with our head or with eager PyTorch's, which rounds logits to bf16.
+In a third case it runs entirely in fp32, so that only the engine rounds.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return logits_head(hidden, weight, target, softcap=None, with_entropy=False)[0]
 
 
-# who computes the trainer's log-probabilities: a note, the head, and the dtype of all layers
+# a note, the trainer's head, and the dtype of all its layers
 _HEADS: dict[str, tuple[str, Callable[..., Tensor], torch.dtype]] = {
     "ours": ("the trainer's head is ours", _ours, torch.bfloat16),
     "eager": ("the trainer's logits are rounded to bf16", _eager, torch.bfloat16),

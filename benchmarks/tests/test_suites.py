@@ -63,7 +63,7 @@ def test_a_benchmark_as_it_is_run(
 
 
 def _check_curves(runs: dict[str, dict[str, Any]]) -> None:
-    """Whoever trains samples the same completions, in steps and in evaluations."""
+    """Check that all trainers sample the same completions, in steps and in evaluations."""
     for name in ("rewards", "losses", "gradient_norms", "held_out"):
         for one, other in combinations(("ours", "trl", "trl-our-head"), 2):
             assert runs[one][name] == pytest.approx(runs[other][name], rel=1e-4, abs=1e-6)

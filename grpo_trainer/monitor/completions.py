@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,6 @@ class CompletionLog:
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows = list(state)
 
-    def clear(self) -> None:
-        """Delete the files of an earlier run, which may have taken more steps."""
-        for file in self._folder.glob(f"{self._name}_*.parquet"):
-            file.unlink()
-
     def flush(self, step: int, is_main_process: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
         rows = gather_object(self._rows)
@@ -107,6 +103,20 @@ class CompletionLog:
                     _TRACKERS[tracker](self._name, table, step)
             self._folder.mkdir(parents=True, exist_ok=True)
             parquet.write_table(table, self._folder / f"{self._name}_{step:05d}.parquet")
+
+
+def set_earlier_aside(args: GRPOConfig) -> None:
+    """Move an earlier run's completions to ``completions-1``, or the first number that is free.
+
+    ``overwrite_output_dir`` deletes them instead.
+    """
+    folder = _folder(args)
+    if args.overwrite_output_dir:
+        for file in folder.glob("*completions_*.parquet"):
+            file.unlink()
+    elif folder.is_dir() and any(folder.iterdir()):
+        names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
+        folder.rename(next(name for name in names if not name.exists()))
 
 
 def _folder(args: GRPOConfig) -> Path:

@@ -19,7 +19,12 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.monitor.completions import EVAL_PREFIX, CompletionLog, completion_uploads
+from grpo_trainer.monitor.completions import (
+    EVAL_PREFIX,
+    CompletionLog,
+    completion_uploads,
+    set_earlier_aside,
+)
 from grpo_trainer.monitor.metrics import MetricLog, doubt_of_logprobs
 from grpo_trainer.monitor.run_file import RunRecord
 
@@ -61,10 +66,10 @@ class LogsRun(Trainer):
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any
     ) -> TrainOutput:
-        if resume_from_checkpoint is None and self.is_world_process_zero():
+        starts_over = resume_from_checkpoint is None
+        if self._completions and starts_over and self.is_world_process_zero():
             with self._no_upload():
-                for completions in self._completions.values():
-                    completions.clear()
+                set_earlier_aside(self.args)
         return super()._inner_training_loop(
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )

@@ -45,11 +45,11 @@ from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.transfer import adapter_rank, save_adapter
 
 _STRIDE = 1_000_003  # between the seeds of processes
-# vLLM's loggers, and words of the warnings that they repeat at every update
+# warnings that vLLM repeats at every update: the logger, and words of the message
 _NOISE = {
     # tables of angles are computed, not loaded
     "vllm.model_executor.model_loader.reload.layerwise": "Rotary",
-    # a policy in fp32 is rounded, which the engine's dtype asks for
+    # an fp32 policy is rounded to the engine's dtype, as it should be
     "vllm.model_executor.models.utils": "Attempted to load weight",
 }
 

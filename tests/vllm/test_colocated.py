@@ -71,7 +71,7 @@ def test_parity(make_engine, policy, tokenizer, packed, monkeypatch):
 
 def test_weights_are_rounded_without_a_warning_for_each(make_engine, policy, tokenizer, caplog):
     engine = make_engine(vllm_engine_kwargs=ENGINE | {"dtype": "bfloat16"})
-    logger = logging.getLogger("vllm")  # hands nothing on
+    logger = logging.getLogger("vllm")  # does not propagate
     logger.addHandler(caplog.handler)
     engine.update_weights(lambda: policy_weights(policy))
     logger.removeHandler(caplog.handler)

@@ -150,11 +150,13 @@ def test_columns_that_are_taken(make_trainer):
         make_trainer(reward, max_steps=1).train()
 
 
-def test_a_run_that_starts_anew_replaces_the_files_of_a_longer_one(make_trainer):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_starts_over_does_not_mix_its_files_with_earlier_ones(make_trainer, overwrite):
     settings = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1}
-    make_trainer(max_steps=2, **settings).train()
-    trainer = make_trainer(max_steps=1, **settings)
-    trainer.train()
-    folder = Path(trainer.args.output_dir) / "completions"
-    names = {file.name for file in folder.iterdir()}
-    assert names == {"completions_00001.parquet", "eval_completions_00001.parquet"}
+    for steps in (3, 2, 1):
+        trainer = make_trainer(max_steps=steps, overwrite_output_dir=overwrite, **settings)
+        trainer.train()
+    folders = Path(trainer.args.output_dir).glob("completions*")
+    files = {folder.name: len(list(folder.iterdir())) for folder in folders}
+    earlier = {} if overwrite else {"completions-1": 6, "completions-2": 4}
+    assert files == {"completions": 2, **earlier}
