@@ -307,9 +307,14 @@ def test_a_report_is_without_the_files_that_are_damaged(make_trainer, caplog):
     parquet.write_table(pyarrow.table({"other": [1]}), other)
     contents = (b"", b"PAR1 half a file", other.getvalue().to_pybytes())
     damaged = [folder / "completions" / f"completions_0000{i}.parquet" for i in (0, 7, 8)]
-    for path, content in zip(damaged, contents, strict=True):  # of an earlier run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+
+    def damage(*_, **__):
+        damaged[0].parent.mkdir(parents=True)
+        for path, content in zip(damaged, contents, strict=True):
+            path.write_bytes(content)
+
+    trainer.add_callback(TrainerCallback())
+    trainer.callback_handler.callbacks[-1].on_train_begin = damage
     trainer.train()
     for path in damaged:
         [warning] = [line for line in caplog.messages if path.name in line]
