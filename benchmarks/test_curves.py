@@ -17,7 +17,7 @@ from benchmarks.results import Row
 from benchmarks.test_real import fill_times
 
 _LONGEST = 7200.0  # seconds of a run
-_STEPS, _SEEDS = 25, (0, 1, 2)
+_STEPS, _SEEDS = 15, (0, 1, 2)
 _WHOLE = ("ours", "trl", "trl-our-head")
 _ONCE = ("ours-lora", "trl-lora", "ours-vllm", "ours-vllm-uncorrected")
 _CPU = [RealCase(_STEPS, seed, name) for seed in _SEEDS for name in _WHOLE]
