@@ -27,9 +27,10 @@ _HEADS = {
     "vllm, fp32": "trainer in fp32",
 }
 _OURS, _THEIRS, _BOTH = "#0050d8", "#d1620a", "#2a9d57"
-_COLORS = {
-    "grpo_trainer": _OURS, "TRL": _THEIRS, "TRL with our head": _BOTH,
-    "corrected": _OURS, "not corrected": _THEIRS,
+# equal curves are all visible: a dashed line lies on a solid one, a dotted line on both
+_LINES = {
+    "grpo_trainer": (_OURS, "-"), "TRL": (_THEIRS, "--"), "TRL with our head": (_BOTH, ":"),
+    "corrected": (_OURS, "-"), "not corrected": (_THEIRS, "--"),
 }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def save_pictures(groups: Sequence[Group], folder: Path) -> None:
 
 
 def _rewards(groups: Sequence[Group]) -> Any:
-    """Draw the mean over the seeds, between the lowest and the highest."""
+    """Draw a line for each seed."""
     runs = [group for group in groups if group.benchmark == "curves"]
     curves = {
         title: {label: _curves(runs, name) for name, label in names.items()}
@@ -60,23 +61,17 @@ def _rewards(groups: Sequence[Group]) -> Any:
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
     for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
         for label, seeds in found.items():
-            if seeds:
-                _draw_band(axis, label, seeds)
-        count = max(map(len, found.values()))
-        axis.set_title(f"{title}, {count} seed{'s' * (count > 1)}", fontsize=10, loc="left")
+            color, style = _LINES[label]
+            for number, rewards in enumerate(seeds):
+                name = "_" if number else f"{label}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+                steps = range(1, 1 + len(rewards))
+                axis.plot(steps, rewards, style, color=color, label=name)  # _: not in the legend
+        axis.set_title(title, fontsize=10, loc="left")
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel(f"reward, mean of {_SMOOTHED} steps")
     return figure
-
-
-def _draw_band(axis: Any, label: str, seeds: list[list[float]]) -> None:
-    columns = list(zip(*seeds, strict=True))
-    steps, color = range(1, 1 + len(columns)), _COLORS[label]
-    axis.plot(steps, list(map(statistics.fmean, columns)), color=color, label=label)
-    lowest, highest = list(map(min, columns)), list(map(max, columns))
-    axis.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
 
 
 def _curves(groups: Sequence[Group], name: str) -> list[list[float]]:
