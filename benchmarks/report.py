@@ -44,6 +44,12 @@ _VIEWS = {
     "cases": ("A case in a line", tables.cases),
 }
 _PRINTED = 14  # cases of a device
+# whose curves are compared with whose
+_COMPARED = (
+    ("ours", "trl", "with our trainer"),
+    ("trl-our-head", "trl", "with TRL at our head"),
+    ("ours-lora", "trl-lora", "with our trainer and LoRA"),
+)
 
 
 def show(block: str, kind: str) -> str:
@@ -110,6 +116,31 @@ def picture(name: str, kind: str, folder: str) -> str:
     slug, _ = newest(kind)
     there = (RESULTS / slug / f"{name}.png").exists()
     return f"![{PICTURES[name][0]}]({folder}/{slug}/{name}.png)" if there else NOT_MEASURED
+
+
+def curve_differences(kind: str) -> str:
+    """Write how far the losses of a pretrained model are from TRL's with the same seed."""
+    curves = [group for group in newest(kind)[1] if group.benchmark == "curves"]
+    losses = {
+        (row.provider, group.facts["seed"]): row.info["losses"]
+        for group in curves
+        for row in group.rows
+        if row.runs
+    }
+    said = []
+    for name, their_name, label in _COMPARED:
+        pairs = [
+            pair
+            for (provider, seed), own in losses.items()
+            if provider == name and (their_name, seed) in losses
+            for pair in zip(own, losses[their_name, seed], strict=True)
+        ]
+        if pairs:
+            most = max(abs(own - their) for own, their in pairs)
+            said.append(f"{text.error(most)} {label} ({len(pairs)} steps)")
+    if not said:
+        return NOT_MEASURED
+    return f"Losses of single steps differ from those of TRL by at most {', '.join(said)}."
 
 
 def newest(kind: str) -> tuple[str, list[Group]]:

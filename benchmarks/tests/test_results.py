@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import report, tables
 from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
 
 FACTS = {
@@ -133,3 +133,20 @@ def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Pa
     assert [path.read_bytes() for path in drawn] == first
     save_pictures([group_of("real", ["ours"], **rewards)], tmp_path)  # no curve
     assert not any(path.exists() for path in drawn)
+
+
+def test_curves_are_compared_where_both_trainers_have_the_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_of(provider: str, seed: int, *losses: float) -> Group:
+        facts = {"model": "m", "tokens": 0, "dtype": "fp32", "setup": provider, "seed": seed}
+        row = Row(provider, info={"losses": losses})
+        return Recorder(None, "cpu").add("curves", facts, [row])
+
+    runs = [run_of("ours", seed, 1.0, 2.0) for seed in (0, 1, 2)]
+    runs += [run_of("trl", 0, 1.0, 2.0), run_of("trl", 1, 1.0, 2.5), run_of("trl-lora", 0, 1.0)]
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, runs))
+    said = report.curve_differences("cpu")
+    assert said.endswith("at most 5e-1 with our trainer (4 steps).")
+    runs[:] = runs[:3]
+    assert report.curve_differences("cpu") == report.NOT_MEASURED
