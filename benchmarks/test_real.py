@@ -17,7 +17,7 @@ from benchmarks.measure import attempt
 from benchmarks.real import SETUPS, RealCase, lacking, run
 from benchmarks.results import Row
 
-_ROUNDS = 3
+_ROUNDS = 2
 _WARM_UP = 1  # steps whose time does not count
 _NAMES = tuple(name for name in SETUPS if "vllm" not in name)
 CASES = {"tiny": [RealCase(2, tiny=True)], "cpu": [RealCase(3)]}
