@@ -199,16 +199,17 @@ def missing(groups: Sequence[Group]) -> str:
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
-    """Sort by work, then as models, inputs and dtypes are listed; others as they came."""
+    """Sort by work, then as models, inputs and dtypes are listed, then by seed and setup."""
 
-    def place(group: Group) -> tuple[int, ...]:
+    def place(group: Group) -> tuple[Any, ...]:
         def index(name: str, known: Iterable[str]) -> int:
             listed, found = list(known), group.facts.get(name)
             return listed.index(found) if found in listed else len(listed)
 
         inputs = (index("inputs", INPUTS) - 1) % len(INPUTS)  # the flat tail last
         model = index("model", MODELS), group.facts["tokens"]
-        return index("work", WORKS), *model, inputs, index("dtype", DTYPES)
+        run = group.facts.get("seed", 0), group.facts.get("setup", "")
+        return index("work", WORKS), *model, inputs, index("dtype", DTYPES), *run
 
     return sorted(groups, key=place)
 
