@@ -46,9 +46,9 @@ _VIEWS = {
 _PRINTED = 14  # cases of a device
 # whose curves are compared with whose
 _COMPARED = (
-    ("ours", "trl", "with our trainer"),
-    ("trl-our-head", "trl", "with TRL at our head"),
-    ("ours-lora", "trl-lora", "with our trainer and LoRA"),
+    ("ours", "trl", "in our trainer"),
+    ("trl-our-head", "trl", "in TRL with our head"),
+    ("ours-lora", "trl-lora", "in our trainer with LoRA"),
 )
 
 
@@ -119,28 +119,31 @@ def picture(name: str, kind: str, folder: str) -> str:
 
 
 def curve_differences(kind: str) -> str:
-    """Write how far the losses of a pretrained model are from TRL's with the same seed."""
+    """Write how far the gradient norms of a pretrained model are from TRL's with the same seed.
+
+    Where ratios are 1, the loss does not depend on the log-probabilities, but its gradient does.
+    """
     curves = [group for group in newest(kind)[1] if group.benchmark == "curves"]
-    losses = {
-        (row.provider, group.facts["seed"]): row.info["losses"]
+    norms = {
+        (row.provider, group.facts["seed"]): row.info["gradient_norms"]
         for group in curves
         for row in group.rows
         if row.runs
     }
     said = []
     for name, their_name, label in _COMPARED:
-        pairs = [
-            pair
-            for (provider, seed), own in losses.items()
-            if provider == name and (their_name, seed) in losses
-            for pair in zip(own, losses[their_name, seed], strict=True)
+        seeds = [seed for provider, seed in norms if provider == name]
+        differences = [
+            abs(own - their) / (max(own, their) or 1)  # both 0: a step without signal
+            for seed in seeds
+            if (their_name, seed) in norms
+            for own, their in zip(norms[name, seed], norms[their_name, seed], strict=True)
         ]
-        if pairs:
-            most = max(abs(own - their) for own, their in pairs)
-            said.append(f"{text.error(most)} {label} ({len(pairs)} steps)")
+        if differences:
+            said.append(f"{text.error(max(differences))} {label} ({len(differences)} steps)")
     if not said:
         return NOT_MEASURED
-    return f"Losses of single steps differ from those of TRL by at most {', '.join(said)}."
+    return f"The largest relative difference from TRL's gradient norm in a step: {', '.join(said)}."
 
 
 def newest(kind: str) -> tuple[str, list[Group]]:

@@ -208,8 +208,8 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
 
         inputs = (index("inputs", INPUTS) - 1) % len(INPUTS)  # the flat tail last
         model = index("model", MODELS), group.facts["tokens"]
-        run = group.facts.get("seed", 0), group.facts.get("setup", "")
-        return index("work", WORKS), *model, inputs, index("dtype", DTYPES), *run
+        listed = index("work", WORKS), *model, inputs, index("dtype", DTYPES)
+        return listed, group.facts.get("seed", 0), group.facts.get("setup", "")
 
     return sorted(groups, key=place)
 

@@ -138,15 +138,16 @@ def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Pa
 def test_curves_are_compared_where_both_trainers_have_the_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run_of(provider: str, seed: int, *losses: float) -> Group:
+    def run_of(provider: str, seed: int, *norms: float) -> Group:
         facts = {"model": "m", "tokens": 0, "dtype": "fp32", "setup": provider, "seed": seed}
-        row = Row(provider, info={"losses": losses})
+        row = Row(provider, info={"gradient_norms": norms})
         return Recorder(None, "cpu").add("curves", facts, [row])
 
     runs = [run_of("ours", seed, 1.0, 2.0) for seed in (0, 1, 2)]
     runs += [run_of("trl", 0, 1.0, 2.0), run_of("trl", 1, 1.0, 2.5), run_of("trl-lora", 0, 1.0)]
+    runs += [run_of("ours", 3, 0.0), run_of("trl", 3, 0.0)]
     monkeypatch.setattr(report, "newest", lambda kind: (kind, runs))
     said = report.curve_differences("cpu")
-    assert said.endswith("at most 5e-1 with our trainer (4 steps).")
+    assert said.endswith(": 2e-1 in our trainer (5 steps).")
     runs[:] = runs[:3]
     assert report.curve_differences("cpu") == report.NOT_MEASURED
