@@ -17,12 +17,13 @@ IN_CHAT = ("tools", "chat_template", "chat_template_kwargs")  # and in that of a
 class StubServer:
     """Completes every prompt with token 7 and its index, and remembers what it was asked.
 
-    ``script`` has, by path, answers that come before the usual ones; a callable makes one.
+    ``script`` has, by path, answers that come before the usual ones; a callable makes one, or
+    returns None for the usual one.
     """
 
     def __init__(self, port: int = 0) -> None:
         self.asked: list[tuple[str, Any, Any]] = []  # path, body, Authorization
-        self.script: dict[str, list[Answer | Callable[[], Answer]]] = {}
+        self.script: dict[str, list[Answer | Callable[[], Answer | None]]] = {}
         self.version = "default"
         self.loaded: list[str] = []  # folders of weights
         stub = self
@@ -56,11 +57,9 @@ class StubServer:
         body = json.loads(raw) if raw else None
         self.asked.append((handler.path, body, handler.headers.get("Authorization")))
         scripted = self.script.get(handler.path)
-        if scripted:
-            entry = scripted.pop(0)
-            status, answer = entry() if callable(entry) else entry
-        else:
-            status, answer = self._usual(handler.path, body)
+        entry = scripted.pop(0) if scripted else None
+        reply = entry() if callable(entry) else entry
+        status, answer = reply or self._usual(handler.path, body)
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(data)))

@@ -235,14 +235,13 @@ def stub(monkeypatch):
 def test_a_server_is_asked_for_all_batches_of_a_round_at_once(make, stub):
     together = threading.Barrier(2)
 
-    def answer(meet: bool = True):
-        if meet:
-            together.wait(30)  # for the other one
-        return 200, {"choices": choices(stub.asked[0][1]["prompt"], 4)}
+    def meet() -> None:
+        together.wait(30)
 
-    stub.script[COMPLETE] = [lambda: answer(False), answer, answer]
+    stub.script[COMPLETE] = [lambda: None, meet, meet]
     trainer = make(generation_batches_ahead=2, max_steps=3, **on_a_server(stub))
     trainer.train()
+    assert stub.paths().count(COMPLETE) == 3  # no request was repeated
     assert of_steps(trainer, STALENESS) == [0, 1, 2]
     trainer.rollouts.close()
 
