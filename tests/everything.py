@@ -8,55 +8,86 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).parent.parent
 _OUTCOME = re.compile(r"^(SKIPPED: .*|=*.*\b\d+ \w+.* in \d[\d.]*s\b.*)$", re.MULTILINE)
+_ONE_AT_A_TIME = Lock()  # for whoever prints
+
+Commands = dict[str, list[str]]  # by the name of a part
 
 
-def parts(python: str) -> dict[str, list[str]]:
-    """Return the commands of all parts by their names."""
+def in_pairs(python: str) -> Commands:
+    """Return the parts that leave a core free, the longest first."""
     mine = sys.executable
     hosts = sorted(path.stem for path in (ROOT / "tests/integrations/hosts").glob("*.txt"))
+    # if it cannot be installed, the part that needs it says so
+    vllm = 'tests/vllm/install.sh .venv-vllm "$0" || true'
+    return {
+        "environment of vLLM": ["sh", "-c", vllm, python],
+        "pretrained model": ["tests/real/run.sh", ".venv-real", mine],
+        "DeepSpeed": ["tests/sharded/run.sh", ".venv-deepspeed", mine],
+        **{host: ["tests/integrations/run.sh", ".venv-hosts", mine, host] for host in hosts},
+    }
+
+
+def one_by_one(python: str) -> Commands:
+    """Return the parts that use two cores."""
+    mine = sys.executable
     return {
         "kernels and trainer": [mine, "-m", "pytest", "-n", "2"],
         "oldest Triton": ["tests/triton_compat.sh", ".venv-triton", mine],
         "sanitizers": ["tests/sanitized/run.sh", "build/sanitized", mine],
         "emulated GPU": ["tests/emulated/run.sh", "build/tinygrad", mine],
-        "DeepSpeed": ["tests/sharded/run.sh", ".venv-deepspeed", mine],
-        "pretrained model": ["tests/real/run.sh", ".venv-real", mine],
-        **{host: ["tests/integrations/run.sh", ".venv-hosts", mine, host] for host in hosts},
         "vLLM": ["tests/vllm/run.sh", ".venv-vllm", python],
     }
 
 
-def run(command: list[str]) -> tuple[bool, str]:
-    """Run it, show what it prints; return whether it went well and the line that says how."""
+def _show(text: bytes) -> None:
+    with _ONE_AT_A_TIME:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+
+
+def run(name: str, command: list[str], *, live: bool) -> tuple[bool, str]:
+    """Run it, and show what it prints, at the end unless ``live``.
+
+    Returns whether it succeeded and the line that says how.
+    """
+    title = f"\n{name}\n".encode()
     said = b""
+    if live:
+        _show(title)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         while chunk := process.stdout.read1():
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.flush()
             said += chunk
-    found = _OUTCOME.findall(said.decode(errors="replace"))
-    ended = process.returncode == 0
-    return ended, found[-1].strip("= ") if found else f"exit status {process.returncode}"
+            if live:
+                _show(chunk)
+    if not live:
+        _show(title + said)
+    outcomes = _OUTCOME.findall(said.decode(errors="replace"))
+    status = f"exit status {process.returncode}"
+    return process.returncode == 0, outcomes[-1].strip("= ") if outcomes else status
 
 
-def main(commands: dict[str, list[str]]) -> int:
-    """Return the exit status: 1 where a part failed."""
-    outcomes = {}
-    for name, command in commands.items():
-        print(f"\n{name}", flush=True)
-        outcomes[name] = run(command)
+def main(pairs: Commands, others: Commands) -> int:
+    """Run ``pairs`` two at a time, then each of the others; return 1 if a part failed, else 0."""
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(partial(run, live=False), pairs, pairs.values())
+        outcomes = dict(zip(pairs, ended, strict=True))
+    for name, command in others.items():
+        outcomes[name] = run(name, command, live=True)
     print("\nall parts")
-    for name, (well, line) in outcomes.items():
-        print(f"{'' if well else 'FAILED':<8}{name:<22}{line}")
-    return int(not all(well for well, _ in outcomes.values()))
+    for name, (succeeded, line) in outcomes.items():
+        print(f"{'' if succeeded else 'FAILED':<8}{name:<22}{line}")
+    return int(not all(succeeded for succeeded, _ in outcomes.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(parts(sys.argv[1])))
+    sys.exit(main(in_pairs(sys.argv[1]), one_by_one(sys.argv[1])))

@@ -98,8 +98,11 @@ def test_all_parts_run_and_are_summed_up(tmp_path, capfd):
         name: [str(stand_in(tmp_path, name, f"echo '{line}'; exit {status}"))]
         for name, (line, status) in said.items()
     }
-    assert everything.main(commands) == 1
-    summary = capfd.readouterr().out.partition("\nall parts\n")[2]
+    names = list(commands)
+    pairs = {name: commands.pop(name) for name in names[:2]}
+    assert everything.main(pairs, commands) == 1
+    printed, _, summary = capfd.readouterr().out.partition("\nall parts\n")
+    assert all(f"\n{name}\n{line}\n" in printed for name, (line, _) in said.items())
     assert [line.split() for line in summary.splitlines()] == [
         ["one", "3", "passed,", "1", "skipped", "in", "0.10s"],
         ["FAILED", "two", *said["two"][0].split()],
