@@ -22,7 +22,7 @@ from benchmarks.footprint import vram_rules  # noqa: F401 (a block of the docume
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, load
-from benchmarks.shapes import MODELS, WORKS
+from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
@@ -81,11 +81,12 @@ def _heads(kind: str, **facts: str | int) -> list[Group]:
 
 
 def ratio_errors(kind: str) -> str:
-    """Write by how much an importance ratio that should be 1 is off, by library."""
+    """Write by how much an importance ratio that should be 1 is off on real text, by library."""
     names: dict[str, list[str]] = {}  # by their errors, as they are written
     where = ""
     for group in newest(kind)[1]:
-        if group.benchmark == "accuracy" and group.facts["dtype"] == "bf16":
+        on_real_text = group.facts.get("inputs") == REAL and group.facts["dtype"] == "bf16"
+        if group.benchmark == "accuracy" and on_real_text:
             where = group.where
             for name, (label, _) in figure.LIBRARIES.items():
                 row = group[name]
@@ -96,7 +97,8 @@ def ratio_errors(kind: str) -> str:
         return NOT_MEASURED
     said = (f"by {errors} with {', '.join(labels)}" for errors, labels in names.items())
     rule = "Before any update, the importance ratio of a token should be 1."
-    return f"{rule} With a bf16 head it is off {'; '.join(said)} ({where})."
+    text_of = "On text that SmolLM2-135M-Instruct generated, with its head in bf16,"
+    return f"{rule} {text_of} it is off {'; '.join(said)} ({where})."
 
 
 def plots(kind: str, folder: str) -> str:
@@ -144,6 +146,24 @@ def curve_differences(kind: str) -> str:
     if not said:
         return NOT_MEASURED
     return f"The largest relative difference from TRL's gradient norm in a step: {', '.join(said)}."
+
+
+def step_ratios(kind: str) -> str:
+    """Write what a step of a pretrained model takes over TRL's, which was measured in turns."""
+    said, where = [], ""
+    for group in newest(kind)[1]:
+        for name, their_name, label in _COMPARED:
+            row, their = group[name], group[their_name]
+            if group.benchmark == "real" and row and their and row.seconds and their.seconds:
+                where = group.where
+                pairs = zip(row.seconds, their.seconds, strict=True)
+                time = text.spread([own / other for own, other in pairs])
+                memory = text.ratio(row.info["peak_bytes"] / their.info["peak_bytes"])
+                said.append(f"{time} and {memory} {label}")
+    if not said:
+        return NOT_MEASURED
+    rule = "Time and memory of a step, as parts of TRL's with the same settings:"
+    return f"{rule} {', '.join(said)} ({where})."
 
 
 def newest(kind: str) -> tuple[str, list[Group]]:

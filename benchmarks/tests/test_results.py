@@ -151,3 +151,19 @@ def test_curves_are_compared_where_both_trainers_have_the_seed(
     assert said.endswith(": 2e-1 in our trainer (5 steps).")
     runs[:] = runs[:3]
     assert report.curve_differences("cpu") == report.NOT_MEASURED
+
+
+def test_steps_are_compared_with_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
+    rows = [
+        Row("ours", seconds=[1.0, 2.0, 3.0], info={"peak_bytes": 1}),
+        Row("trl", seconds=[2.0, 8.0, 6.0], info={"peak_bytes": 4}),
+        Row("ours-lora", seconds=[1.0], info={"peak_bytes": 1}),  # TRL's is missing
+    ]
+    group = Recorder(None, "cpu").add("real", facts, rows)
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, [group]))
+    said = report.step_ratios("cpu")
+    assert ": 0.50 (0.25 to 0.50) and 0.25 in our trainer (" in said
+    assert "LoRA" not in said
+    group.rows.pop(1)
+    assert report.step_ratios("cpu") == report.NOT_MEASURED
