@@ -20,5 +20,5 @@ fi
 
 cd "$root"
 "$venv/bin/python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
-PYTHONPATH=$root exec "$venv/bin/python" -m pytest -n 2 tests/backends/test_triton_*.py tests/backends/test_codegen.py \
+PYTHONPATH=$root exec "$venv/bin/python" -m pytest -n 2 --dist worksteal tests/backends/test_triton_*.py tests/backends/test_codegen.py \
     tests/backends/test_rows.py tests/backends/test_logp_gradient.py tests/backends/test_linear.py -k "triton or codegen or logp_gradient"

@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LARGEST = 3
-SHOWN_STEPS, STEPS = 300, 80
+SHOWN_STEPS, STEPS = 200, 50
 
 
 def add(a: int, b: int) -> int:
