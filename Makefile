@@ -43,7 +43,7 @@ announce-test:
 
 # what needs no further environment
 test-main: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # the everyday loop: without Triton's interpreter, and without the tests that take the longest
 test-fast: $(VENV)/.dev

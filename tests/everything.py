@@ -38,7 +38,7 @@ def one_by_one(python: str) -> Commands:
     """Return the parts that use two cores."""
     mine = sys.executable
     return {
-        "kernels and trainer": [mine, "-m", "pytest", "-n", "2"],
+        "kernels and trainer": [mine, "-m", "pytest", "-n", "2", "--dist", "worksteal"],
         "oldest Triton": ["tests/triton_compat.sh", ".venv-triton", mine],
         "sanitizers": ["tests/sanitized/run.sh", "build/sanitized", mine],
         "emulated GPU": ["tests/emulated/run.sh", "build/tinygrad", mine],

@@ -23,6 +23,6 @@ pip install --quiet --upgrade --upgrade-strategy eager "torch==$torch" -e ".[dev
 pip freeze | grep -iE "^(torch|transformers|accelerate|peft|datasets|trl)=="
 
 failed=0
-OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 || failed=1
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 --dist worksteal || failed=1
 NEWEST=1 tests/vllm/run.sh "$vllm_venv" "$python" || failed=1
 exit $failed
