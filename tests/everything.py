@@ -24,7 +24,7 @@ def in_pairs(python: str) -> Commands:
     """Return the parts that leave a core free, the longest first."""
     mine = sys.executable
     hosts = sorted(path.stem for path in (ROOT / "tests/integrations/hosts").glob("*.txt"))
-    # if it cannot be installed, the part that needs it says so
+    # the tests with vLLM report an installation that failed
     vllm = 'tests/vllm/install.sh .venv-vllm "$0" || true'
     return {
         "environment of vLLM": ["sh", "-c", vllm, python],
