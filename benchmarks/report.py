@@ -85,8 +85,9 @@ def ratio_errors(kind: str) -> str:
     names: dict[str, list[str]] = {}  # by their errors, as they are written
     where = ""
     for group in newest(kind)[1]:
-        on_real_text = group.facts.get("inputs") == REAL and group.facts["dtype"] == "bf16"
-        if group.benchmark == "accuracy" and on_real_text:
+        if group.benchmark != "accuracy" or group.facts["dtype"] != "bf16":
+            continue
+        if group.facts["inputs"] == REAL:
             where = group.where
             for name, (label, _) in figure.LIBRARIES.items():
                 row = group[name]
@@ -96,9 +97,11 @@ def ratio_errors(kind: str) -> str:
     if not names:
         return NOT_MEASURED
     said = (f"by {errors} with {', '.join(labels)}" for errors, labels in names.items())
-    rule = "Before any update, the importance ratio of a token should be 1."
-    text_of = "On text that SmolLM2-135M-Instruct generated, with its head in bf16,"
-    return f"{rule} {text_of} it is off {'; '.join(said)} ({where})."
+    rule = (
+        "Before any update, the importance ratio of a token should be 1. "
+        "On text that SmolLM2-135M-Instruct generated, with its head in bf16, it is off"
+    )
+    return f"{rule} {'; '.join(said)} ({where})."
 
 
 def plots(kind: str, folder: str) -> str:
@@ -149,8 +152,9 @@ def curve_differences(kind: str) -> str:
 
 
 def step_ratios(kind: str) -> str:
-    """Write what a step of a pretrained model takes over TRL's, which was measured in turns."""
-    said, where = [], ""
+    """Write time and peak memory of a pretrained model's step, divided by TRL's, in turns."""
+    said: list[str] = []
+    where = ""
     for group in newest(kind)[1]:
         for name, their_name, label in _COMPARED:
             row, their = group[name], group[their_name]
@@ -159,11 +163,10 @@ def step_ratios(kind: str) -> str:
                 pairs = zip(row.seconds, their.seconds, strict=True)
                 time = text.spread([own / other for own, other in pairs])
                 memory = text.ratio(row.info["peak_bytes"] / their.info["peak_bytes"])
-                said.append(f"{time} and {memory} {label}")
+                said.append(f"{label} {time} of the time and {memory} of the memory")
     if not said:
         return NOT_MEASURED
-    rule = "Time and memory of a step, as parts of TRL's with the same settings:"
-    return f"{rule} {', '.join(said)} ({where})."
+    return f"Compared with TRL's, a step with the same settings takes: {'; '.join(said)} ({where})."
 
 
 def newest(kind: str) -> tuple[str, list[Group]]:

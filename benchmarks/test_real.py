@@ -20,7 +20,7 @@ from benchmarks.results import Row
 _ROUNDS = 2
 _WARM_UP = 1  # steps whose time does not count
 _NAMES = tuple(name for name in SETUPS if "vllm" not in name)
-_TINY = ("ours", "trl", "ours-budget")  # test_curves.py runs most of the others
+_TINY = ("trl", "ours-budget", "trl-whole-batch")  # test_curves.py runs the others
 CASES = {"tiny": [RealCase(2, tiny=True)], "cpu": [RealCase(3)]}
 
 

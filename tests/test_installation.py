@@ -98,8 +98,7 @@ def test_all_parts_run_and_are_summed_up(tmp_path, capfd):
         name: [str(stand_in(tmp_path, name, f"echo '{line}'; exit {status}"))]
         for name, (line, status) in said.items()
     }
-    names = list(commands)
-    pairs = {name: commands.pop(name) for name in names[:2]}
+    pairs = {name: commands.pop(name) for name in ("one", "two")}
     assert everything.main(pairs, commands) == 1
     printed, _, summary = capfd.readouterr().out.partition("\nall parts\n")
     assert all(f"\n{name}\n{line}\n" in printed for name, (line, _) in said.items())
@@ -109,6 +108,16 @@ def test_all_parts_run_and_are_summed_up(tmp_path, capfd):
         ["three", *said["three"][0].split()],
         ["FAILED", "four", "exit", "status", "127"],
     ]
+
+
+def test_two_parts_run_at_once(tmp_path, capfd):
+    def command(mine, other):
+        wait = f"for i in $(seq 200); do [ -e {other} ] && exit 0; sleep 0.1; done; exit 1"
+        return [str(stand_in(tmp_path, mine, f"cd {tmp_path}; touch is-{mine}; {wait}"))]
+
+    pairs = {"a": command("a", "is-b"), "b": command("b", "is-a")}
+    assert everything.main(pairs, {}) == 0
+    assert capfd.readouterr().out.count("exit status 0") == 2
 
 
 def test_a_real_model_without_a_network(tmp_path):

@@ -163,7 +163,21 @@ def test_steps_are_compared_with_those_of_trl(monkeypatch: pytest.MonkeyPatch) -
     group = Recorder(None, "cpu").add("real", facts, rows)
     monkeypatch.setattr(report, "newest", lambda kind: (kind, [group]))
     said = report.step_ratios("cpu")
-    assert ": 0.50 (0.25 to 0.50) and 0.25 in our trainer (" in said
+    assert "in our trainer 0.50 (0.25 to 0.50) of the time and 0.25 of the memory (" in said
     assert "LoRA" not in said
     group.rows.pop(1)
     assert report.step_ratios("cpu") == report.NOT_MEASURED
+
+
+def test_ratios_are_those_of_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(inputs: str, dtype: str, mean: float) -> Group:
+        facts = {"model": "m", "tokens": 0, "dtype": dtype, "inputs": inputs}
+        row = Row("ours", info={"ratio noise": (mean, 10 * mean)})
+        return Recorder(None, "cpu").add("accuracy", facts, [row])
+
+    cases = [case("mostly-decided", "bf16", 0.3), case("real-text", "fp32", 0.5)]
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, cases))
+    assert report.ratio_errors("cpu") == report.NOT_MEASURED
+    cases.append(case("real-text", "bf16", 0.02))
+    said = report.ratio_errors("cpu")
+    assert "by 2 % on average and up to 20 % with grpo-kernels (" in said and "30 %" not in said
