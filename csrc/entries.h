@@ -18,14 +18,26 @@ struct Entries {
 
 // What the choice needs besides the tile, and its result.
 struct Extraction {
-  const float* logp;      // (rows,)
-  const double* lse;      // (rows,)
-  const int32_t* keys;    // (rows,)
-  const double* allowed;  // (rows,)
+  const float* logp;    // (rows,)
+  const double* lse;    // (rows,)
+  const int32_t* keys;  // (rows,)
+  const float* cuts;    // (rows,)
   Entries out;
-  float* error;     // (rows,)
-  float* error_l1;  // (rows,)
-  float* norm;      // (rows,)
+  float* error;           // (rows,)
+  float* error_l1;        // (rows,)
+  float* expected_error;  // (rows,)
+  float* norm;            // (rows,)
+};
+
+// Sums over some blocks of each row: of sizes up to each cut, and of their squares.
+struct TailSums {
+  const double* lse;    // (rows,)
+  const float* weight;  // (rows,), of a row's sizes
+  const float* cuts;    // (num_cuts,), ascending
+  float* sums;          // (rows, 2, num_cuts)
+  int64_t num_cuts;
+  int64_t blocks;   // of kStrands columns in a row
+  int64_t sampled;  // how many of them are read
 };
 
 // A product with entries, each times its row's factor.
@@ -42,23 +54,6 @@ struct Product {
   int32_t add;        // to `out`
 };
 
-// An entry off the target that may be kept. Its size is that of the gradient, but for Scores::dlogit.
-struct Candidate {
-  int32_t column;
-  float size;
-};
-
-// What a read tells of a row's entries off the target: all that a cut from `low` on can keep, by
-// their columns, and sums over the others.
-struct Found {
-  Candidate* begin;
-  Candidate* end;
-  float low;
-  double sum, squares;  // of the sizes up to `low`, be they candidates or not
-
-  bool summed(const Candidate& one) const { return one.size <= low; }
-};
-
 // A summand of a row of a product: a row of the source, and its factor.
 struct Summand {
   int32_t row;
@@ -66,6 +61,9 @@ struct Summand {
 };
 
 constexpr uint32_t kGolden = 0x9E3779B9u;
+constexpr int64_t kStrands = 2048;  // of `grpo_kernels/backends/entries.py`
+constexpr int32_t kWhole = -1;
+constexpr float kAnyError = 1e30f;  // or more as a cut: the row has no gradient
 
 // The end of MurmurHash3, of a number or of a vector of them.
 template <class Bits>
@@ -76,17 +74,12 @@ static inline __attribute__((always_inline)) Bits mixed(Bits x) {
 }
 
 struct EntryKernels {
-  // Reads the row for what a cut of `low` or more needs.
-  void (*scan)(const Tile&, const Extraction&, int64_t row, Found&);
-  // The derivative of u at the row's target, but for Scores::inner.
-  double (*target_curve)(const Tile&, int64_t row);
+  void (*extract)(const Tile&, const Extraction&, int64_t row);
+  void (*tail_sums)(const Tile&, const TailSums&, int64_t row);
   // The sum of `count` summands, to `row` of the product's output; `sums` has room for a row.
   void (*combine)(const Product&, const Summand*, int64_t count, int64_t row, float* sums);
 };
 
-// `candidates` has room for one more than the tile has columns.
-void extract_row(const Tile&, const Extraction&, const EntryKernels&, int64_t row,
-                 Candidate* candidates);
 void matmul(const Entries&, const Product&, const EntryKernels&, int32_t threads);
 void transposed_matmul(const Entries&, const Product&, const EntryKernels&, int32_t threads);
 

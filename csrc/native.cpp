@@ -103,14 +103,17 @@ GRPO_EXPORT int32_t grpo_linear(const grpo::Linear* linear, const grpo::Stats* o
 
 GRPO_EXPORT int32_t grpo_extract(const grpo::Tile* tile, const grpo::Extraction* extraction,
                                  int32_t rank, int32_t threads) {
-  const auto* kernels = grpo::kernels()[rank]->entries;
+  const auto kernel = grpo::kernels()[rank]->entries->extract;
   return grpo::status_of([&] {
-    grpo::share(tile->rows, grpo::useful(*tile, threads), [&](const auto& next) {
-      const std::unique_ptr<grpo::Candidate[]> room(new grpo::Candidate[tile->columns + 1]);
-      for (int64_t row; (row = next()) < tile->rows;) {
-        grpo::extract_row(*tile, *extraction, *kernels, row, room.get());
-      }
-    });
+    grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *extraction, row); });
+  });
+}
+
+GRPO_EXPORT int32_t grpo_tail_sums(const grpo::Tile* tile, const grpo::TailSums* of, int32_t rank,
+                                   int32_t threads) {
+  const auto kernel = grpo::kernels()[rank]->entries->tail_sums;
+  return grpo::status_of([&] {
+    grpo::for_each_row(*tile, threads, [&](int64_t row) { kernel(*tile, *of, row); });
   });
 }
 

@@ -83,7 +83,7 @@ _ENTRIES = Entries(
     torch.zeros(2, 3, dtype=torch.int32),
     torch.zeros(2, 3),
     torch.ones(2, dtype=torch.int32),
-    *torch.zeros(3, 2),
+    *torch.zeros(4, 2),
 )
 
 
@@ -93,7 +93,7 @@ def _out_of_memory() -> None:
     endless = torch.empty(1 << 50, 0)  # where its rows' entries begin is more than addresses reach
     with pytest.raises(torch.OutOfMemoryError):
         BACKENDS["cpu"].entries_transposed_matmul(
-            _ENTRIES, torch.ones(2), torch.empty(2, 0), endless, add=False
+            _ENTRIES, torch.ones(2), torch.empty(2, 0), endless, add=False, count=2
         )
 
 

@@ -135,12 +135,13 @@ def empty_stats(rows: int, device: torch.device, extras: bool) -> RowStats:
 class Entries(NamedTuple):
     """The entries of the gradients of C rows' log-probabilities by their raw logits."""
 
-    ids: Tensor  # (C, K) int32, the target first, the others ascending
+    ids: Tensor  # (C, K) int32, in a fixed order, each at most once
     values: Tensor  # (C, K) fp32 (fp64 of fp64 logits)
     used: Tensor  # (C,) int32, how many of K are meant; -1: the row has to be computed whole
     # (C,) L2 norm of what the row's entries differ by from its gradient; 0 of a row that is whole
     error: Tensor
     error_l1: Tensor  # (C,) L1 norm of the same
+    expected_error: Tensor  # (C,) root of the mean of ``error ** 2`` over all samples
     norm: Tensor  # (C,) L2 norm of the row's gradient
 
     @staticmethod
@@ -148,7 +149,7 @@ class Entries(NamedTuple):
         """Return entries to be filled; what is not meant is 0."""
         ids = torch.zeros((rows, slots), dtype=torch.int32, device=device)
         used = torch.empty(rows, dtype=torch.int32, device=device)
-        norms = (torch.empty(rows, device=device) for _ in range(3))
+        norms = (torch.empty(rows, device=device) for _ in range(4))
         return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
 
 

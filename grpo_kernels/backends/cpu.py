@@ -22,14 +22,16 @@ from grpo_kernels.backends.base import (
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
     empty_stats,
 )
 from grpo_kernels.backends.divergence import Divergence, Pair
+from grpo_kernels.backends.entries import sampled_blocks
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
 
 _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
-_ABI_VERSION = 7  # kAbiVersion of csrc/rows.h
+_ABI_VERSION = 8  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # of vectors that are not fp32
@@ -39,7 +41,6 @@ _TYPE = {
     "lse": torch.float64,
     "teacher_lse": torch.float64,
     "pull": torch.float64,
-    "allowed": torch.float64,
 }
 # the structs of csrc/*.h: the fields, by their types in C
 _STRUCTS = {
@@ -50,7 +51,9 @@ _STRUCTS = {
     "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
     "int32 dtype, rounded; Update update; Tile tile",
     "Entries": "pointer ids, values, used; int64 rows, slots",
-    "Extraction": "pointer logp, lse, keys, allowed; Entries out; pointer error, error_l1, norm",
+    "Extraction": "pointer logp, lse, keys, cuts; Entries out; "
+    "pointer error, error_l1, expected_error, norm",
+    "TailSums": "pointer lse, weight, cuts, sums; int64 num_cuts, blocks, sampled",
     "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
     "int32 source_dtype, out_dtype, add",
     "Divergence": "Tile teacher; pointer lse, teacher_lse, sums, pull, coefficient, out; "
@@ -64,9 +67,13 @@ _KERNELS = {
     "grpo_divergence": ("Tile", "Divergence"),
     "grpo_linear": ("Linear", "Stats"),
     "grpo_extract": ("Tile", "Extraction"),
+    "grpo_tail_sums": ("Tile", "TailSums"),
     "grpo_matmul": ("Entries", "Product"),
     "grpo_transposed_matmul": ("Entries", "Product"),
 }
+
+
+_NORMS = ("error", "error_l1", "expected_error", "norm")  # of Extraction and Entries
 
 
 class _View(ctypes.Structure):
@@ -251,16 +258,43 @@ class Native(Backend):
     def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
         return logits_dtype == torch.float32 and dtype in _DTYPES
 
-    def extract_entries(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-    ) -> Entries:
-        assert slots > 0, slots
-        rows = tile.target.numel()
-        entries = Entries.empty(rows, slots, tile.logits.device)
-        vectors = _vectors(
-            rows, logp=stats.logp, lse=stats.lse, keys=keys, allowed=allowed.double()
+    def tail_sums(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        weight: Tensor,
+        cuts: Tensor,
+        gradient: TileGradient | None = None,
+    ) -> Tensor:
+        assert gradient is None and cuts.dtype == torch.float32, "no logits"
+        rows, columns = tile.logits.shape
+        blocks, sampled = sampled_blocks(rows, columns)
+        sums = torch.empty((rows, 2, len(cuts)))
+        self._run(
+            "grpo_tail_sums",
+            _tile(*tile),
+            **_vectors(rows, lse=stats.lse, weight=weight),
+            cuts=cuts.contiguous(),
+            sums=sums,
+            num_cuts=len(cuts),
+            blocks=blocks,
+            sampled=sampled,
         )
-        norms = {"error": entries.error, "error_l1": entries.error_l1, "norm": entries.norm}
+        return sums
+
+    def extract_entries(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        keys: Tensor,
+        cuts: Tensor,
+        slots: int,
+        gradient: TileGradient | None = None,
+    ) -> Entries:
+        assert gradient is None and slots > 0, slots
+        entries = Entries.empty(len(keys), slots, tile.logits.device)
+        norms = {name: getattr(entries, name) for name in _NORMS}
+        vectors = _vectors(len(keys), logp=stats.logp, lse=stats.lse, keys=keys, cuts=cuts)
         self._run("grpo_extract", _tile(*tile), **vectors, out=_listed(*entries[:3]), **norms)
         return entries
 
@@ -269,7 +303,7 @@ class Native(Backend):
         self._multiply("grpo_matmul", entries, factor, matrix, out, False)
 
     def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
+        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool, count: int
     ) -> None:
         assert len(rows) == len(factor), rows.shape
         self._multiply("grpo_transposed_matmul", entries, factor, rows, out, add)

@@ -1,27 +1,33 @@
 """The entries of a row's gradient that matter: sparse products in place of two GEMMs.
 
 The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: nearly
-all are tiny. Those above a cut ``eps`` are kept as they are, and one of size ``a <= eps`` with
-probability ``a / eps``, as ``eps``: what is kept is right in the mean, and the expected squared
-error is the sum of ``a (eps - a)``. Each row has nearly the largest cut that its error allows.
+all of its entries are tiny. Those of a size above a cut are kept as they are. The others are the
+tail: an entry of size ``a`` is drawn with probability ``a / cut``, and kept as ``cut``. So what is
+kept is right in the mean, and its expected squared error is the sum of ``a (cut - a)`` over the
+tail. All rows share a cut, which keeps the fewest entries for a given error of their sum; it is
+found from a sample of the rows' columns.
 
-Whether an entry is kept follows from a hash of the row's key and its column: the same run gives the
-same bits. Which rows are computed whole follows from expectations, so the mean stays right.
+The tail is sampled systematically (Madow, 1949). The columns ``s``, ``s + STRANDS``,
+``s + 2 STRANDS``, ... are strand ``s``: it draws the entries in which its running sum passes a
+multiple of the cut, from a start that is a hash of row and strand. The same run gives the same
+bits. Which rows are computed whole follows from expectations, so the mean stays right.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile, transformed
+from grpo_kernels.backends.base import ANY_ERROR, WHOLE, Entries, RowStats, Tile, transformed
 
-# Of the search for a row's cut, in every backend: how many cuts it tries, with what share of the
-# row's sizes it starts, and the least root of an error's ratio by which it moves a cut.
-READS, START, LEAST_POWER = 2, 0.01, 0.125
-_MASK = 0xFFFFFFFF
+STRANDS = 2048
+# Of a row, one in so many blocks of STRANDS columns is sampled for the choice of a cut; and of all
+# rows together, each block at least so many times.
+_BLOCKS, _FEWEST = 32, 4
 GOLDEN = 0x9E3779B9
-_TINY = 1e-300
+_MASK = 0xFFFFFFFF
+_TINY = 1e-30
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
@@ -41,6 +47,26 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ x >> 16) * 0x85EBCA6B & _MASK
     x = (x ^ x >> 13) * 0xC2B2AE35 & _MASK
     return x ^ x >> 16
+
+
+def sampled_blocks(rows: int, columns: int) -> tuple[int, int]:
+    """Return how many blocks of STRANDS columns a row has, and how many of them are sampled."""
+    blocks = -(-columns // STRANDS)
+    enough = -(-_FEWEST * blocks // max(rows, 1))
+    return blocks, min(blocks, max(-(-blocks // _BLOCKS), enough))
+
+
+def best_cut(sums: Tensor, cuts: Tensor, allowed: Tensor) -> Tensor:
+    """Return the () cut at which the expected squared error is ``allowed`` ().
+
+    ``sums`` (2, K) are the tails' sizes and squares, for K ascending ``cuts``.
+    """
+    # convex in the cut, and 0 at 0: a chord lies above it
+    cuts, errors = pad(cuts, (1, 0)), pad(cuts * sums[0] - sums[1], (1, 0))
+    below = (errors <= allowed).sum() - 1
+    above = (below + 1).clamp(max=len(cuts) - 1)
+    step = (cuts[above] - cuts[below]) / (errors[above] - errors[below]).clamp(min=_TINY)
+    return cuts[below] + (allowed - errors[below]) * step.where(above > below, 0)
 
 
 def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,61 +91,81 @@ def grouped_sums(
     )
 
 
-def block_entries(
-    tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
-) -> Entries:
+def block_tail_sums(
+    tile: Tile, stats: RowStats, weight: Tensor, cuts: Tensor, first: int, sampled: tuple[int, int]
+) -> Tensor:
+    """Sum up the sampled tails of some rows at once; see ``Backend.tail_sums``."""
+    blocks, count = sampled
+    sizes, _ = _sizes(tile, stats)
+    row = torch.arange(first, first + len(sizes), device=sizes.device)[:, None]
+    spread = torch.arange(count, device=sizes.device) * blocks // count
+    index = ((row + spread) % blocks)[:, :, None].expand(-1, -1, STRANDS)
+    sizes = _by_block(sizes).gather(1, index).flatten(1) * weight[:, None]
+    tails = [torch.where(sizes <= cut, sizes, 0.0) for cut in cuts]
+    sums = [torch.stack([tail.sum(1), tail.square().sum(1)], 1) for tail in tails]
+    return torch.stack(sums, 2)
+
+
+def block_entries(tile: Tile, stats: RowStats, keys: Tensor, cuts: Tensor, slots: int) -> Entries:
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
-    logits, target, transform = tile
-    scores, tanh = transformed(logits, transform)
-    column = torch.arange(logits.shape[1], device=logits.device)
-    here = column == target[:, None]
-    finite = stats.lse.isfinite()
-    p = torch.where(finite[:, None], (scores.double() - stats.lse[:, None]).exp(), 0.0)
-    others = torch.where(here, 0.0, p)
-    total = at_target = others.sum(1)  # 1 - p
-    if tanh is not None:
-        curve = torch.where(finite[:, None], 1 - tanh.double() ** 2, 0.0)
-        others = others * curve
-        at_target = at_target * curve.gather(1, target[:, None]).squeeze(1)
-    scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
-    norm = (at_target**2 + (others * others).sum(1)).sqrt()
-    eps = _cuts(others, total, (allowed.double() / scale) ** 2)[:, None]
-    large = others > eps
-    drawn = torch.where(large, 0.0, others).sum(1) / eps[:, 0].clamp(min=_TINY)
-    expected = 1 + large.sum(1) + drawn + 4 * drawn.sqrt()
-    hashed = _mixed(keys.long()[:, None] + column * GOLDEN) >> 8  # decides what is kept
-    survives = (hashed.double() + 0.5) * 2.0**-24 * eps < others
-    kept = torch.where(large, others, torch.where(survives, eps, 0.0))
+    target, columns = tile.target, tile.logits.shape[1]
+    sizes, at_target = _sizes(tile, stats)
+    cut = cuts.double().clamp(min=_TINY)[:, None]
+    large = sizes > cut
+    tail = torch.where(large, 0.0, sizes)
+    sums, squares = tail.sum(1), tail.square().sum(1)
+    steps = _by_block(tail / cut).cumsum(1)
+    strand = torch.arange(STRANDS, device=sizes.device)
+    start = (_mixed(keys.long()[:, None] + strand * GOLDEN) >> 8).double().add(0.5) * 2.0**-24
+    passed = torch.ceil(steps - start[:, None])  # how often a running sum reached its next draw
+    drawn = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1])) > 0
+    kept = torch.where(large, sizes, torch.where(drawn.flatten(1)[:, :columns], cut, 0.0))
+    kept.scatter_(1, target[:, None], 0.0)
+    expected = sums / cut[:, 0]
     count = (kept > 0).sum(1) + 1
-    fits = finite & (expected <= slots) & (count <= slots)
-    count = torch.where(fits, count, WHOLE).int()
-    error = kept - others
+    fits = 1 + large.sum(1) + expected + 4 * expected.sqrt() <= slots
+    fits &= stats.lse.isfinite() & (count <= slots)
+    count = torch.where(fits, count, WHOLE)
+    count = torch.where(cuts >= ANY_ERROR, 0, count).int()
     ids = target.new_zeros((len(count), slots), dtype=torch.int32)
     values = kept.new_zeros((len(count), slots))
     meant = (kept > 0) & (count > 0)[:, None]
-    rows, columns = torch.nonzero(meant, as_tuple=True)
-    place = meant.cumsum(1)[rows, columns]  # from 1: the target is at 0
-    ids[rows, place], values[rows, place] = columns.int(), -kept[rows, columns]
+    rows, places = torch.nonzero(meant, as_tuple=True)
+    slot = meant.cumsum(1)[rows, places]  # from 1: the target is at 0
+    ids[rows, slot], values[rows, slot] = places.int(), -kept[rows, places]
     ids[:, 0], values[:, 0] = target.int(), at_target
-    values, dtype = (values.t() * scale).t().contiguous(), stats.logp.dtype
-    found = (torch.where(fits, x, 0.0) for x in (error.norm(dim=1), error.abs().sum(1)))
-    return Entries(ids, values.to(dtype), count, *((x * scale).to(dtype) for x in (*found, norm)))
+    error, dtype = kept - sizes, stats.logp.dtype
+    expected_error = (cut[:, 0] * sums - squares).clamp(min=0).sqrt()
+    norm = (at_target**2 + sizes.square().sum(1)).sqrt()
+    known = count > 0
+    return Entries(
+        ids=ids,
+        values=values.to(dtype),
+        used=count,
+        error=torch.where(known, error.norm(dim=1), 0.0).to(dtype),
+        error_l1=torch.where(known, error.abs().sum(1), 0.0).to(dtype),
+        expected_error=torch.where(known, expected_error, 0.0).to(dtype),
+        norm=norm.to(dtype),
+    )
 
 
-def _cuts(sizes: Tensor, total: Tensor, allowed: Tensor) -> Tensor:
-    """Return nearly the largest cuts whose expected sums of squared errors are ``allowed``."""
-    # An error is convex in the cut, and 0 at 0: where it is too large by a factor, the cut over it
-    # is within. Next is tried where the error, were it this power of the cut, would be as allowed.
-    least = allowed / total.clamp(min=1e-30)
-    # above half of the total there is one size at most; drawing it saves nothing unless all may go
-    most = torch.maximum(2 * least, total / 2)
-    cut, safe = (least * (least + START * total)).sqrt(), torch.zeros_like(least)
-    for _ in range(READS):
-        below = torch.where(sizes <= cut[:, None], sizes, 0.0)
-        slope = below.sum(1)
-        error = cut * slope - below.square().sum(1)
-        ratio = allowed / error.clamp(min=_TINY)
-        safe = torch.maximum(safe, cut * ratio.clamp(max=1))
-        power = (error / (cut * slope).clamp(min=_TINY)).clamp(min=LEAST_POWER)
-        cut = (cut * ratio**power).clamp(safe, most)
-    return safe
+def _sizes(tile: Tile, stats: RowStats) -> tuple[Tensor, Tensor]:
+    """Return the sizes of a gradient's entries (C, V), 0 at the target, and that at the target
+    (C,), in fp64."""
+    logits, target, transform = tile
+    scores, tanh = transformed(logits, transform)
+    finite = stats.lse.isfinite()[:, None]
+    sizes = torch.where(finite, (scores.double() - stats.lse[:, None]).exp(), 0.0)
+    sizes.scatter_(1, target[:, None], 0.0)
+    at_target = sizes.sum(1)  # 1 - p
+    if tanh is not None:
+        curve = torch.where(finite, 1 - tanh.double() ** 2, 0.0)
+        sizes *= curve
+        at_target *= curve.gather(1, target[:, None]).squeeze(1)
+    scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(sizes)
+    return (sizes.t() * scale).t(), at_target * scale
+
+
+def _by_block(values: Tensor) -> Tensor:
+    """Return (C, V) values as (C, blocks, STRANDS), filled up with zeros."""
+    return pad(values, (0, -values.shape[1] % STRANDS)).unflatten(1, (-1, STRANDS))

@@ -19,7 +19,13 @@ from grpo_kernels.backends.base import (
     transformed,
 )
 from grpo_kernels.backends.divergence import Divergence, Pair
-from grpo_kernels.backends.entries import block_entries, grouped_sums, listed
+from grpo_kernels.backends.entries import (
+    block_entries,
+    block_tail_sums,
+    grouped_sums,
+    listed,
+    sampled_blocks,
+)
 from grpo_kernels.head import Head
 
 _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
@@ -150,17 +156,55 @@ class Backend:
             out[block] = _block_divergence_gradient(pair.rows(block), divergence, *of_block)
         return out
 
+    def tail_sums(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        weight: Tensor,
+        cuts: Tensor,
+        gradient: TileGradient | None = None,
+    ) -> Tensor:
+        """Return (C, 2, K): sums over a sample of a row's entries of sizes up to each cut, and of
+        their squares.
+
+        Sizes are those of the gradient of ``logp`` by the raw logits, beside the target, times the
+        row's ``weight`` (C,). ``cuts`` (K,) ascend. Where logits are overwritten, ``gradient`` is
+        what :meth:`logp_gradient_` or :meth:`linear_logp_gradient` returned.
+        """
+        assert gradient is None, "no logits"
+        sampled = sampled_blocks(*tile.logits.shape)
+        parts = [
+            block_tail_sums(
+                tile=tile.rows(block),
+                stats=stats.rows(block),
+                weight=weight[block],
+                cuts=cuts,
+                first=block.start,
+                sampled=sampled,
+            )
+            for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
+        ]
+        return torch.cat(parts)
+
     def extract_entries(
-        self, tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+        self,
+        tile: Tile,
+        stats: RowStats,
+        keys: Tensor,
+        cuts: Tensor,
+        slots: int,
+        gradient: TileGradient | None = None,
     ) -> Entries:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
-        ``keys`` (C,) int32 are those of ``row_keys``, ``allowed`` (C,) the L2 norm that each row's
-        error is expected to have at most; with ``ANY_ERROR`` any entries will do. A row without a
-        finite ``lse``, or that is expected to need more entries, is whole.
+        ``keys`` (C,) int32 are those of ``row_keys``. Entries of a size above the row's cut (C,)
+        are kept, the others sampled; with ``ANY_ERROR`` as its cut a row has none. A row without a
+        finite ``lse``, or that is expected to need more entries, is whole. ``gradient`` as for
+        :meth:`tail_sums`.
         """
+        assert gradient is None, "no logits"
         parts = [
-            block_entries(tile.rows(block), stats.rows(block), keys[block], allowed[block], slots)
+            block_entries(tile.rows(block), stats.rows(block), keys[block], cuts[block], slots)
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
         return concatenate(parts)
@@ -178,10 +222,10 @@ class Backend:
         out[kept] = product[kept].to(out.dtype)
 
     def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool
+        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool, count: int
     ) -> None:
         """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over all
-        t and k with ``ids[t, k] = v``.
+        t and k with ``ids[t, k] = v``, ``count`` altogether where the factor is not 0.
 
         ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
         better, in the order of the rows, and rounded once; rows that are whole add nothing.

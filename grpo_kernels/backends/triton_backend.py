@@ -42,6 +42,7 @@ class Triton(Backend):
     divergence_gradient_ = _launcher("divergence_gradient_")
     linear_stats = _launcher("linear_stats")
     linear_logp_gradient = _launcher("linear_logp_gradient")
+    tail_sums = _launcher("tail_sums")
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")
     entries_transposed_matmul = _launcher("entries_transposed_matmul")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from grpo_kernels.backends import KINDS
+from grpo_kernels.backends import KINDS, Entries
 from grpo_kernels.backends.gpu_tiles import (
     ROW_CONFIG,
     UNALIGNED_CONFIG,
@@ -70,14 +70,23 @@ _COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
 _BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
 _EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
 _EXTRAS |= {"is_top1_ptr": "*i1"}
-_OPTIONAL = ("inner", "temperature_ptr", "bias_ptr", "dentropy_ptr", "is_top1_ptr", "best_ptr")
+_UNIT = {"unit_ptr": "*fp32"}
+_OPTIONAL = (
+    "inner",
+    "unit_ptr",
+    "temperature_ptr",
+    "bias_ptr",
+    "dentropy_ptr",
+    "is_top1_ptr",
+    "best_ptr",
+)
 
 
 def cases(target: str) -> list[Case]:
     rows = (*_stats_cases(target), *_dlogits_cases(target), *_logp_gradient_cases(target))
     rows = (*rows, *_divergence_cases(target))
     linear = (*_linear_cases(target), *_anchored_cases(target), *_merge_cases())
-    entries = (*_extract_cases(target), *_gather_cases())
+    entries = (*_extract_cases(), *_gather_cases())
     small = (*_reduce_cases(), *_packing_cases(), *_scale_cases(), _pointwise_case())
     return [*rows, *linear, *entries, *small]
 
@@ -254,34 +263,51 @@ def _merge_cases() -> Iterator[Case]:
         yield Case(_merge_splits_kernel, each, absent, OPTIONS)
 
 
-def _extract_cases(target: str) -> Iterator[Case]:
-    vectors = {"logp_ptr": "*fp32", "lse_ptr": "*fp64", "keys_ptr": "*i32", "allowed_ptr": "*fp32"}
-    results = {f"{name}_ptr": "*fp32" for name in ("values", "error", "error_l1", "norm")}
-    results |= {"ids_ptr": "*i32", "used_ptr": "*i32", "slots": "i32"}
-    for (name, dtype), aligned in itertools.product(DTYPES.items(), (True, False)):
-        types = _row_types(logits_ptr=f"*{name}", **vectors, **results)
-        config = extract.config_for(dtype, target, aligned)
-        variants = _variants(types, _SOFTCAP, _TEMPERATURE, thorough=False)
-        for each in variants if aligned else variants[1:]:
-            blocks = config.blocks(dtype, aligned)
-            case = _row_case(extract._extract_kernel, config, each, blocks)
-            yield dataclasses.replace(case, aligned=aligned)
+def _extract_cases() -> Iterator[Case]:
+    vectors = {"lse_ptr": "*fp64", "cuts_ptr": "*fp32"}
+    tails = {**vectors, "weight_ptr": "*fp32", "sums_ptr": "*fp32"}
+    tails |= {"blocks": "i32", "sampled": "i32"}
+    marks = {**vectors, "words_ptr": "*i32", "tail_ptr": "*fp32", "squares_ptr": "*fp32"}
+    marks["groups"] = "i32"
+    entries = dict.fromkeys((f"{name}_ptr" for name in Entries._fields), "*fp32")
+    entries |= {"ids_ptr": "*i32", "used_ptr": "*i32", "logp_ptr": "*fp32", "slots": "i32"}
+    reading, listing = extract._READING_WARPS, extract._LISTING_WARPS
+    for kernel, own, blocks, warps in (
+        (extract._tail_sums_kernel, tails, {"NUM_CUTS": 12, "BLOCK_K": 16}, reading),
+        (extract._mark_kernel, {**marks, "keys_ptr": "*i32"}, {}, reading),
+        (extract._list_kernel, {**marks, **entries}, {"BLOCK": extract._LISTED_WORDS}, listing),
+    ):
+        config = RowConfig(num_warps=warps, depth=1)
+        for name, of_gradient in (*((name, {}) for name in DTYPES), ("bf16", _UNIT)):
+            types = _row_types(logits_ptr=f"*{name}", **own, **of_gradient)
+            for each in _variants(types, _SOFTCAP, _TEMPERATURE, thorough=False):
+                case = _row_case(kernel, config, each, blocks)
+                yield case
+            yield dataclasses.replace(case, aligned=False)
 
 
 def _gather_cases() -> Iterator[Case]:
-    types = {"values_ptr": "*fp32", "factor_ptr": "*fp32", "slots": "i32", "num_columns": "i32"}
-    types |= {"stride_out_row": "i64", "stride_matrix_row": "i64"}
-    by_row = {"ids_ptr": "*i32", "used_ptr": "*i32"}
-    by_column = {"bounds_ptr": "*i64", "order_ptr": "*i64"}
-    blocks = {"BLOCK_K": sums._BLOCK_K, "BLOCK_N": sums._BLOCK_N}
-    ones = {"stride_out_column": 1, "stride_matrix_column": 1}
-    kernel = sums._gathered_sums_kernel
+    ints, floats = ("used_ptr", "ids_ptr", "all_ids_ptr", "all_rows_ptr"), ("values_ptr",)
+    flat = dict.fromkeys(ints, "*i32") | dict.fromkeys((*floats, "all_values_ptr"), "*fp32")
+    flat |= {"starts_ptr": "*i64", "factor_ptr": "*fp32", "slots": "i32"}
+    yield Case(sums._flatten_kernel, flat, {"BLOCK": sums._PIECE}, OPTIONS)
+    blocks = {"BLOCK_K": sums._ELEMENTS // sums._MOST_COLUMNS, "BLOCK_N": sums._MOST_COLUMNS}
+    ones = {"stride_out_column": 1, "stride_column": 1}
+    sizes = {"values_ptr": "*fp32", "num_columns": "i32", "stride_row": "i64"}
+    of_out = {**sizes, "stride_out_row": "i64"}
+    by_row = {"used_ptr": "*i32", "ids_ptr": "*i32", "factor_ptr": "*fp32", "slots": "i32"}
+    by_id = {"places_ptr": "*i32", "pieces_ptr": "*fp32"}
+    for given in ("fp32", "bf16"):
+        posed = {**sizes, **by_id, "ids_ptr": "*i32", "matrix_ptr": f"*{given}"}
+        constants = {**blocks, "stride_column": 1, "PIECE": sums._PIECE}
+        yield Case(sums._pieces_kernel, posed, constants, OPTIONS)
     for given, out in itertools.product(("fp32", "bf16"), repeat=2):
         pointers = {"matrix_ptr": f"*{given}", "out_ptr": f"*{out}"}
-        for places, add in ((by_row, False), (by_column, False), (by_column, True)):
-            posed = {**types, **pointers, **places}
-            constants = {**blocks, **ones, "ADD": add}
-            yield Case(kernel, posed, _absent(kernel, posed, constants), OPTIONS)
+        yield Case(sums._rows_kernel, {**of_out, **by_row, **pointers}, blocks | ones, OPTIONS)
+        posed = {**of_out, **by_id, "bounds_ptr": "*i64", **pointers}
+        for add in (False, True):
+            constants = {**blocks, **ones, "PIECE": sums._PIECE, "ADD": add}
+            yield Case(sums._columns_kernel, posed, constants, OPTIONS)
 
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:

@@ -142,17 +142,25 @@ def _exponentials(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"logp": stats.logp, "entropy": stats.entropy, "gradient": dlogits}
 
 
-def _entries(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Choose the entries of a bounded backward."""
-    from grpo_kernels.backends import Tile, row_keys
-    from grpo_kernels.backends.triton import extract_entries, row_stats
-    from grpo_kernels.head import Transform
+def entries(stored: bool) -> Run:
+    """Choose the entries of a bounded backward, from logits or from their exponentials."""
 
-    logits, target = _logits(columns, dtype)
-    tile = Tile(logits, target, Transform())
-    stats = row_stats(tile, False)
-    extract_entries(tile, stats, row_keys(1, stats.lse), torch.full((ROWS,), 0.05), 96)
-    return {"logp": stats.logp}
+    def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        from grpo_kernels.backends import Tile, row_keys
+        from grpo_kernels.backends.triton import extract_entries, logp_gradient_, row_stats
+        from grpo_kernels.head import Transform
+
+        logits, target = _logits(columns, dtype)
+        tile, gradient = Tile(logits, target, Transform()), None
+        if stored:
+            stats, gradient = logp_gradient_(tile)
+        else:
+            stats = row_stats(tile, False)
+        keys, cuts = row_keys(1, stats.lse), torch.full((ROWS,), 0.01)
+        extract_entries(tile, stats, keys, cuts, 96, gradient)
+        return {"logp": stats.logp}
+
+    return run
 
 
 def _trl_divergence(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -210,7 +218,8 @@ CASES = [
         "all statistics",
         _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
-    Case("ours", "entries", _entries),
+    Case("ours", "entries", entries(stored=False)),
+    Case("ours, of exponentials", "entries", entries(stored=True)),
     Case("TRL 1.16, chunked", "divergence", _trl_divergence),
     Case("Liger 0.8.5", "divergence", _liger_divergence),
     Case("ours", f"products of depth {_DEPTH}", _fused, _DEPTH, ("bf16",)),

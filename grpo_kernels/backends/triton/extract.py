@@ -1,193 +1,371 @@
-"""Entries of a row's gradient that matter, one program per row.
+"""Entries of a row's gradient that matter: one read of the row marks them, a second kernel lists
+what is marked.
 
-A row is read once for each cut that is tried, and then for the entries themselves.
+The row is either its logits, or ``E``: the gradient of its log-probability, but for one factor.
+Marks are bits, of 32 blocks in a word of each strand: a sixteenth of the bytes of ``E``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import WHOLE, Entries, RowStats, Tile
-from grpo_kernels.backends.entries import GOLDEN, LEAST_POWER, READS, START
-from grpo_kernels.backends.gpu_tiles import RowConfig, device_class, rows_are_aligned
+from grpo_kernels.backends.base import ANY_ERROR, WHOLE, Entries, RowStats, Tile, TileGradient
+from grpo_kernels.backends.entries import GOLDEN, STRANDS, sampled_blocks
+from grpo_kernels.backends.gpu_tiles import RowConfig
 from grpo_kernels.backends.triton import common
-from grpo_kernels.backends.triton.math import LN2, expm1
+from grpo_kernels.backends.triton.math import expm1
 
-_GOLDEN, _WHOLE, _READS = map(tl.constexpr, (GOLDEN, WHOLE, READS))
-_START, _LEAST_POWER = map(tl.constexpr, (START, LEAST_POWER))
-_NONE = tl.constexpr(1e-30)
-_POINTERS = [*common.PER_ROW, *(f"{name}_ptr" for name in ("keys", "allowed", *Entries._fields))]
+_GOLDEN, _WHOLE, _STRANDS = map(tl.constexpr, (GOLDEN, WHOLE, STRANDS))
+_ANY, _TINY = tl.constexpr(ANY_ERROR), tl.constexpr(1e-30)
+_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
+_GROUP = tl.constexpr(32)  # blocks, one for each bit of a word
+_READING_WARPS, _LISTING_WARPS, _LISTED_WORDS = 8, 4, 512
+_POINTERS = [
+    *common.PER_ROW,
+    "unit_ptr",
+    "weight_ptr",
+    "keys_ptr",
+    "cuts_ptr",
+    "sums_ptr",
+    "tail_ptr",
+    "squares_ptr",
+]
+_POINTERS += [f"{name}_ptr" for name in Entries._fields]
 
 
 @triton.jit
-def _sizes(row, columns, inner, VECTOR: tl.constexpr):
-    """Return probabilities of all but the target, and their shares in the gradient; in units.
+def _row(logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer):
+    """Return what :func:`_sizes` needs of this program's row, and whether its softmax is finite."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = common.row_factor(outer, temperature_ptr, row)
+    slope = factor if inner is None else factor * inner
+    lse = tl.load(lse_ptr + row)
+    finite = lse - lse == 0.0
+    if unit_ptr is None:
+        anchor, f2, rest = common.unit_of(lse, factor)
+    else:
+        slope = tl.abs(tl.load(unit_ptr + row))
+        finite = finite & (slope == slope)
+        anchor, f2, rest = None, None, None
+    target = tl.load(target_ptr + row).to(tl.int32)
+    return (logits_ptr + row * stride_row, target, slope, anchor, f2, rest, inner), finite
 
-    Both are in the shape of :func:`common.by_thread`.
-    """
-    logits_ptr, num_active, target, anchor, f2, rest = row
-    inside = columns < num_active
-    x = tl.load(logits_ptr + columns, mask=inside, other=float("-inf"))
-    others = columns != target
-    if inner is not None:  # which turns -inf into a finite value
-        others = others & inside
-    p = tl.exp2(tl.fma(common.bounded(x, inner) - anchor, f2, -rest))
-    p = tl.where(others, p, 0.0)
-    size = p
-    if inner is not None:
-        size = p * common.softcap_slope(x, inner)
-    return common.by_thread(p, VECTOR), common.by_thread(size, VECTOR)
+
+@triton.jit
+def _sizes(this, scale, columns, mask):
+    """Return sizes times ``scale``, below 0 at the target; 0 where the mask is not set."""
+    logits_ptr, target, slope, anchor, f2, rest, inner = this
+    if anchor is None:  # the logits are E
+        e = tl.load(logits_ptr + columns, mask, None if mask is None else 0.0)
+        size = e.to(tl.float32) * (slope * scale)
+    else:
+        x = tl.load(logits_ptr + columns, mask, None if mask is None else float("-inf"))
+        size = tl.exp2(tl.fma(common.bounded(x, inner) - anchor, f2, -rest)) * (slope * scale)
+        if inner is not None:  # which turns -inf into a finite value
+            size = size * common.softcap_slope(x, inner)
+            if mask is not None:
+                size = tl.where(mask, size, 0.0)
+        size = tl.where(columns == target, -1.0, size)
+    return size
+
+
+@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+def _tail_sums_kernel(
+    logits_ptr,  # (C, V), or E
+    unit_ptr,  # (C,) fp32, of E; else None
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    lse_ptr,  # (C,) fp64
+    weight_ptr,  # (C,) fp32
+    cuts_ptr,  # (K,) fp32
+    sums_ptr,  # (C, 2, K) fp32
+    stride_row,
+    num_columns,
+    blocks,
+    sampled,
+    inner,
+    outer,
+    NUM_CUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    this, finite = _row(
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
+    )
+    num_active = tl.where(finite, num_columns, 0)
+    weight = tl.load(weight_ptr + row)
+    offs_k = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for i in range(sampled):
+        block = ((row + i * blocks // sampled) % blocks).to(tl.int32)
+        columns = block * _STRANDS + tl.arange(0, _STRANDS)
+        sizes = tl.maximum(_sizes(this, weight, columns, columns < num_active), 0.0)
+        for k in tl.static_range(NUM_CUTS):
+            tail = tl.where(sizes <= tl.load(cuts_ptr + k), sizes, 0.0)
+            sums += tl.where(offs_k == k, tl.sum(tail, axis=0), 0.0)
+            squares += tl.where(offs_k == k, tl.sum(tail * tail, axis=0), 0.0)
+    sums_ptr += row * (2 * NUM_CUTS) + offs_k
+    tl.store(sums_ptr, sums, mask=offs_k < NUM_CUTS)
+    tl.store(sums_ptr + NUM_CUTS, squares, mask=offs_k < NUM_CUTS)
+
+
+@triton.jit
+def _with_block(state, this, scale, block, end, bit):
+    """Set a bit of each strand whose column in a block is an entry."""
+    words, left, squares = state
+    columns = block * _STRANDS + tl.arange(0, _STRANDS)
+    size = _sizes(this, scale, columns, None if end is None else columns < end)
+    # as integers negative numbers are large, too: the target is an entry
+    in_tail = size.to(tl.uint32, bitcast=True) <= _ONE
+    share = tl.where(in_tail, size, 0.0)
+    squares = tl.fma(share, share, squares)
+    left -= share
+    drawn = left <= 0.0
+    left = tl.where(drawn, left + 1.0, left)
+    words = tl.where(in_tail & (drawn == 0), words, words | bit)
+    return words, left, squares
+
+
+@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+def _mark_kernel(
+    logits_ptr,  # (C, V), or E
+    unit_ptr,  # (C,) fp32, of E; else None
+    target_ptr,  # (C,) int64
+    temperature_ptr,  # (C,) or None
+    lse_ptr,  # (C,) fp64
+    keys_ptr,  # (C,) int32
+    cuts_ptr,  # (C,) fp32
+    words_ptr,  # (C, groups, STRANDS) int32
+    tail_ptr,  # (C,) fp32, the sum of sizes up to the cut, less what is drawn; in cuts
+    squares_ptr,  # (C,) fp32, of their squares
+    stride_row,
+    num_columns,
+    groups,
+    inner,
+    outer,
+):
+    row = tl.program_id(0).to(tl.int64)
+    this, finite = _row(
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
+    )
+    cut = tl.load(cuts_ptr + row)
+    if not (finite & (cut < _ANY)):
+        return
+    scale = 1.0 / tl.maximum(cut, _TINY)
+    strands = tl.arange(0, _STRANDS)
+    # where each strand draws first: the end of MurmurHash3
+    hashed = strands.to(tl.uint32) * _GOLDEN
+    hashed += tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
+    hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
+    hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
+    hashed = (hashed ^ (hashed >> 16)) >> 8
+    start = (hashed.to(tl.int32).to(tl.float32) + 0.5) * 2.0**-24
+    left, squares = start, tl.zeros((_STRANDS,), tl.float32)
+    whole = num_columns // _STRANDS
+    words_ptr += row * groups * _STRANDS + strands
+    for group in range(groups):
+        first, bit = group * _GROUP, tl.full((), 1, tl.uint32)
+        state = tl.zeros((_STRANDS,), tl.uint32), left, squares
+        for block in range(first, tl.minimum(first + _GROUP, whole)):
+            state = _with_block(state, this, scale, block, None, bit)
+            bit = bit << 1
+        if (whole < first + _GROUP) & (whole * _STRANDS < num_columns):  # the row's end is in it
+            state = _with_block(state, this, scale, whole, num_columns, bit)
+        words, left, squares = state
+        tl.store(words_ptr + group * _STRANDS, words.to(tl.int32, bitcast=True))
+    tl.store(tail_ptr + row, tl.sum(start - left, axis=0))
+    tl.store(squares_ptr + row, tl.sum(squares, axis=0))
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_POINTERS)
-def _extract_kernel(
-    logits_ptr,  # (C, V)
+def _list_kernel(
+    logits_ptr,  # (C, V), or E
+    unit_ptr,  # (C,) fp32, of E; else None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
     logp_ptr,  # (C,) fp32
     lse_ptr,  # (C,) fp64
-    keys_ptr,  # (C,) int32
-    allowed_ptr,  # (C,)
+    cuts_ptr,  # (C,) fp32
+    words_ptr,  # (C, groups, STRANDS) int32
+    tail_ptr,  # (C,) fp32, as the next
+    squares_ptr,
     ids_ptr,  # (C, slots) int32
     values_ptr,  # (C, slots) fp32
     used_ptr,  # (C,) int32
-    error_ptr,  # (C,) fp32, as the next two
+    error_ptr,  # (C,) fp32, as the next three
     error_l1_ptr,
+    expected_error_ptr,
     norm_ptr,
     stride_row,
     num_columns,
     slots,
+    groups,
     inner,
     outer,
-    BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,  # words at a time
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride_row
+    this, finite = _row(
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
+    )
+    cut = tl.load(cuts_ptr + row)
+    active = finite & (cut < _ANY)
+    without = tl.where(cut < _ANY, _WHOLE, 0)
+    cut = tl.maximum(tl.where(active, cut, 1.0), _TINY)
+    scale = 1.0 / cut
+    logits_ptr, target, slope = this[0], this[1], this[2]
+    logp = tl.minimum(tl.load(logp_ptr + row), 0.0)
+    x = tl.load(logits_ptr + target, mask=active, other=0.0).to(tl.float32)
+    marked = active
+    if unit_ptr is None:
+        at_target = -expm1(logp) * slope
+        if inner is not None:
+            at_target = at_target * common.softcap_slope(x, inner)
+    else:
+        marked = active & (x.to(tl.int32, bitcast=True) != 0)
+        at_target = -expm1(logp) * common.row_factor(outer, temperature_ptr, row)
+        if inner is not None:  # its logit is gone
+            at_target = -x * slope
     ids_ptr += row * slots
     values_ptr += row * slots
-    factor = common.row_factor(outer, temperature_ptr, row)
-    slope = factor if inner is None else factor * inner
-    target = tl.load(target_ptr + row).to(tl.int32)
-    lse = tl.load(lse_ptr + row)
-    finite = lse - lse == 0.0
-    num_active = tl.where(finite, num_columns, 0)
-
-    # Sizes are in a unit near the smallest cut, so that no square of them under- or overflows. This
-    # power of two is about allowed^2 / (1 - p), the least cut that may be it.
-    logp = tl.where(finite, tl.minimum(tl.load(logp_ptr + row), 0.0), 0.0)
-    about = tl.maximum(-expm1(logp), 2.0**-30)  # where 1 - p is lost in the rounding of log p
-    allowed = tl.load(allowed_ptr + row).to(tl.float32) / slope
-    log2_unit = tl.floor(2.0 * tl.log2(allowed) - tl.log2(about))
-    log2_unit = tl.minimum(tl.maximum(log2_unit, -60.0), 0.0)
-    unit = tl.exp2(log2_unit) * slope
-    allowed = allowed * tl.exp2(-log2_unit)
-    at_unit = lse + log2_unit.to(tl.float64) * LN2
-    anchor, f2, rest = common.unit_of(at_unit, factor)
-    this = logits_ptr, num_active, target, anchor, f2, rest
-    offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
-    zero = tl.zeros((THREADS,), tl.float32)
-
-    # the row's cut, as ``_cuts`` of ``backends/entries.py`` finds it; all in units
-    total = about * tl.exp2(-log2_unit)  # of the sizes, at most
-    allowed = allowed * allowed
-    least = tl.minimum(allowed / tl.maximum(total, _NONE), 2.0**60)
-    most = tl.maximum(2.0 * least, 0.5 * total)
-    tried = tl.sqrt(least * (least + _START * total))
-    cut = 0.0 * tried
-    for _read in range(_READS):
-        slopes, errors = zero, zero
-        for start in range(0, num_active, BLOCK_V):
-            columns = start + offs_v
-            _, size = _sizes(this, columns, inner, VECTOR)
-            below = tl.where(size <= tried, size, 0.0)
-            slopes += common.sum_of(below)
-            errors += common.sum_of(below * (tried - below))
-        error = tl.sum(errors, axis=0)
-        ratio = allowed / tl.maximum(error, _NONE)
-        cut = tl.maximum(cut, tried * tl.minimum(ratio, 1.0))
-        power = error / tl.maximum(tried * tl.sum(slopes, axis=0), _NONE)
-        tried = tried * tl.exp2(tl.maximum(power, _LEAST_POWER) * tl.log2(ratio))
-        tried = tl.maximum(tl.minimum(tried, most), cut)
-
-    # all entries but the target's, in slots from 1 on
-    in_order = tl.arange(0, BLOCK_V)
-    drawn, squared, magnitudes, mass, squares = zero, zero, zero, zero, zero
+    words_ptr += row * groups * _STRANDS
+    offs = tl.arange(0, BLOCK)
     count = tl.zeros((), tl.int32)
-    large_count = tl.zeros((), tl.int32)
-    key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
-    draws = 2.0**24 / cut  # of a size: so many of 2**24 numbers of a hash keep it
-    for start in range(0, num_active, BLOCK_V):
-        columns = start + offs_v
-        p, size = _sizes(this, columns, inner, VECTOR)
-        mass += common.sum_of(p)
-        squares += common.sum_of(size * size)
-        hashed = common.by_thread(columns, VECTOR).to(tl.uint32) * _GOLDEN + key
-        # then the end of MurmurHash3
-        hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
-        hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
-        hashed = (hashed ^ (hashed >> 16)) >> 8
-        large = size > cut
-        kept = large | (hashed.to(tl.int32).to(tl.float32) < size * draws - 0.5)
-        value = tl.where(kept, tl.maximum(size, cut), 0.0)
-        error_of = value - size
-        drawn += common.sum_of(tl.where(large, 0.0, size))
-        squared += common.sum_of(error_of * error_of)
-        magnitudes += common.sum_of(tl.abs(error_of))
-        found = tl.sum(common.sum_of(kept.to(tl.int32)), axis=0)
-        if found > 0:
-            flags = tl.reshape(kept.to(tl.int32), (BLOCK_V,))
-            slot = count + tl.cumsum(flags, axis=0)
-            fits = (flags != 0) & (slot < slots)
-            tl.store(ids_ptr + slot, start + in_order, mask=fits)
-            tl.store(values_ptr + slot, tl.reshape(value, (BLOCK_V,)) * -unit, mask=fits)
-            large_count += tl.sum(common.sum_of(large.to(tl.int32)), axis=0)
-            count += found
-    drawn_count = tl.sum(drawn, axis=0) / tl.maximum(cut, _NONE)
-    expected = large_count + drawn_count + 4.0 * tl.sqrt(drawn_count)
-    at_target = tl.sum(mass, axis=0)
-    if inner is not None:
-        at = tl.load(logits_ptr + target, mask=finite, other=0.0)
-        at_target = at_target * common.softcap_slope(at.to(tl.float32), inner)
-    row_fits = finite & (1.0 + expected <= slots) & (1 + count <= slots)
-    tl.store(ids_ptr, target)
-    tl.store(values_ptr, at_target * unit)
-    tl.store(used_ptr + row, tl.where(row_fits, 1 + count, _WHOLE))
-    error = tl.sqrt(tl.sum(squared, axis=0)) * unit
-    tl.store(error_ptr + row, tl.where(row_fits, error, 0.0))
-    tl.store(error_l1_ptr + row, tl.where(row_fits, tl.sum(magnitudes, axis=0) * unit, 0.0))
-    norm = tl.sqrt(at_target * at_target + tl.sum(squares, axis=0)) * unit
-    tl.store(norm_ptr + row, norm)
+    num_large = tl.zeros((BLOCK,), tl.int32)
+    excess = tl.zeros((BLOCK,), tl.float32)
+    large_squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tl.where(active, groups * _STRANDS, 0), BLOCK):
+        words = tl.load(words_ptr + start + offs).to(tl.uint32, bitcast=True)
+        bits = words - ((words >> 1) & 0x55555555)  # counts of 2 bits, of 4, of 8, of all
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+        bits = bits.to(tl.int32)
+        slot = count + tl.cumsum(bits, axis=0) - bits
+        count += tl.sum(bits, axis=0)
+        strands = (start + offs) % _STRANDS
+        first = (start + offs) // _STRANDS * (_GROUP * _STRANDS) + strands
+        for _ in range(tl.max(bits, axis=0)):
+            lowest = words & (~words + 1)
+            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            columns = first + bit * _STRANDS
+            left = words != 0
+            size = _sizes(this, scale, columns, left)
+            value = tl.where(columns == target, at_target, tl.maximum(size, 1.0) * -cut)
+            fits = left & (slot < slots)
+            tl.store(ids_ptr + slot, columns, mask=fits)
+            tl.store(values_ptr + slot, value, mask=fits)
+            large = left & (size > 1.0)
+            drawn = left & (size >= 0.0) & (size <= 1.0)
+            num_large += large.to(tl.int32)
+            excess += tl.where(drawn, 1.0 - 2.0 * size, 0.0)
+            large_squares += tl.where(large, size * size, 0.0)
+            slot += 1
+            words = words & (words - 1)
+
+    large, changed = tl.sum(num_large, axis=0), tl.sum(excess, axis=0)
+    drawn = count - large - marked.to(tl.int32)
+    tail = tl.maximum(tl.load(tail_ptr + row, mask=active, other=0.0) + drawn, 0.0)
+    squares = tl.load(squares_ptr + row, mask=active, other=0.0)
+    fits = active & (1.0 + large + tail + 4.0 * tl.sqrt(tail) <= slots) & (count <= slots)
+    tl.store(used_ptr + row, tl.where(fits, count, without))
+    unit = tl.where(fits, cut, 0.0)
+    tl.store(error_ptr + row, unit * tl.sqrt(tl.maximum(squares + changed, 0.0)))
+    tl.store(error_l1_ptr + row, unit * tl.maximum(tail + changed, 0.0))
+    tl.store(expected_error_ptr + row, unit * tl.sqrt(tl.maximum(tail - squares, 0.0)))
+    squares += tl.sum(large_squares, axis=0)
+    norm = tl.sqrt(at_target * at_target + squares * cut * cut)
+    tl.store(norm_ptr + row, tl.where(active, norm, 0.0))
 
 
-def config_for(dtype: torch.dtype, device: str, aligned: bool) -> RowConfig:
-    """Return the tile of logits of ``dtype`` on a class of devices: eight columns a thread."""
-    if not aligned:  # loaded one by one, which takes more registers: fewer threads share them
-        return RowConfig(num_warps=4, depth=1).on(device)
-    return RowConfig(num_warps=8, depth=dtype.itemsize // 2).on(device)
+def _launch(
+    kernel: Any,
+    tile: Tile,
+    stats: RowStats,
+    gradient: TileGradient | None,
+    num_warps: int,
+    **arguments: object,
+) -> None:
+    """Launch a kernel for the rows of a tile, whose logits may be the ``gradient`` by now."""
+    unit, lse = None, stats.lse.contiguous()
+    if gradient is not None:
+        tile, unit = tile._replace(logits=gradient.dlogits), gradient.row_scale
+    config = RowConfig(num_warps=num_warps, depth=1)
+    common.launch_rows(kernel, tile, config, unit_ptr=unit, lse_ptr=lse, **arguments)
+
+
+def tail_sums(
+    tile: Tile,
+    stats: RowStats,
+    weight: Tensor,
+    cuts: Tensor,
+    gradient: TileGradient | None = None,
+) -> Tensor:
+    """Sum up sampled tails of a tile with all targets; see :class:`Backend`."""
+    rows, columns = tile.logits.shape
+    blocks, sampled = sampled_blocks(rows, columns)
+    sums = torch.empty((rows, 2, len(cuts)), device=tile.logits.device)
+    _launch(
+        _tail_sums_kernel,
+        tile,
+        stats,
+        gradient,
+        num_warps=_READING_WARPS,
+        weight_ptr=weight.contiguous(),
+        cuts_ptr=cuts.contiguous(),
+        sums_ptr=sums,
+        blocks=blocks,
+        sampled=sampled,
+        NUM_CUTS=len(cuts),
+        BLOCK_K=triton.next_power_of_2(len(cuts)),
+    )
+    return sums
 
 
 def extract_entries(
-    tile: Tile, stats: RowStats, keys: Tensor, allowed: Tensor, slots: int
+    tile: Tile,
+    stats: RowStats,
+    keys: Tensor,
+    cuts: Tensor,
+    slots: int,
+    gradient: TileGradient | None = None,
 ) -> Entries:
     """Choose the entries of each row of a tile with all targets; see :class:`Backend`."""
-    logits, aligned = tile.logits, rows_are_aligned(tile.logits)
-    config = config_for(logits.dtype, device_class(logits.device), aligned)
-    found = Entries.empty(len(logits), slots, logits.device)
-    common.launch_rows(
-        _extract_kernel,
+    (rows, columns), device = tile.logits.shape, tile.logits.device
+    found = Entries.empty(rows, slots, device)
+    groups = -(-sampled_blocks(rows, columns)[0] // _GROUP.value)
+    words = torch.empty((rows, groups, STRANDS), dtype=torch.int32, device=device)
+    marks: dict[str, Any] = {
+        "cuts_ptr": cuts.contiguous(),
+        "words_ptr": words,
+        "tail_ptr": torch.empty(rows, device=device),
+        "squares_ptr": torch.empty(rows, device=device),
+        "groups": groups,
+    }
+    _launch(
+        _mark_kernel,
         tile,
-        config,
-        logp_ptr=stats.logp.contiguous(),
-        lse_ptr=stats.lse.contiguous(),
+        stats,
+        gradient,
+        num_warps=_READING_WARPS,
         keys_ptr=keys.contiguous(),
-        allowed_ptr=allowed.contiguous(),
+        **marks,
+    )
+    _launch(
+        _list_kernel,
+        tile,
+        stats,
+        gradient,
+        num_warps=_LISTING_WARPS,
+        logp_ptr=stats.logp.contiguous(),
         slots=slots,
+        BLOCK=_LISTED_WORDS,
+        **marks,
         **{f"{name}_ptr": value for name, value in found._asdict().items()},
-        **config.blocks(logits.dtype, aligned),
     )
     return found
