@@ -254,7 +254,7 @@ def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor |
             f"outputs: expected {', '.join(BOUNDED)} only with backward=Bounded(...) and an input "
             f"that requires a gradient, got backward={options.backward!r}"
         )
-    entries = of_kept(kept.detach())[0]
+    entries = of_kept(kept.detach())
     exact = entries.used < 0
     # a row without a target has no gradient, and no error of one
     error = torch.where(exact | (entries.error == 0), 0.0, entries.error / entries.norm)

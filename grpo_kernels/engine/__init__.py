@@ -1,6 +1,15 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
-from grpo_kernels.engine.bounded import REPORT, BoundedSums, bounded_report, of_kept
+from grpo_kernels.engine.bounded import (
+    REPORT,
+    BoundedSums,
+    bounded_gradients,
+    bounded_report,
+    kept_entries,
+    needs_of_gemms,
+    of_kept,
+    to_keep,
+)
 from grpo_kernels.engine.chunked_loop import (
     Chunk,
     chunk_height,
@@ -33,6 +42,7 @@ from grpo_kernels.engine.divergence import (
 from grpo_kernels.engine.gradients import GradientSums, gradients_of_logp, scaled_, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
+    ENTRY_ROWS,
     OF_ENTROPY,
     OF_MASK,
     LogprobsPlan,

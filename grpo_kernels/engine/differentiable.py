@@ -86,7 +86,7 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
         return saving_forward(rows, route, plan.wanted, plan.saving)
 
     with torch.no_grad():
-        return retry_on_oom(run, plan.route)
+        return retry_on_oom(run, plan.forward_route)
 
 
 def stats_backward(

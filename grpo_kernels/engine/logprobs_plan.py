@@ -23,6 +23,8 @@ from grpo_kernels.head import Head, leading_dim, stats_dtype
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
 OF_MASK = "the gradient through a sampling mask is another one"
+# Rows of a chunk whose exponentials are read for entries: a whole wave of a GPU's tiles.
+ENTRY_ROWS = 2048
 OF_ENTROPY = "the gradient through the entropy is another one"
 
 
@@ -34,12 +36,18 @@ class SavedForBackward:
     shape: tuple[int, ...] = (0,)
     dtype: torch.dtype = torch.float32
     gemms: int = 0  # over the vocabulary, forward and backward together
+    with_gradient: bool = False  # statistics come with the gradient of log-probabilities
     why: str | None = None
     refused: SavedForBackward | None = None  # what activation_bytes has no room for
 
     @staticmethod
     def of(
-        tokens: int, depth: int, route: Route, needs: Needs, why_not: str | None = None
+        tokens: int,
+        depth: int,
+        route: Route,
+        needs: Needs,
+        why_not: str | None = None,
+        wanted: OutputSpec = OutputSpec(),  # noqa: B008
     ) -> SavedForBackward:
         """Choose for a call with so many rows of the hidden size ``depth``.
 
@@ -56,7 +64,13 @@ class SavedForBackward:
             anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
             shape = tokens, 2 * min(bounded.slots, route.columns) + 5
             dtype = kept_dtype(stats_dtype(route.dtype))
-            return SavedForBackward(kind=ENTRIES, shape=shape, dtype=dtype, gemms=1 + anew)
+            return SavedForBackward(
+                kind=ENTRIES,
+                shape=shape,
+                dtype=dtype,
+                gemms=1 + anew,
+                with_gradient=route.reads_once and wanted == OutputSpec(),
+            )
         if needs.of_head or needs.lora_a:
             shape = tokens, leading_dim(route.max_local_vocab, route.dtype, route.device)
             kept = SavedForBackward(kind=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
@@ -76,7 +90,8 @@ class SavedForBackward:
         """Return the route of such a forward: it has a tile, whose statistics are as exact."""
         if self.kind == NOTHING or route.options.batch_invariant:
             return route
-        return replace(route, has_tile=True)
+        route = replace(route, has_tile=True)
+        return route.storing(ENTRY_ROWS) if self.with_gradient and route.stores else route
 
     def __str__(self) -> str:
         kept = "logits are formed again"
@@ -129,8 +144,19 @@ class LogprobsPlan:
     @cached_property
     def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward."""
-        size = self.tokens, self.head.weight.shape[1]
-        return SavedForBackward.of(*size, self.route, self.needs, OF_MASK if self.masked else None)
+        return SavedForBackward.of(
+            tokens=self.tokens,
+            depth=self.head.weight.shape[1],
+            route=self.route,
+            needs=self.needs,
+            why_not=OF_MASK if self.masked else None,
+            wanted=self.wanted,
+        )
+
+    @property
+    def forward_route(self) -> Route:
+        """The route of the forward."""
+        return self.saving.route(self.route)
 
     @property
     def options(self) -> RunOptions:
@@ -145,7 +171,7 @@ class LogprobsPlan:
     @property
     def forward(self) -> str:
         """How statistics are formed: with a tile of logits, without one, from all logits."""
-        return self.saving.route(self.route).forward
+        return self.forward_route.forward
 
     @property
     def precision(self) -> str:
@@ -155,7 +181,7 @@ class LogprobsPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        return self.saving.route(self.route).fingerprint(self.head)
+        return self.forward_route.fingerprint(self.head)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:

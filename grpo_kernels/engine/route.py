@@ -31,7 +31,9 @@ class Route:
     device: torch.device
     columns: int  # of the weight
     tile_rows: int
+    logits_rows: int  # of a backward's tile, which always has logits
     has_tile: bool  # else statistics are formed without a tile of logits
+    stores: bool  # a GEMM can store exponentials: :meth:`storing` is a route
     # the tile holds exponentials of logits, in the dtype of the hidden states: the GEMM that forms
     # the logits stores them, with the statistics of its rows
     exponentials: bool = False
@@ -60,6 +62,11 @@ class Route:
     def tile_dtype(self) -> torch.dtype:
         """The dtype of the tile."""
         return self.dtype if self.exponentials else self.logits
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether the gradient of log-probabilities can come with their statistics."""
+        return self.dtype in self.backend.logp_gradients and self.shard is None
 
     @property
     def block(self) -> int:
@@ -147,10 +154,23 @@ class Route:
             found.insert(0, f"threads={torch.get_num_threads()}")
         return found
 
+    def storing(self, fewest: int = 0) -> Route:
+        """Return the same route with exponentials in its tile, of at least so many rows.
+
+        There are fewer where ``max_workspace_bytes`` says so.
+        """
+        stored = replace(self, exponentials=True)
+        workspace = self.options.max_workspace_bytes
+        if workspace is None:
+            more = self.logits.itemsize // stored.tile_dtype.itemsize
+            return replace(stored, tile_rows=max(self.tile_rows * more, fewest))
+        return replace(stored, tile_rows=max(1, workspace // stored.row_bytes))
+
     def tiled(self) -> Route:
         """Return the same route for a backward, which always has a tile, of any height."""
         options = replace(self.options, batch_invariant=False)
-        return replace(self, has_tile=True, options=options)
+        rows = self.logits_rows
+        return replace(self, has_tile=True, exponentials=False, tile_rows=rows, options=options)
 
     def smaller(self) -> Route | None:
         """Return a route with a smaller tile; None if there is none or it changes a row's bits.
@@ -161,7 +181,8 @@ class Route:
         fixed = not self.has_tile or self.fixed_rows is not None
         if not rows or fixed or self.shard is not None:
             return None
-        return replace(self, tile_rows=rows)
+        fewer = max(1, self.logits_rows // _FEWER_ROWS)
+        return replace(self, tile_rows=rows, logits_rows=fewer)
 
 
 def choose_route(
@@ -196,7 +217,11 @@ def choose_route(
         columns=head.weight.shape[0],
         shard=shard,
         tile_rows=rows,
+        logits_rows=rows,
         has_tile=has_tile,
+        stores=shard is None
+        and not options.batch_invariant
+        and backend.has_linear_gradient(dtype, head, options.precision),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
+    ENTRY_ROWS,
     OF_ENTROPY,
     OF_MASK,
     LogprobsPlan,
@@ -18,6 +19,7 @@ from grpo_kernels.engine import (
     RunOptions,
     SavedForBackward,
     choose_route,
+    needs_of_gemms,
     row_chunks,
 )
 from grpo_kernels.head import Head, stats_dtype
@@ -36,7 +38,6 @@ _BLOCK_ROWS = 256  # of tiles for one pass
 KEPT_DEPTHS = 4
 # Operations of the gradients' GEMMs in which waiting for a number of rows is a few per cent.
 _WORTH_A_WAIT = 4e12
-_EXPONENTIALS_ROWS = 2048
 _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
 
 
@@ -109,8 +110,14 @@ class Plan(LogprobsPlan):
             return self.workspace_bytes + rows * wide.itemsize
         if self.keeps:
             return self.workspace_bytes + rows * self.route.dtype.itemsize
-        sums = self.needs.weight and len(self.chunks) > 1 and self.route.dtype != wide
+        by_gemms = needs_of_gemms(self.needs, self.options.bounded)
+        sums = by_gemms.weight and len(self.chunks) > 1 and self.route.dtype != wide
         return self.workspace_bytes + sums * elements * wide.itemsize
+
+    @property
+    def forward_route(self) -> Route:
+        """The route of the forward."""
+        return self.route if self.schedule == "one_pass" else self.saving.route(self.route)
 
     @cached_property
     def saving(self) -> SavedForBackward:
@@ -127,8 +134,7 @@ class Plan(LogprobsPlan):
     @cached_property
     def fingerprint(self) -> str:
         """A line to log with a run: where it differs, so may the bits."""
-        route = self.route if self.schedule == "one_pass" else self.saving.route(self.route)
-        return route.fingerprint(self.head, self.schedule)
+        return self.forward_route.fingerprint(self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -262,9 +268,10 @@ def make_plan(
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     tokens, schedule = active.batch.num_tokens, options.schedule
-    stored = _storing(route, head, batch, config) if needs.any else route
-    summing = _summing(stored, head, needs)
-    keeps = schedule != "two_pass" and keeps_exponentials(summing, head, needs, tokens)
+    stored = _storing(route, batch, config) if needs.any else route
+    by_gemms = needs_of_gemms(needs, options.bounded)
+    summing = _summing(stored, head, by_gemms)
+    keeps = schedule != "two_pass" and keeps_exponentials(summing, head, by_gemms, tokens)
     if keeps:
         rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS
         summing = replace(summing, tile_rows=rows)
@@ -275,7 +282,7 @@ def make_plan(
         raise ValueError(f"schedule: 'one_pass' cannot run: {why_two}")
     if schedule == "auto":
         costly = False
-        if needs.weight and len(chunks) > 1 and dtype.itemsize <= 2:
+        if by_gemms.weight and len(chunks) > 1 and dtype.itemsize <= 2:
             fewest = _FEWEST_CHUNK_ROWS.get(route.device.type, 0)
             costly = tokens / (len(chunks) - 1) < fewest
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
@@ -319,7 +326,7 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
         return route
     rows = route.tile_rows + head.weight.shape[1] * size // route.tile_dtype.itemsize
     if route.exponentials:
-        rows = max(head.weight.shape[1], _EXPONENTIALS_ROWS)
+        rows = max(head.weight.shape[1], ENTRY_ROWS)
     elif route.device.type != "cpu":
         rows = max(rows, _FEWEST_CHUNK_ROWS["cuda"])
     return replace(route, tile_rows=max(route.tile_rows, rows // _BLOCK_ROWS * _BLOCK_ROWS))
@@ -327,22 +334,14 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
 
 def _of_logprobs(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
     """Return whether one pass can compute the gradient of log-probabilities with statistics."""
-    known = route.dtype in route.backend.logp_gradients
-    plain = route.options.bounded is None and route.shard is None
-    return known and plain and _why_exact(batch, config) is None
+    return route.reads_once and _why_exact(batch, config) is None
 
 
-def _storing(route: Route, head: Head, batch: TokenBatch, config: LossConfig) -> Route:
+def _storing(route: Route, batch: TokenBatch, config: LossConfig) -> Route:
     """Return the route whose tiles hold exponentials in place of logits, where there is one."""
-    options = route.options
-    fused = route.backend.has_linear_gradient(route.dtype, head, options.precision)
-    if not fused or options.batch_invariant or not _of_logprobs(route, batch, config):
+    if not route.stores or not _of_logprobs(route, batch, config):
         return route
-    rows, workspace = route.tile_rows, options.max_workspace_bytes
-    stored = replace(route, exponentials=True)
-    more = route.logits.itemsize // stored.tile_dtype.itemsize
-    limit = rows * more if workspace is None else workspace // stored.row_bytes
-    return replace(stored, tile_rows=max(1, limit))
+    return route.storing(0 if route.options.bounded is None else ENTRY_ROWS)
 
 
 def keeps_exponentials(route: Route, head: Head, needs: Needs, tokens: int) -> bool:

@@ -23,13 +23,16 @@ from grpo_kernels.engine import (
     GradientSums,
     Needs,
     Rows,
+    bounded_gradients,
     bounded_report,
     chunked_loop,
     differentiable_stats,
     gradients_of_logp,
+    kept_entries,
     of_kept,
     rows_forward,
     stats_backward,
+    to_keep,
 )
 from grpo_kernels.head import matmul_precision, stats_dtype
 from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
@@ -96,8 +99,13 @@ def _keeping(rows: Rows, plan: Plan) -> Forward:
         )
     parts, outer = _scored_loss(stats, rows, plan)
     gradient = kept[0].gradient
-    assert gradient is not None
-    return parts, None, (*gradient, outer.dlogp)
+    assert gradient is not None and outer.dlogp is not None
+    saved = (*gradient, outer.dlogp)
+    if plan.options.bounded is None:
+        return parts, None, saved
+    entries = kept_entries(kept[0], outer.dlogp, plan.route)
+    parts = parts._replace(bounded=bounded_report(entries, outer.dlogp))
+    return parts, None, (*saved, to_keep(entries), *stats[:3])
 
 
 def _two_pass(rows: Rows, plan: Plan) -> Forward:
@@ -105,7 +113,7 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
     parts, outer = _scored_loss(stats, rows, plan)
     if kept is not None and plan.saving.kind == ENTRIES:
-        parts = parts._replace(bounded=bounded_report(of_kept(kept)[0]))
+        parts = parts._replace(bounded=bounded_report(of_kept(kept)))
     return parts, None, (kept, *stats[:3], *outer)
 
 
@@ -128,14 +136,27 @@ def loss_backward(
 ) -> Gradients:
     """Compute the gradients of a loss; that of hidden states for the rows with one."""
     if plan.keeps:
-        exponentials, unit, dlogp = saved
+        exponentials, unit, dlogp, *sparse = saved
         assert exponentials is not None and dlogp is not None
+        chosen, needs, found = with_gradient(rows, plan), plan.needs, Gradients()
         of_logp = TileGradient(exponentials, unit)
         # whatever the gradient of the loss: what is overwritten is of no use to any backward
         nonzero = dlogp != 0 if plan.leaves_out else None
         dlogp = dlogp if dloss is None else dlogp * dloss
-        chosen = with_gradient(rows, plan)
-        return gradients_of_logp(chosen, of_logp, dlogp, plan.route, plan.needs, nonzero)
+        if sparse:  # entries give the gradients of the rows
+            kept, stats = sparse[0], RowStats(*sparse[1:])  # type: ignore[arg-type]
+            assert kept is not None
+            found = bounded_gradients(
+                entries=of_kept(kept),
+                dlogp=dlogp,
+                rows=chosen,
+                stats=stats,
+                route=plan.route,
+                needs=needs.of_rows,
+            )
+            needs = needs.of_head_alone
+        by_gemms = gradients_of_logp(chosen, of_logp, dlogp, plan.route, needs, nonzero)
+        return found.joined(by_gemms)
     kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
     return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
 
