@@ -31,6 +31,7 @@ _PACKAGES = {"gguf": "gguf", "reasoning_gym": "reasoning-gym"}
 _OURS_ONLY = ("reward_funcs", "overwrite_output_dir", "log_completions", "num_completions_to_print")
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _LORA_RATE = 10  # times the learning rate of the whole model
+_SOME_ROWS = 6  # one of so many of a head's rows is frequent, and one is rare
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Setup:
     package: str = "trl"  # whose GRPOTrainer, or "grpo_trainer"
     our_head: bool = False  # whether TRL computes at our head
     lora: bool = False  # whether only an adapter is trained
+    frozen_head: bool = False  # with the embeddings, whose weight it is
+    muon: bool = False  # in place of AdamW; vectors are not trained
     changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
 
 
@@ -104,11 +107,16 @@ SETUPS |= {
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run logged of itself."""
+    """What a run logged of itself, and how far it moved the head."""
 
     rewards: list[float] = field(default_factory=list)  # by step
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)  # where a trainer logs them
+    # mean L2 norms of the changes of the head's rows: of its first ids, and of its last ones, which
+    # are the tokenizer's rarest
+    frequent_rows: float = 0.0
+    rare_rows: float = 0.0
     held_out: list[float] = field(default_factory=list)  # before and after
     seconds: list[float] = field(default_factory=list)  # of a step with its generation
     generate_seconds: list[float] = field(default_factory=list)  # of it, rewards included
@@ -142,7 +150,15 @@ def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
     ):
         trainer = _build(setup, case, device, Path(folder))
         watch = _Watch(trainer, outcome, case, device)
+        head = trainer.model.get_output_embeddings().weight
+        before = head.detach().clone()
         trainer.train()
+        change = (head.detach() - before).norm(dim=1)
+        some = len(change) // _SOME_ROWS
+        outcome.frequent_rows, outcome.rare_rows = (
+            float(change[:some].mean()),
+            float(change[-some:].mean()),
+        )
     outcome.peak_bytes = watch.peak()
     return asdict(outcome)
 
@@ -180,12 +196,29 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         peft_config=LoraConfig(**_LORA) if setup.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
+    if setup.frozen_head:
+        trainer.model.get_output_embeddings().weight.requires_grad_(False)
+    if setup.muon:
+        _take_muon(trainer)
     if setup.package == "trl":  # which shuffles held-out rows: all trainers get the same order
         each = trainer.num_generations_eval
         trainer._get_eval_sampler = lambda rows: [
             row for row in range(len(rows)) for _ in range(each)
         ]
     return trainer
+
+
+def _take_muon(trainer: Trainer) -> None:
+    """Let Muon train the matrices, with updates as large as AdamW's."""
+    parameters = [x for x in trainer.model.parameters() if x.requires_grad]
+    for vector in parameters:
+        vector.requires_grad_(vector.dim() == 2)
+    trainer.optimizer = torch.optim.Muon(
+        [x for x in parameters if x.dim() == 2],
+        lr=trainer.args.learning_rate,
+        weight_decay=0.0,
+        adjust_lr_fn="match_rms_adamw",
+    )
 
 
 def _example(folder: Path) -> tuple[Path, Any, Path, Path]:
@@ -239,6 +272,8 @@ class _Watch(TrainerCallback):
         outcome.rewards.append(logs["reward"])
         outcome.losses.append(logs["loss"])
         outcome.gradient_norms.append(logs["grad_norm"])
+        if "entropy" in logs:
+            outcome.entropies.append(logs["entropy"])
         outcome.tokens.append(logs["completions/mean_length"] * self._completions)
 
     def _seeded(self, *args: Any, **options: Any) -> Any:

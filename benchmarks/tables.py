@@ -51,6 +51,7 @@ LAYOUTS = {
     "lora": Layout("LoRA steps of two trainers", errors=True),
     "real": Layout("Steps of a pretrained model", notes=True, errors=True),
     "curves": Layout("Whole runs of a pretrained model", together=True, notes=True),
+    "optimizers": Layout("Sparse backwards by optimizer", together=True, notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "backwards": Layout("Backwards", BARE, beside=True),
     "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),

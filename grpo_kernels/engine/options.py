@@ -9,15 +9,17 @@ from grpo_kernels.arguments import check_fields, choice, number
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded:
-    """A backward by the entries of the softmax that matter: unbiased, with a bounded error.
+    """A sparse backward: unbiased gradients from the entries of the softmax that matter.
 
     Of a row's V probabilities only some are kept for the backward: the large ones, and a sample of
     the small ones whose mean is right. A GEMM of a gradient becomes a sparse product. Rows that
-    would need too many entries, as that of a flat distribution, take the exact backward.
+    would need too many entries, such as those of a flat distribution, take the exact backward.
 
     Args:
-        tolerance: the expected relative error of the gradient of the logits, in the Frobenius norm
-            over all rows; that of the other gradients is near it. Statistics and losses stay exact.
+        tolerance: the most that the expected relative error of the gradient of the logits may be,
+            in the Frobenius norm over all rows; that of the other gradients is near it. Statistics
+            and losses stay exact. With bf16 inputs and the default, the whole error of a gradient
+            is about 1.4 times that of the exact backward, whose results are rounded, too.
         slots: the most entries of a row. A row takes 8 bytes of memory for each.
         exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact, for
             optimizers that divide by a gradient's usual size, as Adam does. False: they take a
@@ -28,7 +30,7 @@ class Bounded:
         ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is no number of such.
     """
 
-    tolerance: float = number(2e-3, "a float in (0, 1)", lambda x: 0 < x < 1)
+    tolerance: float = number(4e-3, "a float in (0, 1)", lambda x: 0 < x < 1)
     slots: int = number(1024, "an int of at least 1", lambda x: isinstance(x, int) and x >= 1)
     exact_weight: bool = choice(True, (True, False))
     seed: int = number(0, "an int in [0, 2^32)", lambda x: isinstance(x, int) and 0 <= x < 1 << 32)
@@ -53,7 +55,7 @@ class RunOptions:
     batch_invariant: bool = choice(False, (True, False))
     schedule: str = choice("auto", ("auto", "one_pass", "two_pass"))
     metric_rows: str = choice("all", ("all", "active"))
-    backward: str | Bounded = "exact"
+    backward: str | Bounded = "exact"  # "exact" | "sparse" | Bounded
     activation_bytes: int | None = number(
         None, "an int >= 0 or None", lambda x: isinstance(x, int) and x >= 0, optional=True
     )
@@ -62,10 +64,14 @@ class RunOptions:
         check_fields(self)
         if not isinstance(self.backend, str):
             raise ValueError(f"backend: expected a name, got {self.backend!r}")
-        if self.backward != "exact" and not isinstance(self.backward, Bounded):
-            raise ValueError(f"backward: expected 'exact' or a Bounded, got {self.backward!r}")
+        if not isinstance(self.backward, Bounded) and self.backward not in ("exact", "sparse"):
+            raise ValueError(
+                f"backward: expected 'exact', 'sparse' or a Bounded, got {self.backward!r}"
+            )
 
     @property
     def bounded(self) -> Bounded | None:
-        """The bounded backward, None for the exact one."""
-        return self.backward if isinstance(self.backward, Bounded) else None
+        """How the backward is sparse, None for the exact one."""
+        if isinstance(self.backward, Bounded):
+            return self.backward
+        return Bounded() if self.backward == "sparse" else None

@@ -64,14 +64,15 @@ _INHERITED: dict[str, Rule] = {
     "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
     "train_sampling_strategy": _only("random", "prompts are sampled in groups"),
 }
-# where a field keeps its default: with another one that is set, or without one; and why
+# where a field keeps its default: with another one that is set, or has a value, or without; and why
 _RELATIONS = {
     "sync_ref_model without beta": "where there is no reference model",
     "log_completions_hub_repo without log_completions": "which writes what is uploaded",
-    "backward_exact_weight without backward_tolerance": "where all gradients are exact",
-    "backward_tolerance with entropy_coef": "whose gradient is exact alone",
-    "backward_tolerance with use_adaptive_entropy": "whose gradient is exact alone",
-    "backward_tolerance with use_sampling_mask": "whose gradient is exact alone",
+    "backward_tolerance without backward=sparse": "where all gradients are exact",
+    "backward_exact_weight without backward=sparse": "where all gradients are exact",
+    "backward with entropy_coef": "whose gradient is only exact",
+    "backward with use_adaptive_entropy": "whose gradient is only exact",
+    "backward with use_sampling_mask": "whose gradient is only exact",
     "cache_implementation with use_vllm": "which has a cache of its own",
     "cache_implementation with use_transformers_continuous_batching": "which has its own",
     "use_vllm with use_transformers_continuous_batching": "which is an engine, too",
@@ -116,7 +117,9 @@ def check_fields(args: TrainingArguments) -> None:
     for relation, why in _RELATIONS.items():
         name, how, other = relation.split()
         value, default = getattr(args, name), _default(args, name)
-        if value != default and bool(getattr(args, other)) is (how == "with"):
+        field, _, wanted = other.partition("=")
+        is_set = getattr(args, field) == wanted if wanted else bool(getattr(args, field))
+        if value != default and is_set is (how == "with"):
             got = cut_at_secret(repr(value))
             raise ValueError(f"{name}: expected {default!r} {how} {other}, {why}; got {got}")
     low, high = args.entropy_coef_min, args.entropy_coef_max

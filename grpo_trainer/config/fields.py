@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from grpo_kernels import Bounded
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.backends import KINDS
 from grpo_kernels.losses import CORRECTION_MODES
@@ -248,7 +249,8 @@ class GRPOFields:
     distillation_beta: Tolerance = 0.5
 
     # the gradients of the LM head, as linear_policy_loss computes them
-    backward_tolerance: Tolerance | None = None
+    backward: Annotated[str, choice(("exact", "sparse"))] = "exact"
+    backward_tolerance: Tolerance = Bounded().tolerance
     backward_exact_weight: bool = True
     activation_bytes: Count | None = None
 

@@ -136,7 +136,7 @@ def check_level(args: TrainingArguments, loss: LossConfig) -> None:
 def backward_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments of ``linear_policy_loss`` that ``args`` describes."""
     arguments: dict[str, Any] = {"activation_bytes": args.activation_bytes}
-    if args.backward_tolerance is not None:
+    if args.backward == "sparse":
         arguments["backward"] = Bounded(
             tolerance=float(args.backward_tolerance),
             exact_weight=args.backward_exact_weight,

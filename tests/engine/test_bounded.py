@@ -169,5 +169,5 @@ def test_metrics_of_a_loss(schedule: str, exact_weight: bool) -> None:
         found.append(out.metrics)
     some, none = found
     assert set(some) == set(none)
-    assert 0 < some["backward_error"] < 2e-3 and some["backward_error_bound"] > 0
+    assert 0 < some["backward_error"] < 4e-3 and some["backward_error_bound"] > 0
     assert 1 <= some["backward_entries"] < SLOTS and 0 <= some["backward_whole_rows"] < 0.5

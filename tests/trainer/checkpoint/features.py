@@ -279,7 +279,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     # rewards, the loss and its schedules
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "mixture of experts": experts,
-    "bounded backward": {"backward_tolerance": 2e-3},
+    "bounded backward": {"backward": "sparse"},
     "packed rows": {"packing": "packed", "num_iterations": 2, "beta": 0.1},
     # what else moves
     "synced reference": SYNCED,

@@ -73,7 +73,8 @@ def test_settings_that_trl_has_for_every_loss_are_left_out_with_a_warning(make_a
 
 def test_the_backward_of_the_head(make_args):
     assert backward_options(make_args()) == {"activation_bytes": None}
-    words = "--backward_tolerance 2e-3 --no_backward_exact_weight --activation_bytes 4096 --seed 7"
+    words = "--backward sparse --backward_tolerance 2e-3 --no_backward_exact_weight "
+    words += "--activation_bytes 4096 --seed 7"
     _, args = parse([*RUN, *words.split()])
     bounded = Bounded(tolerance=2e-3, exact_weight=False, seed=7)
     assert backward_options(args) == {"backward": bounded, "activation_bytes": 4096}
@@ -167,7 +168,7 @@ def test_wrong_values_of_a_field(make_args, name):
             make_args(**{name: value})
 
 
-TOLERANCE = {"backward_tolerance": 1e-2}
+SPARSE = {"backward": "sparse"}
 LOGS = {"log_completions": True}
 DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
 TWO_DTYPES = {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}}
@@ -199,8 +200,8 @@ RELATIONS = [
     ({"log_completions_hub_repo": "a/b/c"} | LOGS, "log_completions_hub_repo", "got 'a/b/c'"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
-    ({"entropy_coef": 0.1} | TOLERANCE, "backward_tolerance", "None with entropy_coef, .* 0.01"),
-    ({"seed": 1 << 32} | TOLERANCE, "seed", "an int in"),
+    ({"entropy_coef": 0.1} | SPARSE, "backward", "'exact' with entropy_coef, .* 'sparse'"),
+    ({"seed": 1 << 32} | SPARSE, "seed", "an int in"),
     (
         {"max_tokens_per_micro_batch": 4},
         "max_tokens_per_micro_batch",
@@ -216,7 +217,8 @@ RELATIONS = [
         "top_entropy_quantile",
         r"expected 1\.0 with max_tokens_per_micro_batch, .* got 0\.2",
     ),
-    ({"backward_exact_weight": False}, "backward_exact_weight", "True without backward_tolerance"),
+    ({"backward_exact_weight": False}, "backward_exact_weight", "True without backward=sparse"),
+    ({"backward_tolerance": 0.01}, "backward_tolerance", "0.004 without backward=sparse"),
     ({"sync_ref_model": True}, "sync_ref_model", "False without beta"),
     ({"entropy_coef_min": 1.5}, "entropy_coef_max", ">= 1.5"),
     ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs", "field temperature instead"),

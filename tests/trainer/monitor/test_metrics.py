@@ -50,7 +50,10 @@ def bytes_of(model) -> int:
         ({"num_iterations": 2}, {"clip_ratio/region_mean", "profiling/old"}),
         ({"beta": 0.1, "loss_type": "cispo"}, {"cispo_clip_ratio", "kl", "profiling/ref"}),
         ({"loss_type": "vespo", "use_adaptive_entropy": True}, {"policy_loss", "entropy_coef"}),
-        ({"backward_tolerance": 0.1}, {"backward_error", "backward_error_bound"}),
+        (
+            {"backward": "sparse", "backward_tolerance": 0.1},
+            {"backward_error", "backward_error_bound"},
+        ),
     ],
     ids=["iterations", "kl", "entropy", "bounded"],
 )

@@ -34,7 +34,8 @@ def train(make_trainer, policy):
 @pytest.mark.parametrize("exact_weight", [False, True])
 def test_a_tolerance(train, exact_weight):
     exact, expected = train()
-    bounded = {"backward_tolerance": TOLERANCE, "backward_exact_weight": exact_weight}
+    tolerance = {"backward": "sparse", "backward_tolerance": TOLERANCE}
+    bounded = {**tolerance, "backward_exact_weight": exact_weight}
     rows, model = train(**bounded)
     assert not NAMES & set().union(*exact)
     for row in rows:

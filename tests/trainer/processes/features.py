@@ -211,7 +211,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         "ref_model_sync_steps": 1,
     },
     # so small that what is left out of a small vocabulary is far below rounding
-    "bounded": {"backward_tolerance": 1e-6, "gradient_accumulation_steps": 2},
+    "bounded": {"backward": "sparse", "backward_tolerance": 1e-6, "gradient_accumulation_steps": 2},
     "entropy bonus": {"loss_type": "bnpo", "entropy_coef": 0.3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
     "masked": {"mask_truncated_completions": True, "loss_type": "bnpo"},
