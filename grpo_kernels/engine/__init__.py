@@ -6,7 +6,6 @@ from grpo_kernels.engine.bounded import (
     bounded_gradients,
     bounded_report,
     kept_entries,
-    needs_of_gemms,
     of_kept,
     to_keep,
 )
@@ -47,6 +46,8 @@ from grpo_kernels.engine.logprobs_plan import (
     OF_MASK,
     LogprobsPlan,
     SavedForBackward,
+    needs_of_gemms,
+    why_sparse,
 )
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom

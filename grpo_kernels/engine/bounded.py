@@ -34,7 +34,13 @@ from grpo_kernels.engine.gradients import (
     new_gradients,
     recompute_backward,
 )
-from grpo_kernels.engine.logprobs_plan import ENTRIES, HIDDEN, SavedForBackward, kept_dtype
+from grpo_kernels.engine.logprobs_plan import (
+    ENTRIES,
+    HIDDEN,
+    SavedForBackward,
+    kept_dtype,
+    needs_of_gemms,
+)
 from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
@@ -191,13 +197,6 @@ def kept_entries(chunk: Chunk, dlogp: Tensor, route: Route) -> Entries:
     bounded = route.options.bounded
     assert bounded is not None
     return within(chosen_entries(chunk, dlogp, bounded, route), dlogp, bounded)
-
-
-def needs_of_gemms(needs: Needs, bounded: Bounded | None) -> Needs:
-    """Return the gradients that are products of a gradient of all logits."""
-    if bounded is None:
-        return needs
-    return needs.of_head_alone if bounded.exact_weight and needs.of_head else Needs()
 
 
 class BoundedSums:

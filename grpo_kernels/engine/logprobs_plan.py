@@ -15,12 +15,13 @@ from functools import cached_property
 import torch
 
 from grpo_kernels.backends import OutputSpec
-from grpo_kernels.engine.options import RunOptions
+from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head, leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
+NAMES = ("hidden", "weight", "bias", "lora_a", "lora_b")  # of :class:`Needs`
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
 OF_MASK = "the gradient through a sampling mask is another one"
 # Rows of a chunk whose exponentials are read for entries: a whole wave of a GPU's tiles.
@@ -110,6 +111,24 @@ def kept_dtype(wide: torch.dtype) -> torch.dtype:
     return torch.int64 if wide == torch.float64 else torch.int32
 
 
+def needs_of_gemms(needs: Needs, bounded: Bounded | None) -> Needs:
+    """Return the gradients that are products of a gradient of all logits."""
+    if bounded is None:
+        return needs
+    return needs.of_head_alone if bounded.exact_weight and needs.of_head else Needs()
+
+
+def why_sparse(needs: Needs, bounded: Bounded) -> str:
+    """Say which gradients are sparse, and how far they may be off."""
+    exact = needs_of_gemms(needs, bounded)
+    sparse = [name for name in NAMES if getattr(needs, name) and not getattr(exact, name)]
+    words = f"sparse and unbiased: the gradients of {', '.join(sparse) or 'nothing'}"
+    if exact.any:
+        words += f"; exact: those of {', '.join(n for n in NAMES if getattr(exact, n))}"
+    error = f"at most {100 * bounded.tolerance:g} % of the gradient of the logits"
+    return f"{words}. Expected error: {error}, in the norm over all rows"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogprobsPlan:
     """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
@@ -189,6 +208,8 @@ class LogprobsPlan:
         reasons = self.route.why_backend
         if self.wanted.tiled or self.masked:
             reasons.append("a tile of logits: some of what is asked for is read from it")
+        if self.options.bounded is not None and self.needs.any:
+            reasons.append(why_sparse(self.needs, self.options.bounded))
         return (*reasons, str(self.saving))
 
     def __str__(self) -> str:

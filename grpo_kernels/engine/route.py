@@ -128,7 +128,8 @@ class Route:
         ends in a hash of the rest.
         """
         backend, dtype, options = self.backend, self.dtype, self.options
-        numerics = backend.numerics(dtype, head, self.precision, self.has_tile)
+        tiled = self.has_tile and not self.exponentials
+        numerics = backend.numerics(dtype, head, self.precision, tiled)
         parts = [
             f"grpo-kernels {VERSION}",
             " ".join([backend.name, *numerics]),

@@ -21,6 +21,7 @@ from grpo_kernels.engine import (
     choose_route,
     needs_of_gemms,
     row_chunks,
+    why_sparse,
 )
 from grpo_kernels.head import Head, stats_dtype
 from grpo_kernels.losses import LossConfig
@@ -145,7 +146,10 @@ class Plan(LogprobsPlan):
             reasons.append(other)
         if route.backend.has_tiles:
             reasons.append(f"loss: {self._why_stage()}")
-        if self.needs.any and (self.schedule == "two_pass" or self.options.bounded is not None):
+        bounded = self.options.bounded
+        if self.needs.any and bounded is not None:
+            reasons.append(why_sparse(self.needs, bounded))
+        if self.needs.any and (self.schedule == "two_pass" or bounded is not None):
             reasons.append(str(self.saving))
         if route.backend.has_tiles:
             reasons += self._rows_left_out()
@@ -183,6 +187,8 @@ class Plan(LogprobsPlan):
             return "forced by the argument"
         if self.why_two_passes is not None:
             return self.why_two_passes
+        if self.options.bounded is not None:
+            return "entries are chosen while a chunk's logits are there"
         if self.keeps:
             return "three GEMMs, the gradients' in the backward, by exponentials that are kept"
         if self.schedule == "one_pass":
@@ -218,7 +224,9 @@ class Plan(LogprobsPlan):
         if self.options.metric_rows == "all":
             waiting = self.batch.num_tokens - self.active.batch.num_tokens
             known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
-        if self.leaves_out:
+        if self.needs.any and not needs_of_gemms(self.needs, self.options.bounded).any:
+            found = "no entries"
+        elif self.leaves_out:
             found = "left out of the GEMMs of their gradients, if they are at least a sixteenth"
         elif self.with_gradient:
             found = "zeros in the GEMMs, since their logits are gradients by then"
