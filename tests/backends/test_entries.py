@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels import available_backends
 from grpo_kernels.backends import (
     ANY_ERROR,
     BACKENDS,
@@ -21,7 +22,7 @@ from grpo_kernels.backends import (
 from grpo_kernels.backends.entries import best_cut, sampled_blocks
 from grpo_kernels.head import Transform
 from tests.backends.conftest import KERNELS, Kernels
-from tests.backends.problems import BF16, DTYPES, FP16, FP32, PLAIN, dlogits
+from tests.backends.problems import BF16, DTYPES, FP16, FP32, PLAIN, dlogits, transform_of
 
 # the interpreter computes with numpy, which warns where a GPU gives inf or NaN without a word
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -164,6 +165,74 @@ def test_all_backends_draw_the_same_sample(kernels, softcap):
     got = dense(extract(kernels, tile, 1e-3, 5000, stats=stats), 5000)
     differ = ((got - want).abs() > 1e-4 * want.abs()).sum()
     assert (want != 0).sum() > 200 * len(want) // 40 and differ <= (want != 0).sum() // 500
+
+
+@pytest.fixture
+def triton() -> Kernels:
+    if "triton" not in available_backends():
+        pytest.skip("the interpreter is off")
+    return Kernels("triton")
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "temperature"])
+@pytest.mark.parametrize("columns", [17, 2049, 4096])
+def test_triton_reads_gradients_in_place_of_logits(triton, columns, name):
+    """They hold sizes with 8 bits, of which the error is said; at the target there is a better
+    value, but with a softcap."""
+    logits = logits_of(5, columns)
+    logits[4] = math.nan
+    target = logits[:4].softmax(-1).multinomial(1)[:, 0]
+    target = torch.cat([target, target[:1]]).to(triton.device)
+    transform = transform_of(name, 5, triton.device)
+    tile = Tile(logits.to(triton.device), target, transform)
+    exact = exact_gradient(tile)
+    stats, gradient = triton.backend.logp_gradient_(tile)
+    of_rows = gradient.dlogits.double() * gradient.row_scale[:, None].double()
+    if name != "softcap":
+        of_rows.scatter_(1, target[:, None], exact.gather(1, target[:, None]))
+    weight, cuts = torch.ones(5, device=triton.device), torch.logspace(-9, 0, 12)
+    sums = triton.backend.tail_sums(tile, stats, weight, cuts.to(triton.device), gradient)
+    found = extract(triton, tile, 1e-3, columns + 1, gradient, stats)
+    assert found.used[4] == -1 and (sums[4] == 0).all()
+    some = Entries(*(x[:4] for x in found))
+    check_found(some, of_rows[:4], target[:4], 1e-3, columns + 1)
+    got = dense(some, columns)
+    kept = got.abs() > 1.001e-3
+    assert ((got - exact[:4]).abs() <= 2**-6 * exact[:4].abs())[kept].all()
+    blocks, sampled = sampled_blocks(5, columns)
+    sizes = of_rows[:4].abs().scatter(1, target[:4, None], 0.0).cpu()
+    if sampled == blocks:
+        tails = torch.where(sizes[:, None] <= cuts[:, None], sizes[:, None], 0.0)
+        torch.testing.assert_close(sums[:4, 0].cpu().double(), tails.sum(2), rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 10.0], ids=["flat", "open", "peaked"])
+def test_right_in_the_mean(kernels, spread):
+    """Over 10,000 draws, within five standard errors of each row's sum of them."""
+    if kernels.interpreted:
+        pytest.skip("too slow, and the same sample as of the others")
+    draws, rows, columns = 10_000, 8, 600
+    logits = spread * torch.randn(rows, columns)
+    tile = tile_of(kernels, logits)
+    stats = kernels.backend.stats(tile, extras=False)
+    exact, cut = exact_gradient(tile), 0.02
+    total = torch.zeros_like(exact)
+    for first in range(0, draws, 500):
+        many = Tile(tile.logits.repeat(500, 1), tile.target.repeat(500), PLAIN)
+        same = RowStats(*(x.repeat(500) for x in stats[:3]))
+        keys = row_keys(first, same.lse)
+        cuts = torch.full_like(same.logp, cut)
+        found = kernels.backend.extract_entries(many, same, keys, cuts, 256)
+        assert (found.used > 0).all()
+        total += dense(found, columns).view(500, rows, columns).sum(0)
+    error = total / draws - exact
+    sizes = exact.abs().scatter(1, tile.target[:, None], 0.0)
+    variance = torch.where(sizes <= cut, sizes * (cut - sizes), 0.0)
+    assert (variance.sum(1) > 0).all()
+    assert error.square().sum() <= 2 * variance.sum() / draws
+    often = (sizes * draws > 20 * cut) | (sizes > cut)
+    assert (often & (sizes <= cut)).sum() > 20  # of the tail
+    assert (error.abs() <= 5 * (variance / draws).sqrt() + 1e-5 * sizes + 1e-7)[often].all()
 
 
 @pytest.mark.parametrize("columns", [300, 5000, 70000])

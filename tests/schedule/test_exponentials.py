@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, explain, linear_policy_loss
+from grpo_kernels import Bounded, LossConfig, explain, linear_policy_loss
 from grpo_kernels.backends import TileGradient
 from grpo_kernels.backends.triton_backend import Triton
 from grpo_kernels.engine import GradientSums, compaction
@@ -93,6 +93,48 @@ def test_chunks(
     exact, eager = (run(x, config, backend="reference") for x in (problem, posed))
     assert_all_as_exact_as(run(posed, config, backend=backend, **CHUNKED), eager, exact, 1.2e-2)
     assert len(calls) == len(plan.chunks) and sum(calls) == plan.tokens
+
+
+SPARSE = Bounded(exact_weight=False)
+# the options, and whether exponentials of all rows are kept where the head is trained
+SPARSE_WAYS = [
+    ({"backward": "sparse"}, True),
+    ({"backward": "sparse", "schedule": "two_pass"}, False),
+    ({"backward": "sparse"} | CHUNKED, False),
+    ({"backward": SPARSE}, False),
+    ({"backward": SPARSE, "schedule": "two_pass"}, False),
+    ({"backward": SPARSE} | CHUNKED, False),
+]
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("options,keeps", SPARSE_WAYS, ids=str)
+def test_sparse_gradients(
+    options: dict,
+    keeps: bool,
+    frozen: bool,
+    name: str,
+    backend: str,
+    device: torch.device,
+    calls: list[int],
+) -> None:
+    """Entries come from exponentials: no logit is in memory but those of an exact gradient."""
+    problem, config = make_problem(8, 15, D, V, bias=False), make_config(name)
+    posed = problem.to(device, torch.bfloat16)
+    for each in (problem, posed):
+        each.weight.requires_grad_(not frozen)
+    plan = plan_of(posed, config, backend, **options)
+    assert plan.keeps == (keeps and not frozen) and "sparse and unbiased" in str(plan)
+    exact = run(problem, config, backend="reference")
+    eager = run(posed, config, backend="reference")
+    ours = run(posed, config, backend=backend, **options)
+    assert sum(calls) == plan.tokens and (len(calls) > 2) == ("max_workspace_bytes" in options)
+    assert torch.allclose(ours["loss"].double(), exact["loss"].double(), rtol=1e-2, atol=1e-4)
+    for gradient in ("dhidden",) if frozen else ("dhidden", "dweight"):
+        size = exact[gradient].norm()
+        error, usual = ((x[gradient].double() - exact[gradient]).norm() for x in (ours, eager))
+        assert error <= usual + 1.5 * Bounded().tolerance * size, (gradient, error / size)
 
 
 def test_the_gradient_of_the_loss_is_not_rounded_in(backend: str, device: torch.device) -> None:
