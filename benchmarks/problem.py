@@ -135,7 +135,8 @@ def _make_inputs(
     "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
     so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
     "mostly-decided" ones are those of :func:`_make_policy`, and exact in fp64. So are the states of
-    "real-text", which are an even share of the samples, with their targets.
+    "real-text", which are an even share of the samples, with their targets; for a larger head than
+    theirs both are scaled up.
     """
     options = dict(dtype=DTYPES[dtype], device=device)
     shape, decided = (sequences, length), inputs in (DECIDED, REAL)
@@ -143,6 +144,9 @@ def _make_inputs(
     target = None
     if inputs == REAL:
         states, weight, sampled = real_text.load()
+        if model.vocabulary > len(weight):
+            size = model.vocabulary, model.hidden
+            states, weight, sampled = real_text.scaled_up(sequences * length, *size)
         every = len(states) // (sequences * length)
         hidden, weight = (x.to(**options) for x in (states[::every], weight))
         hidden = hidden[: sequences * length].view(*shape, -1)

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,26 @@ def load() -> tuple[Tensor, Tensor, Tensor]:
     with safe_open(folder / "model.safetensors", "pt") as file:
         weight = file.get_tensor("model.embed_tokens.weight")  # the head is tied
     return hidden, weight, target
+
+
+def scaled_up(
+    rows: int, vocabulary: int, depth: int, offsets: Sequence[float] = (0.0, 6.0, 7.0, 8.0)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same for a larger head: rows repeat, and so do ids, ``offsets`` nats below.
+
+    A row keeps its softmax, but for a longer tail with less than half a percent of its mass. The
+    offsets are in a column of the head where the states are 1.
+    """
+    states, head, target = load()
+    size, width = head.shape
+    assert width < depth and vocabulary <= size * len(offsets), (vocabulary, depth)
+    hidden, weight = torch.zeros(rows, depth), torch.zeros(vocabulary, depth)
+    which = torch.arange(rows) % len(states)
+    hidden[:, :width], hidden[:, width] = states[which], 1.0
+    for first, offset in zip(range(0, vocabulary, size), offsets, strict=False):
+        part = weight[first : first + size]
+        part[:, :width], part[:, width] = head[: len(part)], -offset
+    return hidden, weight, target[which]
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Case:
 
     def unavailable(self, device: str) -> str | None:
         """Return why there are no such inputs, or no memory even for the smallest provider."""
-        if self.inputs == REAL and (reason := real_text.absent(self.tokens)):
+        if self.inputs == REAL and (reason := real_text.absent(min(self.tokens, real_text.ROWS))):
             return reason
         weight = self.model.vocabulary * self.model.hidden
         states = self.tokens * self.model.hidden

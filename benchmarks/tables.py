@@ -53,6 +53,8 @@ LAYOUTS = {
     "curves": Layout("Whole runs of a pretrained model", together=True, notes=True),
     "optimizers": Layout("Sparse backwards by optimizer", together=True, notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
+    "sparse": Layout("Steps with a sparse backward", BARE, notes=True),
+    "entries": Layout("The passes of a sparse backward", notes=True, errors=True),
     "backwards": Layout("Backwards", BARE, beside=True),
     "sharded": Layout("Over several ranks", "one process", notes=True, errors=True),
     "hosts": Layout("In other trainers", "theirs", together=True, errors=True),

@@ -41,12 +41,13 @@ CASES = {
 _WRONG = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
 _BARE = ("logprobs bare-gemms",)  # the bare work of "logprobs" is one GEMM
 _OURS = [f"logprobs-grad {provider.name}" for provider in BACKWARDS]
-_USUAL = "ours-bounded-2e-3"
+_USUAL = ("ours-sparse-hidden", "ours-sparse")
 _WAYS = (
     *_OURS,
     *(f"logprobs-grad {name}" for name in ("eager", "compile", "trl")),
-    *(f"logprobs-grad-frozen {name}" for name in ("ours-again", "ours-kept", _USUAL, "eager")),
-    *(f"dapo {name}" for name in ("ours", _USUAL, "eager", "trl", "liger")),
+    *(f"logprobs-grad-frozen {name}" for name in ("ours-again", "ours-kept", _USUAL[0], "eager")),
+    *(f"dapo {name}" for name in ("ours", *_USUAL, "eager", "trl", "liger")),
+    *(f"dapo-frozen {name}" for name in ("ours", _USUAL[0])),
 )
 
 

@@ -223,6 +223,17 @@ JOBS = (
         sources=_TRAINER,
     ),
     _suite(
+        "sparse",
+        "Whether a sparse backward is faster than the bare GEMMs, and at which error.",
+        240,
+    ),
+    _suite(
+        "entries",
+        "Which pass of a sparse backward is far from the time of its bytes.",
+        60,
+        kernels=True,
+    ),
+    _suite(
         "backwards",
         "Which backward of the log-probabilities is the fastest at which error.",
         275,

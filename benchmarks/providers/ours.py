@@ -121,14 +121,15 @@ def _entries(problem: Problem, backward: Bounded) -> dict[str, Any]:
     return {"entries": [fmean(kept), max(kept)] if kept else [], "exact_share": exact}
 
 
-def _bounded(tolerance: str) -> Provider:
-    backward = Bounded(tolerance=float(tolerance), exact_weight=False)
+def _sparse(name: str, **settings: Any) -> Provider:
+    backward = Bounded(**settings)
+    words = ", ".join(f"{name}={value}" for name, value in settings.items())
     return Provider(
-        name=f"ours-bounded-{tolerance}",
-        note=f"backward=Bounded(tolerance={tolerance}, exact_weight=False)",
+        name=f"ours-{name}",
+        note=f"backward=Bounded({words})" if settings else 'backward="sparse"',
         run=partial(run, backward=backward),
         info=partial(_entries, backward=backward),
-        tolerance=float(tolerance),
+        tolerance=backward.tolerance,
     )
 
 
@@ -144,7 +145,10 @@ BACKWARDS = (
         "activation_bytes the logits' gradient",
         run=partial(run, activation_bytes=1 << 60),
     ),
-    *map(_bounded, ("1e-2", "2e-3", "5e-4")),
+    _sparse("sparse-hidden"),
+    _sparse("sparse", exact_weight=False),
+    _sparse("sparse-1e-2", exact_weight=False, tolerance=1e-2),
+    _sparse("sparse-1e-3", exact_weight=False, tolerance=1e-3),
 )
 
 

@@ -1,0 +1,72 @@
+"""A step with a sparse backward next to exact ones and the bare GEMMs: time, memory and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks import text
+from benchmarks.check import against
+from benchmarks.conftest import Session
+from benchmarks.measure import measure as measured
+from benchmarks.problem import make_problem
+from benchmarks.providers import EVERY
+from benchmarks.results import Row
+from benchmarks.shapes import REAL, WORKS, Case, make_case
+from benchmarks.test_accuracy import distribution
+
+_SPARSE = ("ours-sparse", "ours-sparse-hidden")
+_WAYS = {
+    "dapo": ("bare-gemms", "bare-gemms-whole", "ours", *_SPARSE, "eager", "liger"),
+    "dapo-frozen": ("bare-gemms", "bare-gemms-whole", "ours", _SPARSE[1], "eager"),
+}
+_ALLOWED = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
+CASES = {
+    "tiny": [make_case(work, "tiny", 32, "fp32", "text-like") for work in _WAYS],
+    "cpu": [
+        make_case(work, "qwen2.5-0.5b", 1024, dtype, "text-like", memory=True)
+        for work in _WAYS
+        for dtype in ("fp32", "bf16")
+    ],
+    "gpu": [
+        make_case(work, "qwen3-1.7b", 8192, "bf16", inputs, memory=True)
+        for inputs in (REAL, "text-like")
+        for work in _WAYS
+    ],
+    "gpu-full": [
+        make_case(work, model, 8192, "bf16", inputs, memory=True)
+        for model in ("qwen3-1.7b", "qwen3-8b")
+        for inputs in (REAL, "text-like")
+        for work in _WAYS
+    ],
+}
+
+
+def names(case: Case) -> list[str]:
+    return list(_WAYS[case.work.name])
+
+
+def about(case: Case, device: str) -> str:
+    return f"{against(case, device)}; {distribution(make_problem(case, device))}"
+
+
+def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+    calls = [(EVERY[name], case) for name in names]
+    rows = measured(calls, session.settings(case, bits=False, allowed=_ALLOWED))
+    of_entries = replace(case, work=WORKS["logprobs-grad"])
+    for row in rows:
+        row.cells = {
+            "extra MiB": text.mib(row.extra_bytes),
+            **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
+        }
+        if row.provider in _SPARSE and row.runs:
+            row.info |= EVERY[row.provider].info(make_problem(of_entries, session.device))
+            kept = row.info["entries"]
+            row.cells["entries: mean (max)"] = f"{kept[0]:.0f} ({kept[1]:.0f})" if kept else ""
+            row.cells["exact rows, %"] = text.digits(100 * row.info["exact_share"], 2)
+    return rows
+
+
+def test_sparse(row: Row) -> None:
+    """Time a step."""
+    assert row.seconds
