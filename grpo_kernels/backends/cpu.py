@@ -51,9 +51,10 @@ _STRUCTS = {
     "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
     "int32 dtype, rounded; Update update; Tile tile",
     "Entries": "pointer ids, values, used; int64 rows, slots",
-    "Extraction": "pointer logp, lse, keys, cuts; Entries out; "
+    "Outer": "pointer entropy, dlogp, dentropy",
+    "Extraction": "Outer outer; pointer logp, lse, keys, cuts; Entries out; "
     "pointer error, error_l1, expected_error, norm",
-    "TailSums": "pointer lse, weight, cuts, sums; int64 num_cuts, blocks, sampled",
+    "TailSums": "Outer outer; pointer lse, weight, cuts, sums; int64 num_cuts, blocks, sampled",
     "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
     "int32 source_dtype, out_dtype, add",
     "Divergence": "Tile teacher; pointer lse, teacher_lse, sums, pull, coefficient, out; "
@@ -265,6 +266,7 @@ class Native(Backend):
         weight: Tensor,
         cuts: Tensor,
         gradient: TileGradient | None = None,
+        outer: StatsGrad | None = None,
     ) -> Tensor:
         assert gradient is None and cuts.dtype == torch.float32, "no logits"
         rows, columns = tile.logits.shape
@@ -273,6 +275,7 @@ class Native(Backend):
         self._run(
             "grpo_tail_sums",
             _tile(*tile),
+            outer=_outer(stats, outer),
             **_vectors(rows, lse=stats.lse, weight=weight),
             cuts=cuts.contiguous(),
             sums=sums,
@@ -290,12 +293,20 @@ class Native(Backend):
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
+        outer: StatsGrad | None = None,
     ) -> Entries:
         assert gradient is None and slots > 0, slots
         entries = Entries.empty(len(keys), slots, tile.logits.device)
         norms = {name: getattr(entries, name) for name in _NORMS}
         vectors = _vectors(len(keys), logp=stats.logp, lse=stats.lse, keys=keys, cuts=cuts)
-        self._run("grpo_extract", _tile(*tile), **vectors, out=_listed(*entries[:3]), **norms)
+        self._run(
+            "grpo_extract",
+            _tile(*tile),
+            outer=_outer(stats, outer),
+            out=_listed(*entries[:3]),
+            **vectors,
+            **norms,
+        )
         return entries
 
     def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -391,6 +402,16 @@ def _low_rank(hidden: Tensor, head: Head) -> _View:
 def _filled(stats: RowStats) -> dict[str, Tensor | None]:
     """Return the statistics that the kernels fill."""
     return {name: getattr(stats, name) for name in (*STATS, *EXTRAS)}
+
+
+def _outer(stats: RowStats, outer: StatsGrad | None) -> _View:
+    """Return the view of gradients of log-probabilities and entropy, or of none."""
+    if outer is None:
+        return _VIEWS["Outer"]()
+    vectors = _vectors(
+        len(stats.logp), entropy=stats.entropy, dlogp=outer.dlogp, dentropy=outer.dentropy
+    )
+    return _VIEWS["Outer"](**vectors)
 
 
 def _listed(ids: Tensor, values: Tensor, used: Tensor) -> _View:

@@ -1,11 +1,11 @@
 """The entries of a row's gradient that matter: sparse products in place of two GEMMs.
 
-The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``: nearly
-all of its entries are tiny. Those of a size above a cut are kept as they are. The others are the
-tail: an entry of size ``a`` is drawn with probability ``a / cut``, and kept as ``cut``. So what is
-kept is right in the mean, and its expected squared error is the sum of ``a (cut - a)`` over the
-tail. All rows share a cut, which keeps the fewest entries for a given error of their sum; it is
-found from a sample of the rows' columns.
+The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``, and with
+one of its entropy as of ``Backend.dlogits_``: nearly all of its entries are tiny. Those of a size
+above a cut are kept as they are. The others are the tail: an entry of size ``a`` is drawn with
+probability ``a / cut``, and kept as large as the cut. So what is kept is right in the mean, and its
+expected squared error is the sum of ``a (cut - a)`` over the tail. All rows share a cut, which
+keeps the fewest entries for a given error of their sum; it is found from a sample of the columns.
 
 The tail is sampled systematically (Madow, 1949). The columns ``s``, ``s + STRANDS``,
 ``s + 2 STRANDS``, ... are strand ``s``: it draws the entries in which its running sum passes a
@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.backends.base import ANY_ERROR, WHOLE, Entries, RowStats, Tile, transformed
+from grpo_kernels.backends.base import (
+    ANY_ERROR,
+    LEAST_LOGP,
+    WHOLE,
+    Entries,
+    RowStats,
+    StatsGrad,
+    Tile,
+    transformed,
+)
 
 STRANDS = 2048
 # Of a row, one in so many blocks of STRANDS columns is sampled for the choice of a cut; and of all
@@ -92,11 +101,17 @@ def grouped_sums(
 
 
 def block_tail_sums(
-    tile: Tile, stats: RowStats, weight: Tensor, cuts: Tensor, first: int, sampled: tuple[int, int]
+    tile: Tile,
+    stats: RowStats,
+    weight: Tensor,
+    cuts: Tensor,
+    outer: StatsGrad | None,
+    first: int,
+    sampled: tuple[int, int],
 ) -> Tensor:
     """Sum up the sampled tails of some rows at once; see ``Backend.tail_sums``."""
     blocks, count = sampled
-    sizes, _ = _sizes(tile, stats)
+    sizes = _gradient(tile, stats, outer)[0].abs()
     row = torch.arange(first, first + len(sizes), device=sizes.device)[:, None]
     spread = torch.arange(count, device=sizes.device) * blocks // count
     index = ((row + spread) % blocks)[:, :, None].expand(-1, -1, STRANDS)
@@ -106,11 +121,18 @@ def block_tail_sums(
     return torch.stack(sums, 2)
 
 
-def block_entries(tile: Tile, stats: RowStats, keys: Tensor, cuts: Tensor, slots: int) -> Entries:
+def block_entries(
+    tile: Tile,
+    stats: RowStats,
+    keys: Tensor,
+    cuts: Tensor,
+    slots: int,
+    outer: StatsGrad | None,
+) -> Entries:
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
     target, columns = tile.target, tile.logits.shape[1]
-    sizes, at_target = _sizes(tile, stats)
-    cut = cuts.double().clamp(min=_TINY)[:, None]
+    others, at_target = _gradient(tile, stats, outer)
+    sizes, cut = others.abs(), cuts.double().clamp(min=_TINY)[:, None]
     large = sizes > cut
     tail = torch.where(large, 0.0, sizes)
     sums, squares = tail.sum(1), tail.square().sum(1)
@@ -119,28 +141,30 @@ def block_entries(tile: Tile, stats: RowStats, keys: Tensor, cuts: Tensor, slots
     start = (_mixed(keys.long()[:, None] + strand * GOLDEN) >> 8).double().add(0.5) * 2.0**-24
     passed = torch.ceil(steps - start[:, None])  # how often a running sum reached its next draw
     drawn = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1])) > 0
-    kept = torch.where(large, sizes, torch.where(drawn.flatten(1)[:, :columns], cut, 0.0))
-    kept.scatter_(1, target[:, None], 0.0)
+    drawn = drawn.flatten(1)[:, :columns]
+    kept = torch.where(large, others, torch.where(drawn, cut * others.sign(), 0.0))
+    here = (target >= 0) & (target < columns)  # else in another rank's columns
     expected = sums / cut[:, 0]
-    count = (kept > 0).sum(1) + 1
-    fits = 1 + large.sum(1) + expected + 4 * expected.sqrt() <= slots
+    count = (kept != 0).sum(1) + here
+    fits = here + large.sum(1) + expected + 4 * expected.sqrt() <= slots
     fits &= stats.lse.isfinite() & (count <= slots)
     count = torch.where(fits, count, WHOLE)
     count = torch.where(cuts >= ANY_ERROR, 0, count).int()
-    ids = target.new_zeros((len(count), slots), dtype=torch.int32)
-    values = kept.new_zeros((len(count), slots))
-    meant = (kept > 0) & (count > 0)[:, None]
+    ids = target.new_zeros((len(count), slots + 1), dtype=torch.int32)
+    values = kept.new_zeros((len(count), slots + 1))
+    meant = (kept != 0) & (count > 0)[:, None]
     rows, places = torch.nonzero(meant, as_tuple=True)
-    slot = meant.cumsum(1)[rows, places]  # from 1: the target is at 0
-    ids[rows, slot], values[rows, slot] = places.int(), -kept[rows, places]
-    ids[:, 0], values[:, 0] = target.int(), at_target
-    error, dtype = kept - sizes, stats.logp.dtype
+    slot = meant.cumsum(1)[rows, places] - 1
+    ids[rows, slot], values[rows, slot] = places.int(), kept[rows, places]
+    last = torch.where(here & (count > 0), count - 1, slots)  # the target, if it is here
+    own = torch.arange(len(count), device=last.device)
+    ids[own, last], values[own, last] = target.int(), at_target
+    error, dtype, known = kept - others, stats.logp.dtype, count > 0
     expected_error = (cut[:, 0] * sums - squares).clamp(min=0).sqrt()
     norm = (at_target**2 + sizes.square().sum(1)).sqrt()
-    known = count > 0
     return Entries(
-        ids=ids,
-        values=values.to(dtype),
+        ids=ids[:, :slots],
+        values=values[:, :slots].to(dtype),
         used=count,
         error=torch.where(known, error.norm(dim=1), 0.0).to(dtype),
         error_l1=torch.where(known, error.abs().sum(1), 0.0).to(dtype),
@@ -149,21 +173,33 @@ def block_entries(tile: Tile, stats: RowStats, keys: Tensor, cuts: Tensor, slots
     )
 
 
-def _sizes(tile: Tile, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """Return the sizes of a gradient's entries (C, V), 0 at the target, and that at the target
-    (C,), in fp64."""
+def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Tensor, Tensor]:
+    """Return a gradient by the raw logits (C, V), 0 at the target, and that at the target (C,), 0
+    if it is in no column; in fp64."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
     finite = stats.lse.isfinite()[:, None]
-    sizes = torch.where(finite, (scores.double() - stats.lse[:, None]).exp(), 0.0)
-    sizes.scatter_(1, target[:, None], 0.0)
-    at_target = sizes.sum(1)  # 1 - p
+    logp = (scores.double() - stats.lse[:, None]).clamp(min=LEAST_LOGP)
+    others = torch.where(finite, -logp.exp(), 0.0)
+    of_target = stats.logp.double()
+    at_target = torch.where(finite[:, 0], -torch.expm1(of_target), 0.0)
+    if outer is not None:
+        dlogp, dentropy = outer.dlogp, outer.dentropy
+        assert dlogp is not None and dentropy is not None
+        entropy = stats.entropy.double()
+        others = others * (dlogp[:, None] + dentropy[:, None] * (logp + entropy[:, None]))
+        bonus = dentropy * of_target.exp() * (of_target.clamp(min=LEAST_LOGP) + entropy)
+        at_target = torch.where(finite[:, 0], at_target * dlogp - bonus, 0.0)
+    here = (target >= 0) & (target < logits.shape[1])
+    at_target = at_target * here
+    place = (target * here)[:, None]
     if tanh is not None:
         curve = torch.where(finite, 1 - tanh.double() ** 2, 0.0)
-        sizes *= curve
-        at_target *= curve.gather(1, target[:, None]).squeeze(1)
-    scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(sizes)
-    return (sizes.t() * scale).t(), at_target * scale
+        others = others * curve
+        at_target = at_target * curve.gather(1, place).squeeze(1)
+    others = torch.where(here[:, None], others.scatter(1, place, 0.0), others)
+    scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
+    return (others.t() * scale).t(), at_target * scale
 
 
 def _by_block(values: Tensor) -> Tensor:

@@ -163,13 +163,16 @@ class Backend:
         weight: Tensor,
         cuts: Tensor,
         gradient: TileGradient | None = None,
+        outer: StatsGrad | None = None,
     ) -> Tensor:
         """Return (C, 2, K): sums over a sample of a row's entries of sizes up to each cut, and of
         their squares.
 
-        Sizes are those of the gradient of ``logp`` by the raw logits, beside the target, times the
-        row's ``weight`` (C,). ``cuts`` (K,) ascend. Where logits are overwritten, ``gradient`` is
-        what :meth:`logp_gradient_` or :meth:`linear_logp_gradient` returned.
+        Sizes are those of the gradient by the raw logits, except at the target, times the row's
+        ``weight`` (C,). ``cuts`` (K,) ascend. The gradient is that of ``logp``, and where logits
+        are overwritten, what :meth:`logp_gradient_` or :meth:`linear_logp_gradient` returned. With
+        ``outer`` it is that of :meth:`dlogits_`, from ``dlogp`` and ``dentropy``. A target outside
+        of the tile is in another rank's.
         """
         assert gradient is None, "no logits"
         sampled = sampled_blocks(*tile.logits.shape)
@@ -179,6 +182,7 @@ class Backend:
                 stats=stats.rows(block),
                 weight=weight[block],
                 cuts=cuts,
+                outer=None if outer is None else outer.rows(block),
                 first=block.start,
                 sampled=sampled,
             )
@@ -194,17 +198,25 @@ class Backend:
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
+        outer: StatsGrad | None = None,
     ) -> Entries:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         ``keys`` (C,) int32 are those of ``row_keys``. Entries of a size above the row's cut (C,)
         are kept, the others sampled; with ``ANY_ERROR`` as its cut a row has none. A row without a
-        finite ``lse``, or that is expected to need more entries, is whole. ``gradient`` as for
-        :meth:`tail_sums`.
+        finite ``lse``, or that is expected to need more entries, is whole. ``gradient`` and
+        ``outer`` as for :meth:`tail_sums`.
         """
         assert gradient is None, "no logits"
         parts = [
-            block_entries(tile.rows(block), stats.rows(block), keys[block], cuts[block], slots)
+            block_entries(
+                tile=tile.rows(block),
+                stats=stats.rows(block),
+                keys=keys[block],
+                cuts=cuts[block],
+                slots=slots,
+                outer=None if outer is None else outer.rows(block),
+            )
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
         return concatenate(parts)

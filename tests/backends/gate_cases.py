@@ -71,6 +71,7 @@ _BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
 _EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
 _EXTRAS |= {"is_top1_ptr": "*i1"}
 _UNIT = {"unit_ptr": "*fp32"}
+_OUTER = dict.fromkeys(("entropy_ptr", "dlogp_ptr", "dentropy_ptr"), "*fp32")
 _OPTIONAL = (
     "inner",
     "unit_ptr",
@@ -280,7 +281,8 @@ def _extract_cases() -> Iterator[Case]:
         config = RowConfig(num_warps=warps, depth=1)
         for name, of_gradient in (*((name, {}) for name in DTYPES), ("bf16", _UNIT)):
             types = _row_types(logits_ptr=f"*{name}", **own, **of_gradient)
-            for each in _variants(types, _SOFTCAP, _TEMPERATURE, thorough=False):
+            options = (_SOFTCAP, _TEMPERATURE, *(() if of_gradient else (_OUTER,)))
+            for each in _variants(types, *options, thorough=name == "fp32"):
                 case = _row_case(kernel, config, each, blocks)
                 yield case
             yield dataclasses.replace(case, aligned=False)

@@ -14,11 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.base import ANY_ERROR, WHOLE, Entries, RowStats, Tile, TileGradient
+from grpo_kernels.backends.base import (
+    ANY_ERROR,
+    WHOLE,
+    Entries,
+    RowStats,
+    StatsGrad,
+    Tile,
+    TileGradient,
+)
 from grpo_kernels.backends.entries import GOLDEN, STRANDS, sampled_blocks
 from grpo_kernels.backends.gpu_tiles import RowConfig
 from grpo_kernels.backends.triton import common
-from grpo_kernels.backends.triton.math import expm1
+from grpo_kernels.backends.triton.math import LN2, expm1
 
 _GOLDEN, _WHOLE, _STRANDS = map(tl.constexpr, (GOLDEN, WHOLE, STRANDS))
 _ANY, _TINY = tl.constexpr(ANY_ERROR), tl.constexpr(1e-30)
@@ -39,38 +47,57 @@ _POINTERS += [f"{name}_ptr" for name in Entries._fields]
 
 
 @triton.jit
-def _row(logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer):
+def _row(
+    logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
+    dentropy_ptr, stride_row, num_columns, inner, outer,
+):  # fmt: skip
     """Return what :func:`_sizes` needs of this program's row, and whether its softmax is finite."""
     row = tl.program_id(0).to(tl.int64)
     factor = common.row_factor(outer, temperature_ptr, row)
     slope = factor if inner is None else factor * inner
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
+    constant, by_log = None, None  # of the gradient but for p, with log2 p
     if unit_ptr is None:
         anchor, f2, rest = common.unit_of(lse, factor)
+        if dentropy_ptr is not None:
+            dentropy = tl.load(dentropy_ptr + row).to(tl.float32)
+            constant = tl.load(dlogp_ptr + row).to(tl.float32)
+            constant += dentropy * tl.load(entropy_ptr + row)
+            by_log = dentropy * LN2
     else:
         slope = tl.abs(tl.load(unit_ptr + row))
         finite = finite & (slope == slope)
         anchor, f2, rest = None, None, None
     target = tl.load(target_ptr + row).to(tl.int32)
-    return (logits_ptr + row * stride_row, target, slope, anchor, f2, rest, inner), finite
+    target = tl.where(target < num_columns, target, -1)  # in another rank's columns
+    this = logits_ptr + row * stride_row, target, slope, anchor, f2, rest, inner, constant, by_log
+    return this, finite
 
 
 @triton.jit
-def _sizes(this, scale, columns, mask):
-    """Return sizes times ``scale``, below 0 at the target; 0 where the mask is not set."""
-    logits_ptr, target, slope, anchor, f2, rest, inner = this
+def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
+    """Return sizes times ``scale``, below 0 at the target; 0 where the mask is not set.
+
+    ``SIGNED``: the entries themselves, negated, and the target's as those of the others.
+    """
+    logits_ptr, target, slope, anchor, f2, rest, inner, constant, by_log = this
     if anchor is None:  # the logits are E
         e = tl.load(logits_ptr + columns, mask, None if mask is None else 0.0)
         size = e.to(tl.float32) * (slope * scale)
     else:
         x = tl.load(logits_ptr + columns, mask, None if mask is None else float("-inf"))
-        size = tl.exp2(tl.fma(common.bounded(x, inner) - anchor, f2, -rest)) * (slope * scale)
+        log2_p = tl.fma(common.bounded(x, inner) - anchor, f2, -rest)
+        size = tl.exp2(log2_p) * (slope * scale)
+        if constant is not None:
+            of_logs = tl.fma(tl.maximum(log2_p, common.LOG2_UNDERFLOW), by_log, constant)
+            size = size * (of_logs if SIGNED else tl.abs(of_logs))
         if inner is not None:  # which turns -inf into a finite value
             size = size * common.softcap_slope(x, inner)
             if mask is not None:
                 size = tl.where(mask, size, 0.0)
-        size = tl.where(columns == target, -1.0, size)
+        if not SIGNED:
+            size = tl.where(columns == target, -1.0, size)
     return size
 
 
@@ -80,7 +107,10 @@ def _tail_sums_kernel(
     unit_ptr,  # (C,) fp32, of E; else None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
+    entropy_ptr,  # (C,) fp32, or None as dlogp_ptr and dentropy_ptr
     lse_ptr,  # (C,) fp64
+    dlogp_ptr,  # (C,)
+    dentropy_ptr,  # (C,)
     weight_ptr,  # (C,) fp32
     cuts_ptr,  # (K,) fp32
     sums_ptr,  # (C, 2, K) fp32
@@ -95,8 +125,9 @@ def _tail_sums_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     this, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
-    )
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
+        dentropy_ptr, stride_row, num_columns, inner, outer,
+    )  # fmt: skip
     num_active = tl.where(finite, num_columns, 0)
     weight = tl.load(weight_ptr + row)
     offs_k = tl.arange(0, BLOCK_K)
@@ -138,7 +169,10 @@ def _mark_kernel(
     unit_ptr,  # (C,) fp32, of E; else None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
+    entropy_ptr,  # (C,) fp32, or None as dlogp_ptr and dentropy_ptr
     lse_ptr,  # (C,) fp64
+    dlogp_ptr,  # (C,)
+    dentropy_ptr,  # (C,)
     keys_ptr,  # (C,) int32
     cuts_ptr,  # (C,) fp32
     words_ptr,  # (C, groups, STRANDS) int32
@@ -152,8 +186,9 @@ def _mark_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     this, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
-    )
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
+        dentropy_ptr, stride_row, num_columns, inner, outer,
+    )  # fmt: skip
     cut = tl.load(cuts_ptr + row)
     if not (finite & (cut < _ANY)):
         return
@@ -190,7 +225,10 @@ def _list_kernel(
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
     logp_ptr,  # (C,) fp32
+    entropy_ptr,  # (C,) fp32, or None as dlogp_ptr and dentropy_ptr
     lse_ptr,  # (C,) fp64
+    dlogp_ptr,  # (C,)
+    dentropy_ptr,  # (C,)
     cuts_ptr,  # (C,) fp32
     words_ptr,  # (C, groups, STRANDS) int32
     tail_ptr,  # (C,) fp32, as the next
@@ -212,8 +250,9 @@ def _list_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     this, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, lse_ptr, stride_row, inner, outer
-    )
+        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
+        dentropy_ptr, stride_row, num_columns, inner, outer,
+    )  # fmt: skip
     cut = tl.load(cuts_ptr + row)
     active = finite & (cut < _ANY)
     without = tl.where(cut < _ANY, _WHOLE, 0)
@@ -221,12 +260,18 @@ def _list_kernel(
     scale = 1.0 / cut
     logits_ptr, target, slope = this[0], this[1], this[2]
     logp = tl.minimum(tl.load(logp_ptr + row), 0.0)
-    x = tl.load(logits_ptr + target, mask=active, other=0.0).to(tl.float32)
-    marked = active
+    marked = active & (target >= 0)
+    x = tl.load(logits_ptr + target, mask=marked, other=0.0).to(tl.float32)
     if unit_ptr is None:
-        at_target = -expm1(logp) * slope
+        at_target = -expm1(logp)
+        if dentropy_ptr is not None:
+            at_target = at_target * tl.load(dlogp_ptr + row).to(tl.float32)
+            bounded = tl.maximum(logp, common.LOG2_UNDERFLOW) + tl.load(entropy_ptr + row)
+            at_target -= tl.load(dentropy_ptr + row).to(tl.float32) * tl.exp(logp) * bounded
+        at_target = at_target * slope
         if inner is not None:
             at_target = at_target * common.softcap_slope(x, inner)
+        at_target = tl.where(marked, at_target, 0.0)
     else:
         marked = active & (x.to(tl.int32, bitcast=True) != 0)
         at_target = -expm1(logp) * common.row_factor(outer, temperature_ptr, row)
@@ -255,13 +300,15 @@ def _list_kernel(
             bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             columns = first + bit * _STRANDS
             left = words != 0
-            size = _sizes(this, scale, columns, left)
-            value = tl.where(columns == target, at_target, tl.maximum(size, 1.0) * -cut)
+            signed = _sizes(this, scale, columns, left, True)
+            is_target, size = columns == target, tl.abs(signed)
+            value = tl.maximum(size, 1.0) * tl.where(signed > 0.0, -cut, cut)
+            value = tl.where(is_target, at_target, value)
             fits = left & (slot < slots)
             tl.store(ids_ptr + slot, columns, mask=fits)
             tl.store(values_ptr + slot, value, mask=fits)
-            large = left & (size > 1.0)
-            drawn = left & (size >= 0.0) & (size <= 1.0)
+            large = left & (size > 1.0) & (is_target == 0)
+            drawn = left & (size <= 1.0) & (is_target == 0)
             num_large += large.to(tl.int32)
             excess += tl.where(drawn, 1.0 - 2.0 * size, 0.0)
             large_squares += tl.where(large, size * size, 0.0)
@@ -288,15 +335,31 @@ def _launch(
     tile: Tile,
     stats: RowStats,
     gradient: TileGradient | None,
+    outer: StatsGrad | None,
     num_warps: int,
     **arguments: object,
 ) -> None:
     """Launch a kernel for the rows of a tile, whose logits may be the ``gradient`` by now."""
     unit, lse = None, stats.lse.contiguous()
+    entropy = dlogp = dentropy = None
+    if outer is not None:
+        assert gradient is None and outer.dlogp is not None and outer.dentropy is not None
+        dlogp, dentropy = outer.dlogp.contiguous(), outer.dentropy.contiguous()
+        entropy = stats.entropy.contiguous()
     if gradient is not None:
         tile, unit = tile._replace(logits=gradient.dlogits), gradient.row_scale
     config = RowConfig(num_warps=num_warps, depth=1)
-    common.launch_rows(kernel, tile, config, unit_ptr=unit, lse_ptr=lse, **arguments)
+    common.launch_rows(
+        kernel,
+        tile,
+        config,
+        unit_ptr=unit,
+        lse_ptr=lse,
+        entropy_ptr=entropy,
+        dlogp_ptr=dlogp,
+        dentropy_ptr=dentropy,
+        **arguments,
+    )
 
 
 def tail_sums(
@@ -305,6 +368,7 @@ def tail_sums(
     weight: Tensor,
     cuts: Tensor,
     gradient: TileGradient | None = None,
+    outer: StatsGrad | None = None,
 ) -> Tensor:
     """Sum up sampled tails of a tile with all targets; see :class:`Backend`."""
     rows, columns = tile.logits.shape
@@ -315,6 +379,7 @@ def tail_sums(
         tile,
         stats,
         gradient,
+        outer,
         num_warps=_READING_WARPS,
         weight_ptr=weight.contiguous(),
         cuts_ptr=cuts.contiguous(),
@@ -334,6 +399,7 @@ def extract_entries(
     cuts: Tensor,
     slots: int,
     gradient: TileGradient | None = None,
+    outer: StatsGrad | None = None,
 ) -> Entries:
     """Choose the entries of each row of a tile with all targets; see :class:`Backend`."""
     (rows, columns), device = tile.logits.shape, tile.logits.device
@@ -352,6 +418,7 @@ def extract_entries(
         tile,
         stats,
         gradient,
+        outer,
         num_warps=_READING_WARPS,
         keys_ptr=keys.contiguous(),
         **marks,
@@ -361,6 +428,7 @@ def extract_entries(
         tile,
         stats,
         gradient,
+        outer,
         num_warps=_LISTING_WARPS,
         logp_ptr=stats.logp.contiguous(),
         slots=slots,
