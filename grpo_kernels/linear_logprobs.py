@@ -112,7 +112,7 @@ def linear_logprobs(
             and ``lora.b`` have. All ranks of the group call with the same ``hidden``, ``target``
             and options, and get the same outputs, of the whole vocabulary, and the same gradients
             of ``hidden`` and ``lora.a``, summed over the ranks; ids are those of the whole
-            vocabulary. Without effect on what is rounded. Not with a :class:`Bounded` backward.
+            vocabulary. Without effect on what is rounded.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
             mean_logit, masked_logprobs, topk_logprobs, topk_indices`` to return. The last four are
             read from a tile of logits, also where a backend otherwise forms none. With a
@@ -132,8 +132,9 @@ def linear_logprobs(
             their number, or on whether gradients are wanted. Else they may, by fp32 rounding. It
             holds for one device, one setting of the arguments and, on a CPU, of its threads:
             :func:`grpo_kernels.explain_logprobs` gives a fingerprint of all that matters.
-        backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
-            matter. Not for ``masked_logprobs``. A gradient through ``entropy`` is exact.
+        backward: ``"exact"``; ``"sparse"``: gradients from the entries of the softmax that matter,
+            unbiased and within a tolerance; or a :class:`Bounded`, its object form. Not for
+            ``masked_logprobs``. A gradient through ``entropy`` is exact.
         activation_bytes: what the forward may keep for its backward. Where the head has no gradient
             it keeps (T, D) values, and else (T, V) of the hidden states' dtype: the backward then
             forms no logits. None: the first only, as large as the hidden states (twice in fp16). 0:
@@ -189,7 +190,7 @@ def linear_logprobs(
     stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
     named = dict(zip(OUTPUTS, stats, strict=True))
     if any(name in BOUNDED for name in outputs):
-        named.update(_of_backward(kept, options))
+        named.update(_of_backward(kept, options, head.shard))
     return LinearLogprobs(
         *(_output(name, named[name], target) if name in outputs else None for name in _ALL_OUTPUTS)
     )
@@ -247,7 +248,9 @@ def explain_logprobs(
     return LogprobsPlan.of(*size, chosen, needs, OutputSpec(mean=tiled), sampling_mask)
 
 
-def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor | None]:
+def _of_backward(
+    kept: Tensor | None, options: RunOptions, shard: VocabShard | None
+) -> dict[str, Tensor | None]:
     """Return what :data:`BOUNDED` names."""
     if kept is None or options.bounded is None or kept.dim() < 2:
         raise ValueError(
@@ -255,10 +258,12 @@ def _of_backward(kept: Tensor | None, options: RunOptions) -> dict[str, Tensor |
             f"that requires a gradient, got backward={options.backward!r}"
         )
     entries = of_kept(kept.detach())
-    exact = entries.used < 0
+    used, exact = entries.used, entries.used < 0
+    if shard is not None:
+        used = torch.where(exact, used, shard.gather(used).sum(0, dtype=used.dtype))
     # a row without a target has no gradient, and no error of one
     error = torch.where(exact | (entries.error == 0), 0.0, entries.error / entries.norm)
-    found = (entries.used, error, torch.where(exact, 0.0, entries.error_l1))
+    found = (used, error, torch.where(exact, 0.0, entries.error_l1))
     return dict(zip(BOUNDED, found, strict=True))
 
 

@@ -64,8 +64,9 @@ def linear_policy_loss(
             the rows with a gradient, and over the sequences that have one. (A loss in which
             advantages act on whole sequences sets whole sequences aside.) The loss and its
             gradients are the same.
-        backward: ``"exact"``, or a :class:`Bounded`: gradients from the entries of the softmax that
-            matter. Not for an entropy bonus or a sampling mask.
+        backward: ``"exact"``; ``"sparse"``: gradients from the entries of the softmax that matter,
+            unbiased and within a tolerance; or a :class:`Bounded`, its object form. An entropy
+            bonus is for one pass, and without a sampling mask.
         activation_bytes: what two passes may keep from the forward for the backward, as for
             ``linear_logprobs``. One pass keeps its gradients; on a GPU that stores exponentials of
             the logits (see ``explain``) it keeps these, if they fit.

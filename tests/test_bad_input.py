@@ -348,7 +348,12 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     # a loss
     (lambda: loss(batch=batch(target=TARGET.abs())), "target", r"in \[0, 9\) .* 100"),
     (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs", "got None"),
-    (lambda: loss(config=ENTROPY, backward=Bounded()), "backward", "since the gradient through"),
+    (
+        lambda: loss(config=ENTROPY, backward="sparse", schedule="two_pass"),
+        "backward",
+        "'exact' for an entropy bonus in two passes, got 'sparse'",
+    ),
+    (lambda: loss(backward="dense"), "backward", "'exact', 'sparse' or a Bounded, got 'dense'"),
     (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss whose"),
     (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None beside a Head"),
     (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None beside a Head"),

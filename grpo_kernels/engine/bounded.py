@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import (
     ANY_ERROR,
+    LEAST_LOGP,
     WHOLE,
     Entries,
     OutputSpec,
@@ -45,7 +46,7 @@ from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows
-from grpo_kernels.head import matmul_precision
+from grpo_kernels.head import VocabShard, matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits, and for the sample
 # from which a cut is chosen
@@ -91,17 +92,35 @@ def _unit(stats: RowStats) -> StatsGrad:
 
 
 def saved_gradients(
-    kind: str, kept: Tensor, rows: Rows, stats: RowStats, dlogp: Tensor, route: Route, needs: Needs
+    kind: str,
+    kept: Tensor,
+    rows: Rows,
+    stats: RowStats,
+    outer: StatsGrad,
+    route: Route,
+    needs: Needs,
 ) -> Gradients:
     """Compute gradients from what :func:`saving_forward` kept of the same rows."""
     bounded = route.options.bounded
     if kind == ENTRIES and bounded is not None:
-        entries = within(of_kept(kept), dlogp, bounded)
-        if not (bounded.exact_weight and needs.of_head):
-            return bounded_gradients(entries, dlogp, rows, stats, route, needs)
-        found = bounded_gradients(entries, dlogp, rows, stats, route, needs.of_rows)
-        given = rows.valid(dlogp != 0), stats, StatsGrad(dlogp), route.tiled()
-        return found.joined(recompute_backward(*given, needs.of_head_alone))
+        factor = factors(outer)
+        entries = within(of_kept(kept), factor, bounded)
+        by_gemms = needs_of_gemms(needs, bounded)
+        found = bounded_gradients(
+            entries=entries,
+            factor=factor,
+            outer=outer,
+            rows=rows,
+            stats=stats,
+            route=route,
+            needs=needs.of_rows if by_gemms.any else needs,
+        )
+        if not by_gemms.any:
+            return found
+        chosen = rows.valid(factor != 0)
+        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), by_gemms))
+    dlogp = outer.dlogp
+    assert dlogp is not None
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
@@ -109,14 +128,24 @@ def saved_gradients(
     return gradients_of_logp(rows, TileGradient(kept[:, : route.columns]), dlogp, route, needs)
 
 
-def chosen_entries(chunk: Chunk, dlogp: Tensor | None, bounded: Bounded, route: Route) -> Entries:
+def chosen_entries(
+    chunk: Chunk, outer: StatsGrad | None, bounded: Bounded, route: Route
+) -> Entries:
     """Choose the entries of a chunk's rows.
 
-    ``dlogp`` (C,) is the gradient of the log-probabilities; None: not known yet, as if all were 1.
+    ``outer`` are the gradients of the rows' statistics; None: not known yet, as if all were 1 for
+    log-probabilities. With one of the entropy entries are of the gradient of the loss, else of that
+    of log-probabilities.
     """
     rows, tile, stats, gradient = chunk.rows, chunk.tile, chunk.stats, chunk.gradient
-    norm = torch.where(stats.lse.isfinite(), _sizes_at_target(chunk), 0.0)
-    weight = torch.ones_like(norm) if dlogp is None else dlogp.double().abs()
+    slots, shard = min(bounded.slots, route.columns), rows.head.shard
+    if chunk.masked is not None:
+        return _combined(chunk.masked.entries(slots, stats.logp.dtype), shard)
+    of_loss = None if outer is None or outer.dentropy is None else outer
+    norm = torch.where(stats.lse.isfinite(), _sizes_at_target(chunk, of_loss), 0.0)
+    if shard is not None:
+        norm = shard.gather(norm).sum(0)
+    weight = torch.ones_like(norm) if outer is None else _weights(outer)
     # relative to the root mean square, so that the squares of sizes are in the range of fp32
     weight = weight / (weight * norm).square().mean().sqrt().clamp(min=_TINY)
     allowed = (_SHARE * bounded.tolerance) ** 2 * rows.count
@@ -130,33 +159,75 @@ def chosen_entries(chunk: Chunk, dlogp: Tensor | None, bounded: Bounded, route: 
         weight=weight.to(dtype),
         cuts=cuts.to(dtype),
         gradient=gradient,
+        outer=of_loss,
     )
     blocks, sampled = sampled_blocks(rows.count, route.columns)
     sums = sums.sum(0, dtype=torch.float64) * (blocks / sampled)
+    if shard is not None:
+        sums = shard.gather(sums).sum(0)
     cut = best_cut(sums, cuts, mass.new_tensor(allowed))
     each = torch.where(weight > 0, cut / weight.clamp(min=_TINY), ANY_ERROR)
-    return backend.extract_entries(
+    seed = bounded.seed + (0 if shard is None else shard.rank)
+    found = backend.extract_entries(
         tile=tile,
         stats=stats,
-        keys=row_keys(bounded.seed, stats.lse, rows.start),
+        keys=row_keys(seed, stats.lse, rows.start),
         cuts=each.to(dtype),
-        slots=min(bounded.slots, route.columns),
+        slots=slots,
         gradient=gradient,
+        outer=of_loss,
     )
+    return _combined(found, shard)
 
 
-def _sizes_at_target(chunk: Chunk) -> Tensor:
-    """Return the gradients of log-probabilities by the targets' logits, (C,) fp64.
+def _weights(outer: StatsGrad) -> Tensor:
+    """Return what the sizes of rows are multiplied by (C,), in fp64; 0: without a gradient."""
+    assert outer.dlogp is not None
+    if outer.dentropy is None:
+        return outer.dlogp.double().abs()
+    return ((outer.dlogp != 0) | (outer.dentropy != 0)).double()  # it is in their sizes
 
-    They are the largest of their rows' entries, and at least as large as all others together.
+
+def _sizes_at_target(chunk: Chunk, of_loss: StatsGrad | None) -> Tensor:
+    """Return the sizes of gradients by the targets' logits, (C,) fp64: no more than their norms.
+
+    Of a gradient of the log-probability it is at least as large as all others together.
     """
-    rows = torch.arange(chunk.rows.count, device=chunk.logits.device)
+    rows, stats = chunk.rows, chunk.stats
+    own, target = torch.arange(rows.count, device=chunk.logits.device), rows.target
     if chunk.gradient is not None:
         dlogits, scale = chunk.gradient
         assert scale is not None
-        return dlogits[rows, chunk.rows.target].double() * scale
-    slope = scores_at(chunk.tile, rows, chunk.rows.target)[1]
-    return -torch.expm1(chunk.stats.logp.double()) * slope
+        return dlogits[own, target].double() * scale
+    here = (target >= 0) & (target < chunk.logits.shape[1])  # else in another rank's columns
+    logp, slope = stats.logp.double(), scores_at(chunk.tile, own, target * here)[1]
+    size = -torch.expm1(logp)
+    if of_loss is not None:
+        assert of_loss.dlogp is not None and of_loss.dentropy is not None
+        bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
+        size = (size * of_loss.dlogp - bonus * of_loss.dentropy).abs()
+    return torch.where(here, size * slope, 0.0)
+
+
+def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
+    """Return entries of this rank's columns with what is known of all ranks' together.
+
+    A row that is whole on one rank is whole on all.
+    """
+    if shard is None:
+        return entries
+    squares = [x.double() ** 2 for x in (entries.error, entries.expected_error, entries.norm)]
+    known = [*squares, entries.error_l1.double(), (entries.used < 0).double()]
+    *squares, error_l1, whole = shard.gather(torch.stack(known)).sum(0)
+    error, expected, norm = (x.sqrt() for x in squares)
+    kept, dtype = whole == 0, entries.error.dtype
+    return entries._replace(
+        used=torch.where(kept, entries.used, WHOLE),
+        error=torch.where(kept, error, 0.0).to(dtype),
+        error_l1=torch.where(kept, error_l1, 0.0).to(dtype),
+        expected_error=torch.where(kept, expected, 0.0).to(dtype),
+        norm=norm.to(dtype),
+    )
 
 
 def to_keep(entries: Entries) -> Tensor:
@@ -192,15 +263,15 @@ def within(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-def kept_entries(chunk: Chunk, dlogp: Tensor, route: Route) -> Entries:
+def kept_entries(chunk: Chunk, outer: StatsGrad, route: Route) -> Entries:
     """Choose the entries of all rows, in a chunk, for gradients of their log-probabilities."""
     bounded = route.options.bounded
-    assert bounded is not None
-    return within(chosen_entries(chunk, dlogp, bounded, route), dlogp, bounded)
+    assert bounded is not None and outer.dlogp is not None
+    return within(chosen_entries(chunk, outer, bounded, route), outer.dlogp, bounded)
 
 
 class BoundedSums:
-    """Gradients by entries, where those of the rows' log-probabilities are known."""
+    """Gradients by entries, where those of the rows' statistics are known."""
 
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
         bounded = route.options.bounded
@@ -210,14 +281,13 @@ class BoundedSums:
         if by_gemms.any:
             self._needs = needs.of_rows
             self._exact = GradientSums(rows, by_gemms, num_chunks)
-        self._found: list[tuple[Entries, RowStats, Tensor]] = []
+        self._found: list[tuple[Entries, RowStats, StatsGrad]] = []
         # of :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
     def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        assert outer.dlogp is not None and outer.dentropy is None
-        entries = chosen_entries(chunk, outer.dlogp, self._bounded, route)
-        self._found.append((entries, chunk.stats, outer.dlogp))
+        entries = chosen_entries(chunk, outer, self._bounded, route)
+        self._found.append((entries, chunk.stats, outer))
         if self._exact is not None:
             self._exact.take(chunk, outer, route)
 
@@ -225,50 +295,80 @@ class BoundedSums:
         head = Gradients() if self._exact is None else self._exact.finish()
         if not self._found:
             return GradientSums(self._rows, self._needs, 0).finish().joined(head)
-        parts, stats, dlogp = zip(*self._found, strict=True)
-        factor = torch.cat(dlogp)
+        parts, stats, outers = zip(*self._found, strict=True)
+        outer = concatenate(outers)
+        factor = factors(outer)
         entries = within(concatenate(parts), factor, self._bounded)
-        self.report = bounded_report(entries, factor)
-        given = entries, factor, self._rows, concatenate(list(stats)), self._route, self._needs
-        return bounded_gradients(*given).joined(head)
+        self.report = bounded_report(entries, factor, self._rows.head.shard)
+        found = bounded_gradients(
+            entries=entries,
+            factor=factor,
+            outer=outer,
+            rows=self._rows,
+            stats=concatenate(list(stats)),
+            route=self._route,
+            needs=self._needs,
+        )
+        return found.joined(head)
+
+
+def factors(outer: StatsGrad) -> Tensor:
+    """Return what the rows' entries are multiplied by (C,)."""
+    if outer.dentropy is not None:
+        return _weights(outer).to(outer.dentropy.dtype)
+    factor = outer.dlogp if outer.dmasked is None else outer.dmasked
+    assert factor is not None
+    return factor
 
 
 def bounded_gradients(
-    entries: Entries, dlogp: Tensor, rows: Rows, stats: RowStats, route: Route, needs: Needs
+    entries: Entries,
+    factor: Tensor,  # (T,)
+    outer: StatsGrad,
+    rows: Rows,
+    stats: RowStats,
+    route: Route,
+    needs: Needs,
 ) -> Gradients:
     """Compute gradients from the rows' entries; of rows that are whole from their logits."""
-    entries = entries._replace(used=torch.where(dlogp == 0, 0, entries.used))
+    entries = entries._replace(used=torch.where(factor == 0, 0, entries.used))
     whole = entries.used < 0
-    listed = torch.where(dlogp == 0, 0, entries.used.clamp(min=0)).sum()
+    listed = entries.used.clamp(min=0).sum()
     count, total = host.values(host.sync_to_host(torch.stack([whole.sum(), listed])))
     if not count:
         found, _ = new_gradients(rows, needs, 1)
     else:
         chosen = rows.at(torch.argsort(~whole, stable=True)[:count])
-        given = chosen, stats, StatsGrad(dlogp), route.tiled()
-        found = recompute_backward(*given, replace(needs, wide=True))
+        wide = replace(needs, wide=True)
+        found = recompute_backward(chosen, stats, outer, route.tiled(), wide)
     with matmul_precision(route.device, route.precision):
-        head, dweight = rows.ready().head, found.weight
+        head, dweight, dhidden = rows.ready().head, found.weight, found.hidden
         if needs.weight and needs.main_grad is not None:
             dweight = needs.main_grad
+        if dhidden is not None and head.shard is not None:  # what is whole is summed already
+            dhidden = torch.zeros_like(dhidden)
 
         def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
             if dx is not None:
-                route.backend.entries_matmul(entries, dlogp, matrix, dx)
+                route.backend.entries_matmul(entries, factor, matrix, dx)
             if dmatrix is not None:
                 to_sum = count > 0 or dmatrix is not found.weight
                 route.backend.entries_transposed_matmul(
                     entries=entries,
-                    factor=dlogp,
+                    factor=factor,
                     rows=x,
                     out=dmatrix,
                     add=to_sum,
                     count=total,
                 )
 
-        add(rows.hidden, head.weight, found.hidden, dweight)
+        add(rows.hidden, head.weight, dhidden, dweight)
+        if dhidden is not None and found.hidden is not None and head.shard is not None:
+            head.shard.start_sum(dhidden).wait()
+            dhidden = torch.where(whole[:, None], found.hidden, dhidden)
+            found = found._replace(hidden=dhidden)
         if found.bias is not None:
-            add(dlogp.new_ones(len(dlogp), 1), head.weight, None, found.bias[:, None])
+            add(factor.new_ones(len(factor), 1), head.weight, None, found.bias[:, None])
         if head.lora is not None:  # a product with 0 would not hide what is no number
             hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
@@ -278,11 +378,16 @@ def bounded_gradients(
     return found
 
 
-def bounded_report(entries: Entries, dlogp: Tensor | None = None) -> Tensor:
-    """Return what there is to know of a bounded backward, () sums of :data:`REPORT`, in fp64."""
-    weight = torch.ones_like(entries.norm) if dlogp is None else dlogp.abs()
+def bounded_report(
+    entries: Entries, factor: Tensor | None = None, shard: VocabShard | None = None
+) -> Tensor:
+    """Return what there is to know of a sparse backward, (6,) sums of :data:`REPORT`, in fp64."""
+    weight = torch.ones_like(entries.norm) if factor is None else factor.abs()
     kept = entries.used >= 0
     squares = [((weight * x).double() ** 2).sum() for x in (entries.error * kept, entries.norm)]
     bound = (weight * entries.error_l1 * kept).double().sum()
-    counts = entries.used.clamp(min=0).sum(), (~kept).sum(), weight.count_nonzero()
+    listed = entries.used.clamp(min=0).sum().double()
+    if shard is not None:
+        listed = shard.gather(listed).sum()
+    counts = listed, (~kept).sum(), weight.count_nonzero()
     return torch.stack([*(x.double() for x in counts), *squares, bound])

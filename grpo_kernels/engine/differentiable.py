@@ -94,10 +94,18 @@ def stats_backward(
 ) -> Gradients:
     """Compute gradients from what :func:`rows_forward` returned, in fp32 or the hidden states'
     dtype; ``outer`` are those of the statistics."""
-    of_logp_alone = outer.dentropy is None and outer.dmasked is None
-    if kept is not None and outer.dlogp is not None and of_logp_alone:
-        given = (plan.saving.kind, kept, rows, stats, outer.dlogp)
-        return saved_gradients(*given, plan.route, plan.needs)
+    kind, given = plan.saving.kind, outer.dmasked if plan.masked else outer.dlogp
+    others = outer._replace(dlogp=None) if not plan.masked else outer._replace(dmasked=None)
+    if kept is not None and given is not None and others.nonzero is None:
+        return saved_gradients(
+            kind=kind,
+            kept=kept,
+            rows=rows,
+            stats=stats,
+            outer=outer,
+            route=plan.route,
+            needs=plan.needs,
+        )
     chosen, needs = rows.chosen(outer.nonzero), plan.needs
 
     def run(route: Route) -> Gradients:

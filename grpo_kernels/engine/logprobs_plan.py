@@ -48,11 +48,12 @@ class SavedForBackward:
         route: Route,
         needs: Needs,
         why_not: str | None = None,
-        wanted: OutputSpec = OutputSpec(),  # noqa: B008
+        is_plain: bool = True,
     ) -> SavedForBackward:
         """Choose for a call with so many rows of the hidden size ``depth``.
 
-        ``why_not``: why nothing can be kept, if the caller knows such a reason.
+        ``why_not``: why nothing can be kept, if the caller knows such a reason. ``is_plain``: no
+        statistics are wanted but those of every call, from all ids.
         """
         gemms = 1 + needs.hidden + needs.weight
         why_not = why_not or route.why_no_gradients
@@ -70,7 +71,7 @@ class SavedForBackward:
                 shape=shape,
                 dtype=dtype,
                 gemms=1 + anew,
-                with_gradient=route.reads_once and wanted == OutputSpec(),
+                with_gradient=route.reads_once and is_plain,
             )
         if needs.of_head or needs.lora_a:
             shape = tokens, leading_dim(route.max_local_vocab, route.dtype, route.device)
@@ -169,7 +170,7 @@ class LogprobsPlan:
             route=self.route,
             needs=self.needs,
             why_not=OF_MASK if self.masked else None,
-            wanted=self.wanted,
+            is_plain=self.wanted == OutputSpec() and not self.masked,
         )
 
     @property

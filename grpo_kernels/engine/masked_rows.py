@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import Tile, slope, transformed
+from grpo_kernels.backends import WHOLE, Entries, Tile, slope, transformed
 from grpo_kernels.batch import SamplingMask
 from grpo_kernels.head import VocabShard
 
@@ -75,6 +75,39 @@ class MaskedRows(NamedTuple):
         excess = sums + torch.expm1(score - peak)
         others = others / (1 + excess)[rows] * slopes
         return MaskedRows(ids, rows, others, target, target_slope, score - peak - excess.log1p())
+
+    def entries(self, slots: int, dtype: torch.dtype) -> Entries:
+        """Return the entries of the gradients of ``logp``: all of them, without an error.
+
+        A row of more than ``slots`` is whole.
+        """
+        rows = len(self.target)
+        counts = torch.bincount(self.rows, minlength=rows)
+        place = torch.arange(len(self.ids), device=self.ids.device)
+        place -= (counts.cumsum(0) - counts)[self.rows]
+        here = self.target_slope != 0  # else in another rank's columns
+        used = counts + here
+        fits = used <= slots
+        ids = self.target.new_zeros((rows, slots), dtype=torch.int32)
+        values = self.others.new_zeros((rows, slots))
+        listed = fits[self.rows]
+        index = self.rows[listed], place[listed]
+        ids[index], values[index] = self.ids[listed].int(), -self.others[listed]
+        last = _all_rows(self.target)[fits & here]
+        at_target = -torch.expm1(self.logp) * self.target_slope
+        ids[last, counts[last]] = self.target[last].int()
+        values[last, counts[last]] = at_target[last]
+        norm = at_target.square().index_add(0, self.rows, self.others.square()).sqrt()
+        none = torch.zeros(rows, dtype=dtype, device=ids.device)
+        return Entries(
+            ids=ids,
+            values=values.to(dtype),
+            used=torch.where(fits, used, WHOLE).int(),
+            error=none,
+            error_l1=none,
+            expected_error=none,
+            norm=norm.to(dtype),
+        )
 
     def at(self, order: Tensor) -> MaskedRows:
         """Return the same for a tile that holds the rows ``order`` (n,) of this one."""

@@ -203,8 +203,6 @@ def choose_route(
     if shard is not None:
         if not backend.has_tiles:
             raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
-        if options.bounded is not None:
-            raise ValueError(f"backward: expected 'exact' with vocab_shard, got {options.bounded}")
         columns = shard.max_local_vocab
     rows = chunk_rows(columns, dtype, options.precision, device, workspace)
     if options.batch_invariant:

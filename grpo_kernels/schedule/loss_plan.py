@@ -123,10 +123,15 @@ class Plan(LogprobsPlan):
     @cached_property
     def saving(self) -> SavedForBackward:
         """What the forward keeps for the backward, or for its end."""
-        why_not = _why_exact(self.batch, self.config)
-        size = self.tokens, self.head.weight.shape[1]
-        kept = SavedForBackward.of(*size, self.route, self.needs, why_not)
         bounded = self.options.bounded
+        kept = SavedForBackward.of(
+            tokens=self.tokens,
+            depth=self.head.weight.shape[1],
+            route=self.route,
+            needs=self.needs,
+            why_not=_why_exact(self.batch, self.config) if bounded is None else None,
+            is_plain=not self.masked,
+        )
         if bounded is None or self.schedule == "two_pass":
             return kept
         # the logits are there for the weight's exact gradient
@@ -269,9 +274,6 @@ def make_plan(
             "metric_rows: expected 'all' for a loss whose gate needs the entropy of every token, "
             "got 'active'"
         )
-    why_exact = _why_exact(batch, config)
-    if options.bounded is not None and why_exact is not None:
-        raise ValueError(f"backward: expected 'exact', since {why_exact}; got {options.bounded}")
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if needs.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
@@ -294,6 +296,16 @@ def make_plan(
             fewest = _FEWEST_CHUNK_ROWS.get(route.device.type, 0)
             costly = tokens / (len(chunks) - 1) < fewest
         schedule = "two_pass" if why_two is not None or costly else "one_pass"
+    bonus = options.bounded is not None and config.entropy_coef != 0 and needs.any
+    if bonus and why_two is None and options.schedule == "auto":
+        schedule = "one_pass"
+    if bonus and (schedule == "two_pass" or batch.sampling_mask is not None):
+        why = "with a sampling mask"
+        if schedule == "two_pass":
+            why = "in two passes" + (f" ({why_two})" if why_two else "")
+        raise ValueError(
+            f"backward: expected 'exact' for an entropy bonus {why}, got {options.backward!r}"
+        )
     if schedule == "one_pass":
         route = summing
     return Plan(

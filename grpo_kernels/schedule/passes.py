@@ -103,7 +103,7 @@ def _keeping(rows: Rows, plan: Plan) -> Forward:
     saved = (*gradient, outer.dlogp)
     if plan.options.bounded is None:
         return parts, None, saved
-    entries = kept_entries(kept[0], outer.dlogp, plan.route)
+    entries = kept_entries(kept[0], outer, plan.route)
     parts = parts._replace(bounded=bounded_report(entries, outer.dlogp))
     return parts, None, (*saved, to_keep(entries), *stats[:3])
 
@@ -113,7 +113,8 @@ def _two_pass(rows: Rows, plan: Plan) -> Forward:
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
     parts, outer = _scored_loss(stats, rows, plan)
     if kept is not None and plan.saving.kind == ENTRIES:
-        parts = parts._replace(bounded=bounded_report(of_kept(kept)))
+        report = bounded_report(of_kept(kept), shard=plan.head.shard)
+        parts = parts._replace(bounded=report)
     return parts, None, (kept, *stats[:3], *outer)
 
 
@@ -148,7 +149,8 @@ def loss_backward(
             assert kept is not None
             found = bounded_gradients(
                 entries=of_kept(kept),
-                dlogp=dlogp,
+                factor=dlogp,
+                outer=StatsGrad(dlogp),
                 rows=chosen,
                 stats=stats,
                 route=plan.route,

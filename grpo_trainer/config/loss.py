@@ -133,6 +133,22 @@ def check_level(args: TrainingArguments, loss: LossConfig) -> None:
         )
 
 
+def check_backward(args: TrainingArguments, loss: LossConfig) -> None:
+    """Raise ValueError for a sparse backward where only an exact one is possible."""
+    backward_options(args)  # which checks the seed
+    if args.backward == "exact" or loss.entropy_coef == 0:
+        return
+    for name, is_set in (
+        ("top_entropy_quantile", args.top_entropy_quantile < 1),
+        ("use_sampling_mask", args.use_sampling_mask),
+    ):
+        if is_set:
+            raise ValueError(
+                f"backward: expected 'exact' for an entropy bonus with {name}={getattr(args, name)}"
+                f", got {args.backward!r}"
+            )
+
+
 def backward_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments of ``linear_policy_loss`` that ``args`` describes."""
     arguments: dict[str, Any] = {"activation_bytes": args.activation_bytes}

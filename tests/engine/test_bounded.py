@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_kernels import (
     Bounded,
     LossConfig,
+    SamplingMask,
     TokenBatch,
     linear_logprobs,
     linear_policy_loss,
@@ -171,3 +172,69 @@ def test_metrics_of_a_loss(schedule: str, exact_weight: bool) -> None:
     assert set(some) == set(none)
     assert 0 < some["backward_error"] < 4e-3 and some["backward_error_bound"] > 0
     assert 1 <= some["backward_entries"] < SLOTS and 0 <= some["backward_whole_rows"] < 0.5
+
+
+@pytest.mark.parametrize("exact_weight", (False, True))
+@pytest.mark.parametrize("entropy_coef", (0.02, 5.0), ids=["small", "large"])
+@pytest.mark.parametrize(
+    "backend,dtype",
+    [("chunked", torch.float64), ("cpu", torch.float32), ("cpu", torch.bfloat16)],
+    ids=str,
+)
+def test_an_entropy_bonus(
+    backend: str, dtype: torch.dtype, entropy_coef: float, exact_weight: bool
+) -> None:
+    """Its share of the gradient is sampled along, in proportion to its size."""
+    config, backward = LossConfig(entropy_coef=entropy_coef), sparse(exact_weight=exact_weight)
+    for kind in SIZES:
+        found = [
+            _loss_gradients(inputs(kind).to(each), config, backend=name, backward=way)
+            for each, name, way in (
+                (torch.float64, "reference", "exact"),
+                (dtype, backend, backward),
+            )
+        ]
+        (exact, _), (got, metrics) = found
+        assert metrics["backward_error"] < backward.tolerance
+        for name, value in got.items():
+            allowed = 1.3 * backward.tolerance + ROUNDING.get(dtype, 0.0)
+            assert frobenius(value, exact[name]) <= allowed, (kind, name)
+
+
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("slots", (200, 4))
+@pytest.mark.parametrize(
+    "backend,dtype", [("chunked", torch.float64), ("cpu", torch.float32)], ids=str
+)
+def test_a_sampling_mask(backend: str, dtype: torch.dtype, slots: int, schedule: str) -> None:
+    """All of its ids are kept, and nothing is sampled; a row of more ids than slots is whole."""
+    x = inputs("SFT-like")
+    logits = x.hidden @ x.weight.t()
+    lists = [row.topk(1 + 7 * (t % 20)).indices.tolist() for t, row in enumerate(logits)]
+    mask = SamplingMask.from_lists(lists)
+    found = [
+        _loss_gradients(x.to(each), LossConfig(), backend=name, backward=way, mask=mask, **more)
+        for each, name, way, more in (
+            (torch.float64, "reference", "exact", {}),
+            (dtype, backend, sparse(slots=slots), {"schedule": schedule}),
+        )
+    ]
+    (exact, _), (got, metrics) = found
+    assert metrics["backward_error"] == 0 == metrics["backward_error_bound"]
+    whole = metrics["backward_whole_rows"]
+    assert whole == 0 if slots == 200 else 0.8 < whole < 1
+    for name, value in got.items():
+        assert frobenius(value, exact[name]) <= 3e-6, name
+
+
+def _loss_gradients(
+    x: Inputs, config: LossConfig, mask: SamplingMask | None = None, **options: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the gradients of a loss of eight sequences, and its metrics."""
+    batch = TokenBatch.from_padded(
+        x.target.view(8, -1), torch.linspace(-1, 1.5, 8), sampling_mask=mask
+    )
+    out = linear_policy_loss(x.hidden.view(8, -1, DEPTH), x.weight, batch, config, **options)
+    leaves = {"dhidden": x.hidden, "dweight": x.weight}
+    found = torch.autograd.grad(out.loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True)), out.metrics

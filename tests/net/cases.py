@@ -290,11 +290,12 @@ def cases(
         values |= dict(entry="function", twist="compile", main_grad=False)
     if ranks > 1:
         values |= dict(ranks=2, shared="vocab" if not loss else draw(_mostly("vocab", "sequences")))
-        values |= dict(tied=False, bounded=False, entry="function", twist="none")
+        values |= dict(tied=False, entry="function", twist="none")
         values["vocab"] = max(2, values["vocab"])
         values["threads"] = 1
         if values.get("loss_type") in oracle.ORDERED:  # whose sequences stay whole
             values["shared"] = "vocab"
+        values["bounded"] = values.get("bounded", False) and values["shared"] == "vocab"
         if values["shared"] == "sequences":
             values["packed"] = False
             values["main_grad"] = False
@@ -307,8 +308,10 @@ def _of_loss(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[st
     loss_type = draw(st.sampled_from(LOSSES))
     rollout = draw(_mostly(*ROLLOUTS))
     settings = _settings(draw, loss_type, rollout)
-    exact = settings.get("entropy_coef") or values["sampling_mask"]
     whole = settings.get("top_entropy_quantile", 1) < 1
+    # of an entropy bonus entries are chosen in one pass only
+    two_passes = whole or values["batch_invariant"] or values["tile_rows"] is not None
+    exact = settings.get("entropy_coef") and (two_passes or values["sampling_mask"])
     entry = draw(_mostly(*ENTRIES))
     found: dict[str, Any] = dict(
         loss_type=loss_type,
@@ -323,8 +326,10 @@ def _of_loss(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dict[st
     )
     if entry == "composed":
         return found
+    schedule = draw(st.sampled_from(("auto", "two_pass", "one_pass")))
+    exact = exact or (settings.get("entropy_coef") and schedule == "two_pass")
     found |= dict(
-        schedule=draw(st.sampled_from(("auto", "two_pass", "one_pass"))),
+        schedule=schedule,
         metric_rows="all" if whole else draw(_mostly("all", "active")),
         bounded=not exact and has_tiles and draw(_mostly(False, False, True)),
         main_grad=has_tiles

@@ -200,7 +200,16 @@ RELATIONS = [
     ({"log_completions_hub_repo": "a/b/c"} | LOGS, "log_completions_hub_repo", "got 'a/b/c'"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
-    ({"entropy_coef": 0.1} | SPARSE, "backward", "'exact' with entropy_coef, .* 'sparse'"),
+    (
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5} | SPARSE,
+        "backward",
+        "'exact' for an entropy bonus with top_entropy_quantile=0.5, got 'sparse'",
+    ),
+    (
+        {"entropy_coef": 0.1, "use_sampling_mask": True, "use_vllm": True, "top_k": 8} | SPARSE,
+        "backward",
+        "'exact' for an entropy bonus with use_sampling_mask=True, got 'sparse'",
+    ),
     ({"seed": 1 << 32} | SPARSE, "seed", "an int in"),
     (
         {"max_tokens_per_micro_batch": 4},
