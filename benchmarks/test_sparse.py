@@ -24,7 +24,8 @@ _ALLOWED = 0.5  # a part of a gradient's norm; rounding logits to 16 bits change
 CASES = {
     "tiny": [make_case(work, "tiny", 32, "fp32", "text-like") for work in _WAYS],
     "cpu": [
-        make_case(work, "qwen2.5-0.5b", 1024, dtype, "text-like", memory=True)
+        make_case(work, model, 1024, dtype, inputs, memory=True)
+        for model, inputs in (("smollm2-135m", REAL), ("qwen2.5-0.5b", "text-like"))
         for work in _WAYS
         for dtype in ("fp32", "bf16")
     ],

@@ -97,7 +97,7 @@ OPTIONS: dict[str, Feature] = {
     "`batch_invariant`": lambda c: c.batch_invariant,
     '`metric_rows="active"`': lambda c: c.metric_rows == "active",
     "`activation_bytes`": lambda c: c.activation_bytes is not None,
-    "`backward=Bounded(...)`": lambda c: c.bounded,
+    '`backward="sparse"`': lambda c: c.bounded,
     "`main_grad`": lambda c: c.main_grad,
     "several threads": lambda c: c.threads > 1,
     "activation checkpointing": lambda c: c.of_loss and c.twist == "checkpoint" and not c.main_grad,

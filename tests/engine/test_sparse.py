@@ -1,4 +1,4 @@
-"""The bounded backward: within its tolerance, right in the mean, and honest about its error."""
+"""The sparse backward: within its tolerance, right in the mean, and honest about its error."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def train(seed: int, **settings: Any) -> list[dict[str, float]]:
         model=policy,
         reward_funcs=even,
         args=GRPOConfig(
-            output_dir="out/bounded",
+            output_dir="out/sparse",
             overwrite_output_dir=True,
             per_device_train_batch_size=32,
             num_generations=8,
