@@ -44,6 +44,7 @@ _VIEWS = {
     "cases": ("A case in a line", tables.cases),
 }
 _PRINTED = 14  # cases of a device
+_REAL_MODELS = {"smollm2-135m": "SmolLM2-135M-Instruct"}
 # whose curves are compared with whose
 _COMPARED = (
     ("ours", "trl", "in our trainer"),
@@ -102,6 +103,32 @@ def ratio_errors(kind: str) -> str:
         "On text that SmolLM2-135M-Instruct generated, with its head in bf16, it is off"
     )
     return f"{rule} {'; '.join(said)} ({where})."
+
+
+def sparse_step(kind: str) -> str:
+    """Write what a sparse backward takes and is off by on real text, next to an exact one."""
+    for group in newest(kind)[1]:
+        facts = group.facts
+        if group.benchmark != "sparse" or facts["dtype"] != "bf16" or facts["work"] != "dapo":
+            continue
+        names = ("ours", "ours-sparse-hidden", "ours-sparse", "eager")
+        rows = [group[name] for name in names]
+        if facts["inputs"] != REAL or not all(row and row.median for row in rows):
+            continue
+        exact, hidden, both, eager = rows
+        off = [
+            text.percent(max(row.errors[name] for name in ("dhidden", "dweight")))
+            for row in (both, exact, eager)
+        ]
+        return (
+            f"On text that {_REAL_MODELS[facts['model']]} generated it keeps "
+            f"{both.info['entries'][0]:.0f} of {facts['vocabulary']:,} entries of a token. In bf16 "
+            f"a step then takes {text.ratio(hidden.median / exact.median)} times as long as an "
+            f"exact one, and {text.ratio(both.median / exact.median)} times if the head's gradient "
+            f"is sparse, too. Gradients are {off[0]} off, exact ones {off[1]}, and those of eager "
+            f"PyTorch {off[2]} ({group.where})."
+        )
+    return NOT_MEASURED
 
 
 def plots(kind: str, folder: str) -> str:

@@ -88,6 +88,11 @@ class TileGradient(NamedTuple):
     dlogits: Tensor  # (C, V)
     row_scale: Tensor | None = None  # (C,) fp32; None: 1
 
+    def rows(self, index: slice) -> TileGradient:
+        """Return the same for a range of rows."""
+        scale = self.row_scale
+        return TileGradient(self.dlogits[index], None if scale is None else scale[index])
+
 
 class OutputSpec(NamedTuple):
     """The statistics requested beside those of every call."""

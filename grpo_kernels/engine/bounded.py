@@ -39,7 +39,6 @@ from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
     HIDDEN,
     SavedForBackward,
-    kept_dtype,
     needs_of_gemms,
 )
 from grpo_kernels.engine.masked_rows import scores_at
@@ -70,13 +69,12 @@ def saving_forward(
             assert dhidden is not None
             return stats, dhidden.to(saving.dtype)
         if bounded is not None:
-            found = [rows.hidden.new_empty((0, saving.shape[1]), dtype=saving.dtype)]
+            kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
 
             def keep(chunk: Chunk) -> None:
-                found.append(to_keep(chosen_entries(chunk, None, bounded, route)))
+                to_keep(chosen_entries(chunk, None, bounded, route), kept[chunk.rows.part])
 
-            stats = chunked_loop(*given, keep, saving.with_gradient)
-            return stats, torch.cat(found)
+            return chunked_loop(*given, keep, saving.with_gradient), kept
         kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
 
         def keep_all(chunk: Chunk) -> None:
@@ -230,16 +228,18 @@ def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
     )
 
 
-def to_keep(entries: Entries) -> Tensor:
-    """Return entries as one (C, 2 K + 5) tensor of integers."""
-    floats = torch.cat([entries.values, torch.stack(entries[3:], 1)], 1)
-    integers = torch.cat([entries.ids, entries.used[:, None]], 1)
-    dtype = kept_dtype(floats.dtype)
-    return torch.cat([floats.view(dtype), integers.to(dtype)], 1)
+def to_keep(entries: Entries, out: Tensor) -> None:
+    """Write entries to (C, 2 K + 5) integers, those of floats by their bits."""
+    slots, dtype = entries.ids.shape[1], out.dtype
+    out[:, :slots] = entries.values.view(dtype)
+    for place, each in enumerate(entries[3:], slots):
+        out[:, place] = each.view(dtype)
+    out[:, slots + 4 : -1] = entries.ids
+    out[:, -1] = entries.used
 
 
 def of_kept(kept: Tensor) -> Entries:
-    """Return what :func:`to_keep` was given."""
+    """Return the entries that :func:`to_keep` wrote."""
     slots = kept.shape[1] // 2 - 2
     floats, integers = kept.split((slots + 4, slots + 1), 1)
     floats = floats.view(torch.float64 if kept.dtype == torch.int64 else torch.float32)

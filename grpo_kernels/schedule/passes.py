@@ -99,13 +99,16 @@ def _keeping(rows: Rows, plan: Plan) -> Forward:
         )
     parts, outer = _scored_loss(stats, rows, plan)
     gradient = kept[0].gradient
-    assert gradient is not None and outer.dlogp is not None
-    saved = (*gradient, outer.dlogp)
+    dlogp = outer.dlogp
+    assert gradient is not None and dlogp is not None
+    saved = (*gradient, dlogp)
     if plan.options.bounded is None:
         return parts, None, saved
     entries = kept_entries(kept[0], outer, plan.route)
-    parts = parts._replace(bounded=bounded_report(entries, outer.dlogp))
-    return parts, None, (*saved, to_keep(entries), *stats[:3])
+    parts = parts._replace(bounded=bounded_report(entries, dlogp))
+    written = torch.empty(plan.saving.shape, dtype=plan.saving.dtype, device=dlogp.device)
+    to_keep(entries, written)
+    return parts, None, (*saved, written, *stats[:3])
 
 
 def _two_pass(rows: Rows, plan: Plan) -> Forward:

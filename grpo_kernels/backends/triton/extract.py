@@ -33,6 +33,7 @@ _ANY, _TINY = tl.constexpr(ANY_ERROR), tl.constexpr(1e-30)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 _GROUP = tl.constexpr(32)  # blocks, one for each bit of a word
 _READING_WARPS, _LISTING_WARPS, _LISTED_WORDS = 8, 4, 512
+_MARKED_ROWS = 512  # at a time: the words of more are memory and no gain
 _POINTERS = [
     *common.PER_ROW,
     "unit_ptr",
@@ -405,35 +406,34 @@ def extract_entries(
     (rows, columns), device = tile.logits.shape, tile.logits.device
     found = Entries.empty(rows, slots, device)
     groups = -(-sampled_blocks(rows, columns)[0] // _GROUP.value)
-    words = torch.empty((rows, groups, STRANDS), dtype=torch.int32, device=device)
-    marks: dict[str, Any] = {
-        "cuts_ptr": cuts.contiguous(),
-        "words_ptr": words,
-        "tail_ptr": torch.empty(rows, device=device),
-        "squares_ptr": torch.empty(rows, device=device),
-        "groups": groups,
-    }
-    _launch(
-        _mark_kernel,
-        tile,
-        stats,
-        gradient,
-        outer,
-        num_warps=_READING_WARPS,
-        keys_ptr=keys.contiguous(),
-        **marks,
-    )
-    _launch(
-        _list_kernel,
-        tile,
-        stats,
-        gradient,
-        outer,
-        num_warps=_LISTING_WARPS,
-        logp_ptr=stats.logp.contiguous(),
-        slots=slots,
-        BLOCK=_LISTED_WORDS,
-        **marks,
-        **{f"{name}_ptr": value for name, value in found._asdict().items()},
-    )
+    height = min(rows, _MARKED_ROWS)
+    words = torch.empty((height, groups, STRANDS), dtype=torch.int32, device=device)
+    tail, squares = torch.empty(2, height, device=device)
+    for part in (slice(start, start + height) for start in range(0, rows, max(height, 1))):
+        of_part = {
+            "tile": tile.rows(part),
+            "stats": stats.rows(part),
+            "gradient": None if gradient is None else gradient.rows(part),
+            "outer": None if outer is None else outer.rows(part),
+            "cuts_ptr": cuts[part].contiguous(),
+            "words_ptr": words,
+            "tail_ptr": tail,
+            "squares_ptr": squares,
+            "groups": groups,
+        }
+        _launch(
+            _mark_kernel,
+            num_warps=_READING_WARPS,
+            keys_ptr=keys[part].contiguous(),
+            **of_part,
+        )
+        _launch(
+            _list_kernel,
+            num_warps=_LISTING_WARPS,
+            logp_ptr=stats.logp[part].contiguous(),
+            slots=slots,
+            BLOCK=_LISTED_WORDS,
+            **of_part,
+            **{f"{name}_ptr": value[part] for name, value in found._asdict().items()},
+        )
     return found
