@@ -33,7 +33,7 @@ from grpo_kernels.backends.choice import (
     why_backend,
 )
 from grpo_kernels.backends.divergence import KINDS, Divergence, Pair, TopK
-from grpo_kernels.backends.entries import best_cut, row_keys, sampled_blocks
+from grpo_kernels.backends.entries import row_weights
 from grpo_kernels.backends.packing import kernel_packing
 from grpo_kernels.backends.reference import reference_divergence, reference_logprobs
 from grpo_kernels.backends.topk import mean_logits, with_top_k

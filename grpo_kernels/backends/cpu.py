@@ -26,7 +26,7 @@ from grpo_kernels.backends.base import (
     empty_stats,
 )
 from grpo_kernels.backends.divergence import Divergence, Pair
-from grpo_kernels.backends.entries import sampled_blocks
+from grpo_kernels.backends.entries import row_keys, sampled_blocks
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
 
@@ -289,13 +289,15 @@ class Native(Backend):
         self,
         tile: Tile,
         stats: RowStats,
-        keys: Tensor,
+        seed: int,
+        first: int,
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
         outer: StatsGrad | None = None,
     ) -> Entries:
         assert gradient is None and slots > 0, slots
+        keys = row_keys(seed, stats.lse, first)
         entries = Entries.empty(len(keys), slots, tile.logits.device)
         norms = {name: getattr(entries, name) for name in _NORMS}
         vectors = _vectors(len(keys), logp=stats.logp, lse=stats.lse, keys=keys, cuts=cuts)

@@ -27,6 +27,8 @@ from grpo_kernels.backends.base import (
     RowStats,
     StatsGrad,
     Tile,
+    TileGradient,
+    slope,
     transformed,
 )
 
@@ -34,9 +36,10 @@ STRANDS = 2048
 # Of a row, one in so many blocks of STRANDS columns is sampled for the choice of a cut; and of all
 # rows together, each block at least so many times.
 _BLOCKS, _FEWEST = 32, 4
+NUM_CUTS = 12  # that are tried
 GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
-_TINY = 1e-30
+TINY = 1e-30
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
@@ -65,17 +68,24 @@ def sampled_blocks(rows: int, columns: int) -> tuple[int, int]:
     return blocks, min(blocks, max(-(-blocks // _BLOCKS), enough))
 
 
-def best_cut(sums: Tensor, cuts: Tensor, allowed: Tensor) -> Tensor:
-    """Return the () cut at which the expected squared error is ``allowed`` ().
+def best_cut(sums: Tensor, cuts: Tensor, allowed: float) -> Tensor:
+    """Return the () cut at which the expected squared error is ``allowed``.
 
     ``sums`` (2, K) are the tails' sizes and squares, for K ascending ``cuts``.
     """
     # convex in the cut, and 0 at 0: a chord lies above it
-    cuts, errors = pad(cuts, (1, 0)), pad(cuts * sums[0] - sums[1], (1, 0))
-    below = (errors <= allowed).sum() - 1
-    above = (below + 1).clamp(max=len(cuts) - 1)
-    step = (cuts[above] - cuts[below]) / (errors[above] - errors[below]).clamp(min=_TINY)
-    return cuts[below] + (allowed - errors[below]) * step.where(above > below, 0)
+    errors = cuts * sums[0] - sums[1]
+    fits = errors <= allowed
+    low, low_error = (torch.where(fits, x, 0.0).amax() for x in (cuts, errors))
+    high, high_error = (torch.where(fits, torch.inf, x).amin() for x in (cuts, errors))
+    between = (allowed - low_error) * (high - low) / (high_error - low_error)
+    return torch.where(high.isfinite(), low + between, low)
+
+
+def ladder(least: Tensor) -> Tensor:
+    """Return the (K,) cuts that are tried, from ``least`` () to 1."""
+    steps = torch.linspace(1, 0, NUM_CUTS, dtype=least.dtype, device=least.device)
+    return least.clamp(max=1) ** steps
 
 
 def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +142,7 @@ def block_entries(
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
     target, columns = tile.target, tile.logits.shape[1]
     others, at_target = _gradient(tile, stats, outer)
-    sizes, cut = others.abs(), cuts.double().clamp(min=_TINY)[:, None]
+    sizes, cut = others.abs(), cuts.double().clamp(min=TINY)[:, None]
     large = sizes > cut
     tail = torch.where(large, 0.0, sizes)
     sums, squares = tail.sum(1), tail.square().sum(1)
@@ -200,6 +210,40 @@ def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Ten
     others = torch.where(here[:, None], others.scatter(1, place, 0.0), others)
     scale = torch.as_tensor(transform.logit_scale / transform.temperature).to(others)
     return (others.t() * scale).t(), at_target * scale
+
+
+def row_weights(outer: StatsGrad) -> Tensor:
+    """Return what the sizes of rows are multiplied by (C,), in fp64; 0: without a gradient."""
+    assert outer.dlogp is not None
+    if outer.dentropy is None:
+        return outer.dlogp.double().abs()
+    return ((outer.dlogp != 0) | (outer.dentropy != 0)).double()  # it is in their sizes
+
+
+def sizes_at_target(
+    tile: Tile, stats: RowStats, outer: StatsGrad | None, gradient: TileGradient | None
+) -> Tensor:
+    """Return the sizes of gradients by the targets' logits, (C,) fp64: no more than their norms.
+
+    Of a gradient of the log-probability it is at least as large as all others together. It is 0 for
+    a row without a finite ``lse``, and for a target outside of the tile.
+    """
+    own = torch.arange(len(tile.target), device=tile.target.device)
+    if gradient is not None:
+        dlogits, scale = gradient
+        assert scale is not None
+        size = dlogits[own, tile.target].double() * scale
+        return torch.where(stats.lse.isfinite(), size, 0.0)
+    here = (tile.target >= 0) & (tile.target < tile.logits.shape[1])
+    picked = tile.logits[own, tile.target * here].double().unsqueeze(-1)
+    slopes = slope(torch.ones_like(picked), tile.transform, transformed(picked, tile.transform)[1])
+    logp = stats.logp.double()
+    size = -torch.expm1(logp)
+    if outer is not None:
+        assert outer.dlogp is not None and outer.dentropy is not None
+        bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
+        size = (size * outer.dlogp - bonus * outer.dentropy).abs()
+    return torch.where(here & stats.lse.isfinite(), size * slopes.squeeze(-1), 0.0)
 
 
 def _by_block(values: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.base import (
+    ANY_ERROR,
     BLOCK_ELEMENTS,
     LEAST_LOGP,
     Entries,
@@ -20,11 +23,17 @@ from grpo_kernels.backends.base import (
 )
 from grpo_kernels.backends.divergence import Divergence, Pair
 from grpo_kernels.backends.entries import (
+    TINY,
+    best_cut,
     block_entries,
     block_tail_sums,
     grouped_sums,
+    ladder,
     listed,
+    row_keys,
+    row_weights,
     sampled_blocks,
+    sizes_at_target,
 )
 from grpo_kernels.head import Head
 
@@ -156,6 +165,43 @@ class Backend:
             out[block] = _block_divergence_gradient(pair.rows(block), divergence, *of_block)
         return out
 
+    def chosen_cuts(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGrad | None,
+        share: float,
+        gradient: TileGradient | None = None,
+        total: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Tensor:
+        """Return the rows' cuts (C,) at which all their entries' expected error is ``share``.
+
+        That is relative, in the Frobenius norm, or less. A row without a gradient has the cut
+        ``ANY_ERROR``. ``outer`` (None: 1 for all ``dlogp``) weighs rows, and with ``dentropy`` it
+        says which gradient it is; ``gradient`` as for :meth:`tail_sums`. ``total`` adds up what the
+        ranks of a split vocabulary have.
+        """
+        of_loss = None if outer is None or outer.dentropy is None else outer
+        norm = total(sizes_at_target(tile, stats, of_loss, gradient))
+        weight = torch.ones_like(norm) if outer is None else row_weights(outer)
+        # relative to the root mean square, so that the squares of sizes are in the range of fp32
+        weight = weight / (weight * norm).square().mean().sqrt().clamp(min=TINY)
+        rows, columns = tile.logits.shape
+        allowed = share**2 * rows
+        cuts = ladder(allowed / (weight * norm).sum().clamp(min=TINY))
+        dtype = stats.logp.dtype
+        sums = self.tail_sums(
+            tile=tile,
+            stats=stats,
+            weight=weight.to(dtype),
+            cuts=cuts.to(dtype),
+            gradient=gradient,
+            outer=of_loss,
+        )
+        blocks, sampled = sampled_blocks(rows, columns)
+        cut = best_cut(total(sums.sum(0, dtype=torch.float64) * (blocks / sampled)), cuts, allowed)
+        return torch.where(weight > 0, cut / weight.clamp(min=TINY), ANY_ERROR).to(dtype)
+
     def tail_sums(
         self,
         tile: Tile,
@@ -194,7 +240,8 @@ class Backend:
         self,
         tile: Tile,
         stats: RowStats,
-        keys: Tensor,
+        seed: int,
+        first: int,
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
@@ -202,12 +249,14 @@ class Backend:
     ) -> Entries:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
-        ``keys`` (C,) int32 are those of ``row_keys``. Entries of a size above the row's cut (C,)
+        The sample follows from ``seed`` and the numbers of the rows, from the ``first`` on. Entries
+        of a size above the row's cut (C,)
         are kept, the others sampled; with ``ANY_ERROR`` as its cut a row has none. A row without a
         finite ``lse``, or that is expected to need more entries, is whole. ``gradient`` and
         ``outer`` as for :meth:`tail_sums`.
         """
         assert gradient is None, "no logits"
+        keys = row_keys(seed, stats.lse, first)
         parts = [
             block_entries(
                 tile=tile.rows(block),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from grpo_kernels.backends.base import RowStats, StatsGrad, Tile, TileGradient
 from grpo_kernels.backends.gpu_tiles import device_class, linear_config, row_config
 from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head
@@ -46,6 +49,24 @@ class Triton(Backend):
     extract_entries = _launcher("extract_entries")
     entries_matmul = _launcher("entries_matmul")
     entries_transposed_matmul = _launcher("entries_transposed_matmul")
+
+    def chosen_cuts(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        outer: StatsGrad | None,
+        share: float,
+        gradient: TileGradient | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        of_logp = outer is None or outer.dentropy is None
+        if total is not None or not of_logp or tile.transform.softcap is not None:
+            more = {} if total is None else {"total": total}
+            return super().chosen_cuts(tile, stats, outer, share, gradient, **more)
+        from grpo_kernels.backends.triton import common_cuts
+
+        dlogp = None if outer is None else outer.dlogp
+        return common_cuts(tile, stats, dlogp, share, gradient)
 
     def unavailable(self) -> str | None:
         if (why := _why_not_usable()) is not None:

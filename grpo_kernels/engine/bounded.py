@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    ANY_ERROR,
-    LEAST_LOGP,
     WHOLE,
     Entries,
     OutputSpec,
     RowStats,
     StatsGrad,
     TileGradient,
-    best_cut,
     concatenate,
-    row_keys,
-    sampled_blocks,
+    row_weights,
 )
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunked_loop, row_chunks
@@ -41,7 +37,6 @@ from grpo_kernels.engine.logprobs_plan import (
     SavedForBackward,
     needs_of_gemms,
 )
-from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows
@@ -50,8 +45,6 @@ from grpo_kernels.head import VocabShard, matmul_precision
 # of the tolerance: what is left is for other gradients than that of the logits, and for the sample
 # from which a cut is chosen
 _SHARE = 0.85
-_NUM_CUTS = 12  # that are tried
-_TINY = 1e-30
 REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
 
 
@@ -139,72 +132,25 @@ def chosen_entries(
     slots, shard = min(bounded.slots, route.columns), rows.head.shard
     if chunk.masked is not None:
         return _combined(chunk.masked.entries(slots, stats.logp.dtype), shard)
-    of_loss = None if outer is None or outer.dentropy is None else outer
-    norm = torch.where(stats.lse.isfinite(), _sizes_at_target(chunk, of_loss), 0.0)
-    if shard is not None:
-        norm = shard.gather(norm).sum(0)
-    weight = torch.ones_like(norm) if outer is None else _weights(outer)
-    # relative to the root mean square, so that the squares of sizes are in the range of fp32
-    weight = weight / (weight * norm).square().mean().sqrt().clamp(min=_TINY)
-    allowed = (_SHARE * bounded.tolerance) ** 2 * rows.count
-    mass = (weight * norm).sum()
-    least = (allowed / mass.clamp(min=_TINY)).clamp(max=1)
-    cuts = least ** torch.linspace(1, 0, _NUM_CUTS, dtype=mass.dtype, device=mass.device)
-    backend, dtype = route.backend, stats.logp.dtype
-    sums = backend.tail_sums(
+    cuts = route.backend.chosen_cuts(
         tile=tile,
         stats=stats,
-        weight=weight.to(dtype),
-        cuts=cuts.to(dtype),
+        outer=outer,
+        share=_SHARE * bounded.tolerance,
         gradient=gradient,
-        outer=of_loss,
+        **({} if shard is None else {"total": lambda x: shard.gather(x).sum(0)}),
     )
-    blocks, sampled = sampled_blocks(rows.count, route.columns)
-    sums = sums.sum(0, dtype=torch.float64) * (blocks / sampled)
-    if shard is not None:
-        sums = shard.gather(sums).sum(0)
-    cut = best_cut(sums, cuts, mass.new_tensor(allowed))
-    each = torch.where(weight > 0, cut / weight.clamp(min=_TINY), ANY_ERROR)
-    seed = bounded.seed + (0 if shard is None else shard.rank)
-    found = backend.extract_entries(
+    found = route.backend.extract_entries(
         tile=tile,
         stats=stats,
-        keys=row_keys(seed, stats.lse, rows.start),
-        cuts=each.to(dtype),
+        seed=bounded.seed + (0 if shard is None else shard.rank),
+        first=rows.start,
+        cuts=cuts,
         slots=slots,
         gradient=gradient,
-        outer=of_loss,
+        outer=None if outer is None or outer.dentropy is None else outer,
     )
     return _combined(found, shard)
-
-
-def _weights(outer: StatsGrad) -> Tensor:
-    """Return what the sizes of rows are multiplied by (C,), in fp64; 0: without a gradient."""
-    assert outer.dlogp is not None
-    if outer.dentropy is None:
-        return outer.dlogp.double().abs()
-    return ((outer.dlogp != 0) | (outer.dentropy != 0)).double()  # it is in their sizes
-
-
-def _sizes_at_target(chunk: Chunk, of_loss: StatsGrad | None) -> Tensor:
-    """Return the sizes of gradients by the targets' logits, (C,) fp64: no more than their norms.
-
-    Of a gradient of the log-probability it is at least as large as all others together.
-    """
-    rows, stats = chunk.rows, chunk.stats
-    own, target = torch.arange(rows.count, device=chunk.logits.device), rows.target
-    if chunk.gradient is not None:
-        dlogits, scale = chunk.gradient
-        assert scale is not None
-        return dlogits[own, target].double() * scale
-    here = (target >= 0) & (target < chunk.logits.shape[1])  # else in another rank's columns
-    logp, slope = stats.logp.double(), scores_at(chunk.tile, own, target * here)[1]
-    size = -torch.expm1(logp)
-    if of_loss is not None:
-        assert of_loss.dlogp is not None and of_loss.dentropy is not None
-        bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
-        size = (size * of_loss.dlogp - bonus * of_loss.dentropy).abs()
-    return torch.where(here, size * slope, 0.0)
 
 
 def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
@@ -315,7 +261,7 @@ class BoundedSums:
 def factors(outer: StatsGrad) -> Tensor:
     """Return what the rows' entries are multiplied by (C,)."""
     if outer.dentropy is not None:
-        return _weights(outer).to(outer.dentropy.dtype)
+        return row_weights(outer).to(outer.dentropy.dtype)
     factor = outer.dlogp if outer.dmasked is None else outer.dmasked
     assert factor is not None
     return factor
@@ -370,7 +316,8 @@ def bounded_gradients(
         if found.bias is not None:
             add(factor.new_ones(len(factor), 1), head.weight, None, found.bias[:, None])
         if head.lora is not None:  # a product with 0 would not hide what is no number
-            hidden = torch.where(entries.used[:, None] > 0, rows.hidden, 0)
+            sampled = (factor != 0) & ~whole  # here or on another rank
+            hidden = torch.where(sampled[:, None], rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
             inner = head.lora.inner(hidden) if needs.lora_b else hidden
             add(inner, head.lora.b, lora.dinner, lora.db)

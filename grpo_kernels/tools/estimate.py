@@ -180,8 +180,8 @@ def _bounded(call: Call) -> int:
     wide, sparse = call.wide_rows, 0 if exact or call.frozen else call.elements * WIDE
     copies = kept // 2  # of either the values or the ids among what is kept
     if two_pass:
-        found = 2 * (kept * tiles.height // call.tokens)  # a chunk's entries, while they are joined
-        forward = max(tiles.forward + kept + found, 2 * kept)
+        found = kept * tiles.height // call.tokens  # a chunk's entries, which are copied
+        forward = tiles.forward + kept + found
         before, dweight = kept + copies, call.dweight if exact else sparse
     else:
         dweight = _summed_weight(call, tiles.single) if exact else sparse

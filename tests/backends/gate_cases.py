@@ -87,7 +87,7 @@ def cases(target: str) -> list[Case]:
     rows = (*_stats_cases(target), *_dlogits_cases(target), *_logp_gradient_cases(target))
     rows = (*rows, *_divergence_cases(target))
     linear = (*_linear_cases(target), *_anchored_cases(target), *_merge_cases())
-    entries = (*_extract_cases(), *_gather_cases())
+    entries = (*_extract_cases(), *_cut_cases(), *_gather_cases())
     small = (*_reduce_cases(), *_packing_cases(), *_scale_cases(), _pointwise_case())
     return [*rows, *linear, *entries, *small]
 
@@ -275,7 +275,7 @@ def _extract_cases() -> Iterator[Case]:
     reading, listing = extract._READING_WARPS, extract._LISTING_WARPS
     for kernel, own, blocks, warps in (
         (extract._tail_sums_kernel, tails, {"NUM_CUTS": 12, "BLOCK_K": 16}, reading),
-        (extract._mark_kernel, {**marks, "keys_ptr": "*i32"}, {}, reading),
+        (extract._mark_kernel, {**marks, "seed": "i32", "first_row": "i32"}, {}, reading),
         (extract._list_kernel, {**marks, **entries}, {"BLOCK": extract._LISTED_WORDS}, listing),
     ):
         config = RowConfig(num_warps=warps, depth=1)
@@ -286,6 +286,17 @@ def _extract_cases() -> Iterator[Case]:
                 case = _row_case(kernel, config, each, blocks)
                 yield case
             yield dataclasses.replace(case, aligned=False)
+
+
+def _cut_cases() -> Iterator[Case]:
+    blocks = {"NUM_CUTS": 12, "BLOCK_K": 16, "BLOCK": extract._WEIGHED_ROWS}
+    types = {"weight_ptr": "*fp32", "cuts_ptr": "*fp32", "num_rows": "i32", "allowed": "fp32"}
+    rows = {**types, "logp_ptr": "*fp32", "lse_ptr": "*fp64", "outer": "fp32"}
+    kernel = extract._weigh_kernel
+    for each in _variants(rows, _TEMPERATURE, {"dlogp_ptr": "*fp32"}, thorough=False):
+        yield Case(kernel, each, _absent(kernel, each, blocks), OPTIONS)
+    sums = {**types, "tried_ptr": "*fp32", "sums_ptr": "*fp32", "part": "fp32"}
+    yield Case(extract._pick_kernel, sums, blocks | {"BLOCK": extract._WEIGHED_ROWS // 16}, OPTIONS)
 
 
 def _gather_cases() -> Iterator[Case]:

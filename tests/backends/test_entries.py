@@ -17,7 +17,6 @@ from grpo_kernels.backends import (
     StatsGrad,
     Tile,
     TileGradient,
-    row_keys,
 )
 from grpo_kernels.backends.entries import best_cut, sampled_blocks
 from grpo_kernels.head import Transform
@@ -53,8 +52,8 @@ def extract(
     stats: RowStats | None = None,
 ) -> Entries:
     stats = kernels.backend.stats(tile, extras=False) if stats is None else stats
-    keys, cuts = row_keys(7, stats.lse), torch.full_like(stats.logp, cut)
-    return kernels.backend.extract_entries(tile, stats, keys, cuts, slots, gradient)
+    cuts = torch.full_like(stats.logp, cut)
+    return kernels.backend.extract_entries(tile, stats, 7, 0, cuts, slots, gradient)
 
 
 def exact_gradient(tile: Tile) -> Tensor:
@@ -143,8 +142,7 @@ def test_with_a_gradient_of_the_entropy(kernels, name):
     outer = StatsGrad(dlogp, dentropy)
     exact = dlogits(*tile, StatsGrad(dlogp.double(), dentropy.double()))
     cuts = torch.full_like(stats.logp, 1e-3)
-    keys = row_keys(3, stats.lse)
-    found = kernels.backend.extract_entries(tile, stats, keys, cuts, columns + 1, None, outer)
+    found = kernels.backend.extract_entries(tile, stats, 3, 0, cuts, columns + 1, None, outer)
     check_found(found, exact, tile.target, 1e-3, columns + 1, 5e-5)
     got = dense(found, columns)
     assert ((got < 0) & (got.abs() >= 1e-3)).any(1).all() and (got > 0).sum() > rows
@@ -160,8 +158,8 @@ def test_the_target_is_in_the_columns_of_another_rank(kernels, beyond):
     stats, exact = kernels.backend.stats(tile, extras=False), exact_gradient(tile)[:, :1024]
     target = tile.target if beyond == 0 else torch.full_like(tile.target, beyond)
     half = Tile(tile.logits[:, :1024].contiguous(), target, PLAIN)
-    keys, cuts = row_keys(7, stats.lse), torch.full_like(stats.logp, 1e-3)
-    found = kernels.backend.extract_entries(half, stats, keys, cuts, 1025)
+    cuts = torch.full_like(stats.logp, 1e-3)
+    found = kernels.backend.extract_entries(half, stats, 7, 0, cuts, 1025)
     got = dense(found, 1024)
     assert (found.used >= 0).all() and (got <= 0).all() and (got != 0).any()
     for value, want in (
@@ -196,7 +194,7 @@ def test_rows_without_a_gradient_or_a_softmax(kernels):
     tile.logits[1:3, 7] = math.nan
     stats = kernels.backend.stats(tile, extras=False)
     cuts = torch.tensor([1e-4, 1e-4, ANY_ERROR, 2 * ANY_ERROR], device=kernels.device)
-    found = kernels.backend.extract_entries(tile, stats, row_keys(7, stats.lse), cuts, 300)
+    found = kernels.backend.extract_entries(tile, stats, 7, 0, cuts, 300)
     assert found.used[0] > 0 and found.used[1:].tolist() == [-1, 0, 0]
 
 
@@ -265,9 +263,8 @@ def test_right_in_the_mean(kernels, spread):
     for first in range(0, draws, 500):
         many = Tile(tile.logits.repeat(500, 1), tile.target.repeat(500), PLAIN)
         same = RowStats(*(x.repeat(500) for x in stats[:3]))
-        keys = row_keys(first, same.lse)
         cuts = torch.full_like(same.logp, cut)
-        found = kernels.backend.extract_entries(many, same, keys, cuts, 256)
+        found = kernels.backend.extract_entries(many, same, first, 0, cuts, 256)
         assert (found.used > 0).all()
         total += dense(found, columns).view(500, rows, columns).sum(0)
     error = total / draws - exact
@@ -303,16 +300,45 @@ def test_tail_sums(kernels, columns):
     assert (got[6] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["plain", "softcap", "temperature"])
+@pytest.mark.parametrize("given", ["nothing", "dlogp", "dentropy"])
+def test_all_rows_share_a_cut_for_their_error(kernels, name, given):
+    rows, columns, share = kernels.size(200, 30), 3000, 1e-2
+    tile = tile_of(kernels, logits_of(rows, columns), transform_of(name, rows, torch.device("cpu")))
+    tile = tile._replace(transform=transform_of(name, rows, kernels.device))
+    tile.logits[3, 5] = math.nan
+    stats = kernels.backend.stats(tile, extras=False)
+    dlogp, dentropy = torch.randn(2, rows, device=kernels.device)
+    dlogp[::6] = dentropy[::6] = 0.0
+    outer, weight = None, torch.ones(rows, dtype=torch.float64, device=kernels.device)
+    if given == "dlogp":
+        outer, weight = StatsGrad(dlogp), dlogp.abs().double()
+    if given == "dentropy":
+        outer, weight = StatsGrad(dlogp, dentropy), (dlogp != 0).double()
+    cuts = kernels.backend.chosen_cuts(tile, stats, outer, share).double()
+    assert (cuts[weight == 0] >= ANY_ERROR).all()
+    used = stats.lse.isfinite() & (weight > 0)
+    shared = (cuts * weight)[used]
+    torch.testing.assert_close(shared, shared[:1].expand_as(shared), rtol=1e-5, atol=0.0)
+    exact = dlogits(*tile, outer if given == "dentropy" else StatsGrad(torch.ones_like(cuts)))
+    exact, target = (exact * weight[:, None])[used], tile.target[used][:, None]
+    norm = exact.gather(1, target).square().sum()
+    sizes = exact.abs().scatter(1, target, 0.0)
+    tail = torch.where(sizes <= shared[:1], sizes, 0.0)
+    error = (tail * (shared[:1] - tail)).sum()
+    assert 0.4 * share**2 * norm < error < 1.6 * share**2 * norm
+
+
 def test_the_best_cut_has_the_error_that_is_allowed():
     sizes = torch.rand(1000, dtype=torch.float64) ** 8
     cuts = 0.001 ** torch.linspace(1, 0, 12, dtype=torch.float64)
     tails = torch.where(sizes <= cuts[:, None], sizes, 0.0)
     sums = torch.stack([tails.sum(1), tails.square().sum(1)])
     for allowed in (1e-4, 1e-3, 0.1, 1.0):
-        cut = best_cut(sums, cuts, torch.tensor(allowed, dtype=torch.float64))
+        cut = best_cut(sums, cuts, allowed)
         tail = torch.where(sizes <= cut, sizes, 0.0)
         assert 0.8 * allowed < (tail * (cut - tail)).sum() <= allowed
-    assert best_cut(sums, cuts, torch.tensor(1e6, dtype=torch.float64)) == 1
+    assert best_cut(sums, cuts, 1e6) == 1
 
 
 # --- products with entries, against dense products in fp64

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels import Bounded, LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
 from grpo_kernels.backends import kernel_packing
 from grpo_kernels.batch import PACKERS, host
 from grpo_kernels.schedule import Plan
@@ -107,6 +107,44 @@ def test_a_step_on_a_gpu_launches_few_kernels(
     assert 4 <= len(launched) <= 8
     assert step.count <= operations
     assert step.launches + len(launched) + gemms_outside_of_torch <= most
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "backward,chunks,kernels,most",
+    [
+        ("sparse", 1, 15, 108),
+        (Bounded(exact_weight=False), 1, 18, 108),
+        (Bounded(exact_weight=False), 4, 50, 160),
+    ],
+    ids=str,
+)
+def test_a_sparse_step_on_a_gpu_launches_few_kernels(
+    backward: str | Bounded,
+    chunks: int,
+    kernels: int,
+    most: int,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten kernels a chunk, repairs included; the rest, and the loss, once a step."""
+    monkeypatch.setattr(Plan, "leaves_out", False)
+    problem = make_problem(4, 16, 16, 670, bias=False).to("cpu", torch.bfloat16)
+    advantages, old = torch.randn(4), problem.logprobs["old_logprobs"].float()
+    options: dict[str, Any] = {"backend": "triton", "backward": backward}
+    if chunks > 1:
+        options["max_workspace_bytes"] = 16 * 670 * 2
+    for _ in range(2):  # the first one traces the loss
+        launched.clear()
+        problem.hidden.grad = problem.weight.grad = None
+        with Operations() as step:
+            mask = torch.ones_like(problem.mask)
+            batch = TokenBatch.from_padded(problem.target, advantages, mask, old_logprobs=old)
+            inputs = (problem.hidden, problem.weight, batch, LossConfig())
+            linear_policy_loss(*inputs, **options).loss.backward()
+    assert launched.count("_mark_kernel") == chunks
+    assert 10 < len(launched) <= kernels
+    assert step.launches + len(launched) <= most
 
 
 @INTERPRETED

@@ -23,16 +23,17 @@ from grpo_kernels.backends.base import (
     Tile,
     TileGradient,
 )
-from grpo_kernels.backends.entries import GOLDEN, STRANDS, sampled_blocks
+from grpo_kernels.backends.entries import GOLDEN, NUM_CUTS, STRANDS, TINY, sampled_blocks
 from grpo_kernels.backends.gpu_tiles import RowConfig
 from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.math import LN2, expm1
 
 _GOLDEN, _WHOLE, _STRANDS = map(tl.constexpr, (GOLDEN, WHOLE, STRANDS))
-_ANY, _TINY = tl.constexpr(ANY_ERROR), tl.constexpr(1e-30)
+_ANY, _TINY, _LEAST_SQUARE = map(tl.constexpr, (ANY_ERROR, TINY, TINY**2))
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 _GROUP = tl.constexpr(32)  # blocks, one for each bit of a word
 _READING_WARPS, _LISTING_WARPS, _LISTED_WORDS = 8, 4, 512
+_WEIGHED_ROWS = 1024  # at a time
 _MARKED_ROWS = 512  # at a time: the words of more are memory and no gain
 _POINTERS = [
     *common.PER_ROW,
@@ -102,6 +103,94 @@ def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
     return size
 
 
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_POINTERS)
+def _weigh_kernel(
+    temperature_ptr,  # (C,) or None
+    logp_ptr,  # (C,) fp32
+    lse_ptr,  # (C,) fp64
+    dlogp_ptr,  # (C,), or None: 1
+    weight_ptr,  # (C,) fp32
+    cuts_ptr,  # (K,) fp32
+    num_rows,
+    allowed,  # squared error of a row
+    outer,
+    NUM_CUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Weigh rows, and choose the cuts to try, as ``Backend.chosen_cuts`` does; one program."""
+    squares = tl.zeros((BLOCK,), tl.float64)
+    mass = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, num_rows, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        mask = rows < num_rows
+        lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))
+        factor = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
+        logp = tl.minimum(tl.load(logp_ptr + rows, mask=mask, other=0.0), 0.0)
+        weight = tl.zeros((BLOCK,), tl.float32) + 1.0
+        if dlogp_ptr is not None:
+            weight = tl.abs(tl.load(dlogp_ptr + rows, mask=mask, other=0.0).to(tl.float32))
+        tl.store(weight_ptr + rows, weight, mask=mask)
+        size = tl.where(lse - lse == 0.0, -expm1(logp) * factor * weight, 0.0).to(tl.float64)
+        squares += size * size
+        mass += size
+    unit = tl.sqrt(tl.maximum(tl.sum(squares, axis=0) / num_rows, _LEAST_SQUARE))
+    least = tl.cast(allowed, tl.float64) * num_rows * unit / tl.maximum(tl.sum(mass, axis=0), _TINY)
+    log_least = tl.log2(tl.minimum(tl.maximum(least, _TINY), 1.0).to(tl.float32))
+    offs_k = tl.arange(0, BLOCK_K)
+    cuts = tl.exp2(log_least * (1.0 - offs_k.to(tl.float32) / (NUM_CUTS - 1)))
+    tl.store(cuts_ptr + offs_k, cuts, mask=offs_k < NUM_CUTS)
+    tl.debug_barrier()  # others stored the weights that are read
+    for start in range(0, num_rows, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        mask = rows < num_rows
+        weight = tl.load(weight_ptr + rows, mask=mask, other=0.0)
+        tl.store(weight_ptr + rows, weight / unit.to(tl.float32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_POINTERS)
+def _pick_kernel(
+    weight_ptr,  # (C,) fp32
+    tried_ptr,  # (K,) fp32
+    sums_ptr,  # (C, 2, K) fp32
+    cuts_ptr,  # (C,) fp32
+    num_rows,
+    allowed,  # squared error of a row
+    part,  # of all blocks that were sampled
+    NUM_CUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choose the cut that has the allowed error, as ``best_cut`` does; one program."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < NUM_CUTS
+    sizes = tl.zeros((BLOCK_K,), tl.float64)
+    squares = tl.zeros((BLOCK_K,), tl.float64)
+    for start in range(0, num_rows, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        mask = (rows < num_rows)[:, None] & mask_k[None, :]
+        at = sums_ptr + rows[:, None] * (2 * NUM_CUTS) + offs_k[None, :]
+        sizes += tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float64), axis=0)
+        squares += tl.sum(tl.load(at + NUM_CUTS, mask=mask, other=0.0).to(tl.float64), axis=0)
+    tried = tl.load(tried_ptr + offs_k, mask=mask_k, other=1.0).to(tl.float64)
+    most = tl.cast(allowed, tl.float64) * num_rows * part
+    errors = tried * sizes - squares
+    fits = (errors <= most) & mask_k
+    low = tl.max(tl.where(fits, tried, 0.0), axis=0)
+    low_error = tl.max(tl.where(fits, errors, 0.0), axis=0)
+    beyond = mask_k & (errors > most)
+    high = tl.min(tl.where(beyond, tried, float("inf")), axis=0)
+    high_error = tl.min(tl.where(beyond, errors, float("inf")), axis=0)
+    cut = low + (most - low_error) * (high - low) / (high_error - low_error)
+    cut = tl.where(high == float("inf"), low, cut).to(tl.float32)
+    rows_at_a_time: tl.constexpr = BLOCK * BLOCK_K
+    for start in range(0, num_rows, rows_at_a_time):
+        rows = start + tl.arange(0, rows_at_a_time)
+        weight = tl.load(weight_ptr + rows, mask=rows < num_rows, other=0.0)
+        cuts = tl.where(weight > 0.0, cut / tl.maximum(weight, _TINY), _ANY)
+        tl.store(cuts_ptr + rows, cuts, mask=rows < num_rows)
+
+
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
 def _tail_sums_kernel(
     logits_ptr,  # (C, V), or E
@@ -148,6 +237,14 @@ def _tail_sums_kernel(
 
 
 @triton.jit
+def _mixed(x):
+    """Return a hash of 32 bits, the end of MurmurHash3."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def _with_block(state, this, scale, block, end, bit):
     """Set a bit of each strand whose column in a block is an entry."""
     words, left, squares = state
@@ -164,7 +261,7 @@ def _with_block(state, this, scale, block, end, bit):
     return words, left, squares
 
 
-@triton.jit(do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=["seed", "first_row"], do_not_specialize_on_alignment=_POINTERS)
 def _mark_kernel(
     logits_ptr,  # (C, V), or E
     unit_ptr,  # (C,) fp32, of E; else None
@@ -174,7 +271,6 @@ def _mark_kernel(
     lse_ptr,  # (C,) fp64
     dlogp_ptr,  # (C,)
     dentropy_ptr,  # (C,)
-    keys_ptr,  # (C,) int32
     cuts_ptr,  # (C,) fp32
     words_ptr,  # (C, groups, STRANDS) int32
     tail_ptr,  # (C,) fp32, the sum of sizes up to the cut, less what is drawn; in cuts
@@ -182,6 +278,8 @@ def _mark_kernel(
     stride_row,
     num_columns,
     groups,
+    seed,
+    first_row,
     inner,
     outer,
 ):
@@ -195,12 +293,11 @@ def _mark_kernel(
         return
     scale = 1.0 / tl.maximum(cut, _TINY)
     strands = tl.arange(0, _STRANDS)
-    # where each strand draws first: the end of MurmurHash3
-    hashed = strands.to(tl.uint32) * _GOLDEN
-    hashed += tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
-    hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
-    hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
-    hashed = (hashed ^ (hashed >> 16)) >> 8
+    # where each strand draws first; as ``row_keys`` has it
+    bits = tl.load(lse_ptr + row).to(tl.int64, bitcast=True)
+    key = _mixed((first_row + row).to(tl.uint32) * _GOLDEN + seed.to(tl.uint32))
+    key = _mixed(_mixed(key ^ bits.to(tl.uint32)) ^ (bits >> 32).to(tl.uint32))
+    hashed = _mixed(strands.to(tl.uint32) * _GOLDEN + key) >> 8
     start = (hashed.to(tl.int32).to(tl.float32) + 0.5) * 2.0**-24
     left, squares = start, tl.zeros((_STRANDS,), tl.float32)
     whole = num_columns // _STRANDS
@@ -393,10 +490,59 @@ def tail_sums(
     return sums
 
 
+def common_cuts(
+    tile: Tile,
+    stats: RowStats,
+    dlogp: Tensor | None,
+    share: float,
+    gradient: TileGradient | None = None,
+) -> Tensor:
+    """Choose the cuts of rows without a softcap; see ``Backend.chosen_cuts``."""
+    (rows, columns), device = tile.logits.shape, tile.logits.device
+    weight, tried = torch.empty(rows, device=device), torch.empty(NUM_CUTS, device=device)
+    cuts = torch.empty(rows, device=device)
+    if not rows:
+        return cuts
+    block_k = triton.next_power_of_2(NUM_CUTS)
+    shared = {
+        "weight_ptr": weight,
+        "num_rows": rows,
+        "allowed": share**2,
+        "NUM_CUTS": NUM_CUTS,
+        "BLOCK_K": block_k,
+        **common.OPTIONS,
+    }
+    transform = common.transform_arguments(tile.transform, tile.logits)
+    with torch.cuda.device_of(weight):
+        _weigh_kernel[(1,)](
+            temperature_ptr=transform["temperature_ptr"],
+            outer=transform["outer"],
+            logp_ptr=stats.logp.contiguous(),
+            lse_ptr=stats.lse.contiguous(),
+            dlogp_ptr=None if dlogp is None else dlogp.contiguous(),
+            cuts_ptr=tried,
+            BLOCK=_WEIGHED_ROWS,
+            **shared,
+        )
+    sums = tail_sums(tile, stats, weight, tried, gradient)
+    blocks, sampled = sampled_blocks(rows, columns)
+    with torch.cuda.device_of(weight):
+        _pick_kernel[(1,)](
+            tried_ptr=tried,
+            sums_ptr=sums,
+            cuts_ptr=cuts,
+            part=sampled / blocks,
+            BLOCK=_WEIGHED_ROWS // block_k,
+            **shared,
+        )
+    return cuts
+
+
 def extract_entries(
     tile: Tile,
     stats: RowStats,
-    keys: Tensor,
+    seed: int,
+    first: int,
     cuts: Tensor,
     slots: int,
     gradient: TileGradient | None = None,
@@ -424,7 +570,8 @@ def extract_entries(
         _launch(
             _mark_kernel,
             num_warps=_READING_WARPS,
-            keys_ptr=keys[part].contiguous(),
+            seed=seed,
+            first_row=first + part.start,
             **of_part,
         )
         _launch(
