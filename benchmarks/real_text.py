@@ -131,7 +131,7 @@ def scaled_up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same for a larger head: rows repeat, and so do ids, ``offsets`` nats below.
 
-    A row keeps its softmax, but for a longer tail with less than half a percent of its mass. The
+    A row keeps its softmax, except for a longer tail with less than half a percent of its mass. The
     offsets are in a column of the head where the states are 1.
     """
     states, head, target = load()

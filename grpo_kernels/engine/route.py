@@ -158,7 +158,7 @@ class Route:
     def storing(self, fewest: int = 0) -> Route:
         """Return the same route with exponentials in its tile, of at least so many rows.
 
-        There are fewer where ``max_workspace_bytes`` says so.
+        ``max_workspace_bytes`` bounds them.
         """
         stored = replace(self, exponentials=True)
         workspace = self.options.max_workspace_bytes

@@ -200,7 +200,7 @@ def test_rows_without_a_gradient_or_a_softmax(kernels):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_all_backends_draw_the_same_sample(kernels, softcap):
-    """But for an entry of which rounding decides."""
+    """Except for a few entries that rounding decides."""
     transform = Transform(0.5, softcap, 0.7)
     tile = tile_of(kernels, logits_of(kernels.size(40, 3), 5000), transform)
     stats = BACKENDS["chunked"].stats(tile, extras=False)

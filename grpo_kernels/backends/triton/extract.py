@@ -1,7 +1,7 @@
 """Entries of a row's gradient that matter: one read of the row marks them, a second kernel lists
 what is marked.
 
-The row is either its logits, or ``E``: the gradient of its log-probability, but for one factor.
+The row holds its logits, or ``E``: the gradient of its log-probability, up to a factor.
 Marks are bits, of 32 blocks in a word of each strand: a sixteenth of the bytes of ``E``.
 """
 
@@ -59,7 +59,7 @@ def _row(
     slope = factor if inner is None else factor * inner
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
-    constant, by_log = None, None  # of the gradient but for p, with log2 p
+    constant, by_log = None, None  # the gradient is p times a constant plus a share of log2 p
     if unit_ptr is None:
         anchor, f2, rest = common.unit_of(lse, factor)
         if dentropy_ptr is not None:
@@ -273,7 +273,7 @@ def _mark_kernel(
     dentropy_ptr,  # (C,)
     cuts_ptr,  # (C,) fp32
     words_ptr,  # (C, groups, STRANDS) int32
-    tail_ptr,  # (C,) fp32, the sum of sizes up to the cut, less what is drawn; in cuts
+    tail_ptr,  # (C,) fp32, the sum of sizes up to the cut minus the number drawn; in units of the cut
     squares_ptr,  # (C,) fp32, of their squares
     stride_row,
     num_columns,
