@@ -273,7 +273,7 @@ def _mark_kernel(
     dentropy_ptr,  # (C,)
     cuts_ptr,  # (C,) fp32
     words_ptr,  # (C, groups, STRANDS) int32
-    tail_ptr,  # (C,) fp32, the sum of sizes up to the cut minus the number drawn; in units of the cut
+    tail_ptr,  # (C,) fp32, the sum of sizes up to the cut minus the number drawn, in cuts
     squares_ptr,  # (C,) fp32, of their squares
     stride_row,
     num_columns,
