@@ -191,15 +191,12 @@ def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Ten
     finite = stats.lse.isfinite()[:, None]
     logp = (scores.double() - stats.lse[:, None]).clamp(min=LEAST_LOGP)
     others = torch.where(finite, -logp.exp(), 0.0)
-    of_target = stats.logp.double()
-    at_target = torch.where(finite[:, 0], -torch.expm1(of_target), 0.0)
     if outer is not None:
         dlogp, dentropy = outer.dlogp, outer.dentropy
         assert dlogp is not None and dentropy is not None
         entropy = stats.entropy.double()
         others = others * (dlogp[:, None] + dentropy[:, None] * (logp + entropy[:, None]))
-        bonus = dentropy * of_target.exp() * (of_target.clamp(min=LEAST_LOGP) + entropy)
-        at_target = torch.where(finite[:, 0], at_target * dlogp - bonus, 0.0)
+    at_target = torch.where(finite[:, 0], _by_target_score(stats, outer), 0.0)
     here = (target >= 0) & (target < logits.shape[1])
     at_target = at_target * here
     place = (target * here)[:, None]
@@ -237,13 +234,19 @@ def sizes_at_target(
     here = (tile.target >= 0) & (tile.target < tile.logits.shape[1])
     picked = tile.logits[own, tile.target * here].double().unsqueeze(-1)
     slopes = slope(torch.ones_like(picked), tile.transform, transformed(picked, tile.transform)[1])
+    size = _by_target_score(stats, outer).abs() * slopes.squeeze(-1)
+    return torch.where(here & stats.lse.isfinite(), size, 0.0)
+
+
+def _by_target_score(stats: RowStats, outer: StatsGrad | None) -> Tensor:
+    """Return the gradients by the targets' transformed logits, (C,) fp64."""
     logp = stats.logp.double()
-    size = -torch.expm1(logp)
-    if outer is not None:
-        assert outer.dlogp is not None and outer.dentropy is not None
-        bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
-        size = (size * outer.dlogp - bonus * outer.dentropy).abs()
-    return torch.where(here & stats.lse.isfinite(), size * slopes.squeeze(-1), 0.0)
+    others = -torch.expm1(logp)  # 1 - p
+    if outer is None:
+        return others
+    assert outer.dlogp is not None and outer.dentropy is not None
+    bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
+    return others * outer.dlogp - bonus * outer.dentropy
 
 
 def _by_block(values: Tensor) -> Tensor:

@@ -172,15 +172,16 @@ class Backend:
         outer: StatsGrad | None,
         share: float,
         gradient: TileGradient | None = None,
-        total: Callable[[Tensor], Tensor] = lambda x: x,
+        total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the rows' cuts (C,) at which all their entries' expected error is ``share``.
 
         That is relative, in the Frobenius norm, or less. A row without a gradient has the cut
         ``ANY_ERROR``. ``outer`` (None: 1 for all ``dlogp``) weighs rows, and with ``dentropy`` it
         says which gradient it is; ``gradient`` as for :meth:`tail_sums`. ``total`` adds up what the
-        ranks of a split vocabulary have.
+        ranks of a split vocabulary have; None: there is one.
         """
+        total = total or (lambda x: x)
         of_loss = None if outer is None or outer.dentropy is None else outer
         norm = total(sizes_at_target(tile, stats, of_loss, gradient))
         weight = torch.ones_like(norm) if outer is None else row_weights(outer)

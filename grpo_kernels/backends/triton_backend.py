@@ -61,8 +61,14 @@ class Triton(Backend):
     ) -> Tensor:
         of_logp = outer is None or outer.dentropy is None
         if total is not None or not of_logp or tile.transform.softcap is not None:
-            more = {} if total is None else {"total": total}
-            return super().chosen_cuts(tile, stats, outer, share, gradient, **more)
+            return super().chosen_cuts(
+                tile=tile,
+                stats=stats,
+                outer=outer,
+                share=share,
+                gradient=gradient,
+                total=total,
+            )
         from grpo_kernels.backends.triton import common_cuts
 
         dlogp = None if outer is None else outer.dlogp

@@ -138,7 +138,7 @@ def chosen_entries(
         outer=outer,
         share=_SHARE * bounded.tolerance,
         gradient=gradient,
-        **({} if shard is None else {"total": lambda x: shard.gather(x).sum(0)}),
+        total=None if shard is None else lambda x: shard.gather(x).sum(0),
     )
     found = route.backend.extract_entries(
         tile=tile,
