@@ -53,13 +53,16 @@ def _row(
     logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
     dentropy_ptr, stride_row, num_columns, inner, outer,
 ):  # fmt: skip
-    """Return what :func:`_sizes` needs of this program's row, and whether its softmax is finite."""
+    """Return values of this program's row for :func:`_sizes`, and whether its softmax is finite.
+
+    What is not needed is 0: Triton 3.6 cannot return None.
+    """
     row = tl.program_id(0).to(tl.int64)
     factor = common.row_factor(outer, temperature_ptr, row)
     slope = factor if inner is None else factor * inner
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
-    constant, by_log = None, None  # the gradient is p times a constant plus a share of log2 p
+    constant, by_log = 0.0, 0.0  # the gradient is p times a constant plus a share of log2 p
     if unit_ptr is None:
         anchor, f2, rest = common.unit_of(lse, factor)
         if dentropy_ptr is not None:
@@ -70,11 +73,11 @@ def _row(
     else:
         slope = tl.abs(tl.load(unit_ptr + row))
         finite = finite & (slope == slope)
-        anchor, f2, rest = None, None, None
+        anchor, f2, rest = 0.0, 0.0, 0.0
     target = tl.load(target_ptr + row).to(tl.int32)
     target = tl.where(target < num_columns, target, -1)  # in another rank's columns
-    this = logits_ptr + row * stride_row, target, slope, anchor, f2, rest, inner, constant, by_log
-    return this, finite
+    values = logits_ptr + row * stride_row, target, slope, anchor, f2, rest, constant, by_log
+    return values, finite
 
 
 @triton.jit
@@ -83,15 +86,16 @@ def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
 
     ``SIGNED``: the entries themselves, negated, and the target's as those of the others.
     """
-    logits_ptr, target, slope, anchor, f2, rest, inner, constant, by_log = this
-    if anchor is None:  # the logits are E
+    values, unit_ptr, dentropy_ptr, inner = this
+    logits_ptr, target, slope, anchor, f2, rest, constant, by_log = values
+    if unit_ptr is not None:  # the logits are E
         e = tl.load(logits_ptr + columns, mask, None if mask is None else 0.0)
         size = e.to(tl.float32) * (slope * scale)
     else:
         x = tl.load(logits_ptr + columns, mask, None if mask is None else float("-inf"))
         log2_p = tl.fma(common.bounded(x, inner) - anchor, f2, -rest)
         size = tl.exp2(log2_p) * (slope * scale)
-        if constant is not None:
+        if dentropy_ptr is not None:
             of_logs = tl.fma(tl.maximum(log2_p, common.LOG2_UNDERFLOW), by_log, constant)
             size = size * (of_logs if SIGNED else tl.abs(of_logs))
         if inner is not None:  # which turns -inf into a finite value
@@ -214,10 +218,11 @@ def _tail_sums_kernel(
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    this, finite = _row(
+    values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
         dentropy_ptr, stride_row, num_columns, inner, outer,
     )  # fmt: skip
+    this = values, unit_ptr, dentropy_ptr, inner
     num_active = tl.where(finite, num_columns, 0)
     weight = tl.load(weight_ptr + row)
     offs_k = tl.arange(0, BLOCK_K)
@@ -284,10 +289,11 @@ def _mark_kernel(
     outer,
 ):
     row = tl.program_id(0).to(tl.int64)
-    this, finite = _row(
+    values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
         dentropy_ptr, stride_row, num_columns, inner, outer,
     )  # fmt: skip
+    this = values, unit_ptr, dentropy_ptr, inner
     cut = tl.load(cuts_ptr + row)
     if not (finite & (cut < _ANY)):
         return
@@ -347,16 +353,17 @@ def _list_kernel(
     BLOCK: tl.constexpr,  # words at a time
 ):
     row = tl.program_id(0).to(tl.int64)
-    this, finite = _row(
+    values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
         dentropy_ptr, stride_row, num_columns, inner, outer,
     )  # fmt: skip
+    this = values, unit_ptr, dentropy_ptr, inner
     cut = tl.load(cuts_ptr + row)
     active = finite & (cut < _ANY)
     without = tl.where(cut < _ANY, _WHOLE, 0)
     cut = tl.maximum(tl.where(active, cut, 1.0), _TINY)
     scale = 1.0 / cut
-    logits_ptr, target, slope = this[0], this[1], this[2]
+    logits_ptr, target, slope = values[0], values[1], values[2]
     logp = tl.minimum(tl.load(logp_ptr + row), 0.0)
     marked = active & (target >= 0)
     x = tl.load(logits_ptr + target, mask=marked, other=0.0).to(tl.float32)
