@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 ROWS, COLUMNS = 2, (16384, 49152)  # of the logits, at two sizes
+_OF_ENTRIES = (65536, 131072)  # whole words of marks
 _DEPTH = 128  # of the products
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # kinds of instructions, by their names
@@ -200,6 +201,7 @@ class Case(NamedTuple):
     run: Run
     rows: int = ROWS
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    columns: tuple[int, int] = COLUMNS
 
 
 CASES = [
@@ -217,8 +219,8 @@ CASES = [
         "all statistics",
         _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
-    Case("ours", "entries", entries(stored=False)),
-    Case("ours, of exponentials", "entries", entries(stored=True)),
+    Case("ours", "entries", entries(stored=False), columns=_OF_ENTRIES),
+    Case("ours, of exponentials", "entries", entries(stored=True), columns=_OF_ENTRIES),
     Case("TRL 1.16, chunked", "divergence", _trl_divergence),
     Case("Liger 0.8.5", "divergence", _liger_divergence),
     Case("ours", f"products of depth {_DEPTH}", _fused, _DEPTH, ("bf16",)),
@@ -250,17 +252,17 @@ def execute() -> list[dict[str, Any]]:
 
     device.install("gfx942")
     lines = []
-    for provider, more, run, rows, dtypes in CASES:
+    for provider, more, run, rows, dtypes, sizes in CASES:
         for name in dtypes:
             launches, errors = [], {}
-            for columns in COLUMNS:
+            for columns in sizes:
                 device.LAUNCHES.clear()
                 found = run(columns, DTYPES[name])
                 launches.append(list(device.LAUNCHES))
                 with_entropy = "gradient" in found and bool(more) and "products" not in more
                 want = exact(columns, DTYPES[name], with_entropy, rows)
                 errors = {key: _error(value, want[key]) for key, value in found.items()}
-            work = per_logit(*launches, rows * (COLUMNS[1] - COLUMNS[0]))
+            work = per_logit(*launches, rows * (sizes[1] - sizes[0]))
             lines.append(
                 {"provider": provider, "with": more, "dtype": name, "errors": errors, "work": work}
             )
@@ -325,7 +327,7 @@ def compile_for(target: str) -> list[dict[str, Any]]:
     driver.set_active(Driver())
     fake_driver.pretend(target)
     lines = []
-    for provider, more, run, _, dtypes in CASES:
+    for provider, more, run, _, dtypes, _ in CASES:
         for name in dtypes:
             kernels.clear()
             run(COLUMNS[0], DTYPES[name])
