@@ -147,7 +147,7 @@ class Entries(NamedTuple):
     error: Tensor
     error_l1: Tensor  # (C,) L1 norm of the same
     expected_error: Tensor  # (C,) root of the mean of ``error ** 2`` over all samples
-    norm: Tensor  # (C,) L2 norm of the row's gradient
+    norm: Tensor  # (C,) L2 norm of the row's gradient; of a whole row without its large entries
 
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device) -> Entries:

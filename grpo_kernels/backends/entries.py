@@ -171,7 +171,8 @@ def block_entries(
     ids[own, last], values[own, last] = target.int(), at_target
     error, dtype, known = kept - others, stats.logp.dtype, count > 0
     expected_error = (cut[:, 0] * sums - squares).clamp(min=0).sqrt()
-    norm = (at_target**2 + sizes.square().sum(1)).sqrt()
+    squares += torch.where(large & fits[:, None], sizes, 0.0).square().sum(1)
+    norm = (at_target**2 + squares).sqrt()
     return Entries(
         ids=ids[:, :slots],
         values=values[:, :slots].to(dtype),

@@ -276,7 +276,7 @@ def _extract_cases() -> Iterator[Case]:
     for kernel, own, blocks, warps in (
         (extract._tail_sums_kernel, tails, {"NUM_CUTS": 12, "BLOCK_K": 16}, reading),
         (extract._mark_kernel, {**marks, "seed": "i32", "first_row": "i32"}, {}, reading),
-        (extract._list_kernel, {**marks, **entries}, {"BLOCK": extract._LISTED_WORDS}, listing),
+        (extract._list_kernel, {**marks, **entries}, {"BLOCK": extract._LISTED_ENTRIES}, listing),
     ):
         config = RowConfig(num_warps=warps, depth=1)
         for name, of_gradient in (*((name, {}) for name in DTYPES), ("bf16", _UNIT)):

@@ -86,16 +86,21 @@ def check_found(
     fits = found.used >= 0
     for value in (found.error, found.error_l1, found.expected_error):
         assert (value[~fits] == 0).all()
-    exact, got, target = exact[fits], dense(found, exact.shape[1])[fits], target[fits]
     sizes = exact.abs().scatter(1, target[:, None], 0.0)
-    tail = torch.where(sizes <= cut, sizes, 0.0)
+    known = torch.where(fits[:, None] | (sizes <= cut), exact, 0.0)  # of a whole row
+    own = torch.arange(len(exact), device=exact.device)
+    known[own, target] = exact[own, target]
+    norm = known.norm(dim=1)
+    finite = exact.isfinite().all(1)
+    excess = (found.norm.double() - norm).abs()[finite]
+    assert (excess <= rounding * norm[finite] + 1e-9).all(), (found.norm, norm)
+    exact, got, target = exact[fits], dense(found, exact.shape[1])[fits], target[fits]
+    tail = torch.where(sizes <= cut, sizes, 0.0)[fits]
     expected = (tail * (cut - tail)).sum(1).sqrt()
-    norm = exact.norm(dim=1)
     for value, difference, size in (
-        (found.error, (got - exact).norm(dim=1), norm),
+        (found.error, (got - exact).norm(dim=1), norm[fits]),
         (found.error_l1, (got - exact).abs().sum(1), exact.abs().sum(1)),
-        (found.expected_error, expected, norm),
-        (found.norm, norm, norm),
+        (found.expected_error, expected, norm[fits]),
     ):
         excess = (value[fits].double() - difference).abs()
         # a probability is known to some roundings of its logit, which is 100 at most, and 1 - p to

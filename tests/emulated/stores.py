@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.emulated import device
-from tests.emulated.work import DTYPES, ROWS, entries, one_read, per_logit
+from tests.emulated.work import DTYPES, OF_ENTRIES, ROWS, entries, one_read, per_logit
 
 _COLUMNS = 4096, 12288  # whole tiles
 
@@ -26,11 +26,13 @@ def test_triton_stores_a_row_of_gradients_in_vectors(dtype: str) -> None:
 def test_triton_chooses_entries_in_one_read(dtype: str, stored: bool, most: int) -> None:
     """Those of a row of exponentials take less than those of its logits."""
     launches = []
-    for columns in _COLUMNS:
+    for columns in OF_ENTRIES:
         before = len(device.LAUNCHES)
         entries(stored)(columns, DTYPES[dtype])
         launches.append(device.LAUNCHES[before:])
-    works = per_logit(*launches, ROWS * (_COLUMNS[1] - _COLUMNS[0]))
+    works = per_logit(*launches, ROWS * (OF_ENTRIES[1] - OF_ENTRIES[0]))
     [mark] = [work for work in works if work["kernel"] == "_mark_kernel"]
     assert 5 < sum(mark["instructions"].values()) <= most, mark
     assert mark["read"] == (2 if stored else 4), mark  # bytes
+    [listing] = [work for work in works if work["kernel"] == "_list_kernel"]
+    assert 0.5 < sum(listing["instructions"].values()) <= 2.2, listing

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 ROWS, COLUMNS = 2, (16384, 49152)  # of the logits, at two sizes
-_OF_ENTRIES = (65536, 131072)  # whole words of marks
+OF_ENTRIES = (65536, 131072)  # whole words of marks
 _DEPTH = 128  # of the products
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # kinds of instructions, by their names
@@ -219,8 +219,8 @@ CASES = [
         "all statistics",
         _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
-    Case("ours", "entries", entries(stored=False), columns=_OF_ENTRIES),
-    Case("ours, of exponentials", "entries", entries(stored=True), columns=_OF_ENTRIES),
+    Case("ours", "entries", entries(stored=False), columns=OF_ENTRIES),
+    Case("ours, of exponentials", "entries", entries(stored=True), columns=OF_ENTRIES),
     Case("TRL 1.16, chunked", "divergence", _trl_divergence),
     Case("Liger 0.8.5", "divergence", _liger_divergence),
     Case("ours", f"products of depth {_DEPTH}", _fused, _DEPTH, ("bf16",)),

@@ -32,7 +32,7 @@ _GOLDEN, _WHOLE, _STRANDS = map(tl.constexpr, (GOLDEN, WHOLE, STRANDS))
 _ANY, _TINY, _LEAST_SQUARE = map(tl.constexpr, (ANY_ERROR, TINY, TINY**2))
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 _GROUP = tl.constexpr(32)  # blocks, one for each bit of a word
-_READING_WARPS, _LISTING_WARPS, _LISTED_WORDS = 8, 4, 512
+_READING_WARPS, _LISTING_WARPS, _LISTED_ENTRIES = 8, 4, 512
 _WEIGHED_ROWS = 1024  # at a time
 _MARKED_ROWS = 512  # at a time: the words of more are memory and no gain
 _POINTERS = [
@@ -350,7 +350,7 @@ def _list_kernel(
     groups,
     inner,
     outer,
-    BLOCK: tl.constexpr,  # words at a time
+    BLOCK: tl.constexpr,  # entries at a time
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
@@ -383,42 +383,44 @@ def _list_kernel(
         if inner is not None:  # its logit is gone
             at_target = -x * slope
     ids_ptr += row * slots
-    values_ptr += row * slots
-    words_ptr += row * groups * _STRANDS
-    offs = tl.arange(0, BLOCK)
+    strands = tl.arange(0, _STRANDS)
+    words_ptr += row * groups * _STRANDS + strands
     count = tl.zeros((), tl.int32)
-    num_large = tl.zeros((BLOCK,), tl.int32)
-    excess = tl.zeros((BLOCK,), tl.float32)
-    large_squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tl.where(active, groups * _STRANDS, 0), BLOCK):
-        words = tl.load(words_ptr + start + offs).to(tl.uint32, bitcast=True)
+    for group in range(tl.where(active, groups, 0)):
+        words = tl.load(words_ptr + group * _STRANDS).to(tl.uint32, bitcast=True)
         bits = words - ((words >> 1) & 0x55555555)  # counts of 2 bits, of 4, of 8, of all
         bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
         bits = (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
         bits = bits.to(tl.int32)
         slot = count + tl.cumsum(bits, axis=0) - bits
         count += tl.sum(bits, axis=0)
-        strands = (start + offs) % _STRANDS
-        first = (start + offs) // _STRANDS * (_GROUP * _STRANDS) + strands
+        first = group * (_GROUP * _STRANDS) + strands
         for _ in range(tl.max(bits, axis=0)):
             lowest = words & (~words + 1)
             bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            columns = first + bit * _STRANDS
-            left = words != 0
-            signed = _sizes(this, scale, columns, left, True)
-            is_target, size = columns == target, tl.abs(signed)
-            value = tl.maximum(size, 1.0) * tl.where(signed > 0.0, -cut, cut)
-            value = tl.where(is_target, at_target, value)
-            fits = left & (slot < slots)
-            tl.store(ids_ptr + slot, columns, mask=fits)
-            tl.store(values_ptr + slot, value, mask=fits)
-            large = left & (size > 1.0) & (is_target == 0)
-            drawn = left & (size <= 1.0) & (is_target == 0)
-            num_large += large.to(tl.int32)
-            excess += tl.where(drawn, 1.0 - 2.0 * size, 0.0)
-            large_squares += tl.where(large, size * size, 0.0)
+            tl.store(ids_ptr + slot, first + bit * _STRANDS, mask=(words != 0) & (slot < slots))
             slot += 1
             words = words & (words - 1)
+    tl.debug_barrier()  # others stored the ids that are read
+
+    values_ptr += row * slots
+    offs = tl.arange(0, BLOCK)
+    num_large = tl.zeros((BLOCK,), tl.int32)
+    excess = tl.zeros((BLOCK,), tl.float32)
+    large_squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tl.where(count <= slots, count, 0), BLOCK):
+        listed = start + offs < count
+        columns = tl.load(ids_ptr + start + offs, mask=listed, other=0)
+        signed = _sizes(this, scale, columns, listed, True)
+        is_target, size = columns == target, tl.abs(signed)
+        value = tl.maximum(size, 1.0) * tl.where(signed > 0.0, -cut, cut)
+        value = tl.where(is_target, at_target, value)
+        tl.store(values_ptr + start + offs, value, mask=listed)
+        others = listed & (is_target == 0)
+        large, drawn = others & (size > 1.0), others & (size <= 1.0)
+        num_large += large.to(tl.int32)
+        excess += tl.where(drawn, 1.0 - 2.0 * size, 0.0)
+        large_squares += tl.where(large, size * size, 0.0)
 
     large, changed = tl.sum(num_large, axis=0), tl.sum(excess, axis=0)
     drawn = count - large - marked.to(tl.int32)
@@ -430,7 +432,7 @@ def _list_kernel(
     tl.store(error_ptr + row, unit * tl.sqrt(tl.maximum(squares + changed, 0.0)))
     tl.store(error_l1_ptr + row, unit * tl.maximum(tail + changed, 0.0))
     tl.store(expected_error_ptr + row, unit * tl.sqrt(tl.maximum(tail - squares, 0.0)))
-    squares += tl.sum(large_squares, axis=0)
+    squares += tl.where(fits, tl.sum(large_squares, axis=0), 0.0)
     norm = tl.sqrt(at_target * at_target + squares * cut * cut)
     tl.store(norm_ptr + row, tl.where(active, norm, 0.0))
 
@@ -586,7 +588,7 @@ def extract_entries(
             num_warps=_LISTING_WARPS,
             logp_ptr=stats.logp[part].contiguous(),
             slots=slots,
-            BLOCK=_LISTED_WORDS,
+            BLOCK=_LISTED_ENTRIES,
             **of_part,
             **{f"{name}_ptr": value[part] for name, value in found._asdict().items()},
         )
