@@ -338,9 +338,9 @@ def executed(path: Path = EXECUTED) -> str:
             table.append([
                 f"{x['provider']}{more}: `{work['kernel']}`",
                 x["dtype"],
-                *(f"{count[kind]:.2f}" for kind in kinds),
+                *(f"{count[kind]:z.2f}" for kind in kinds),
                 f"{count['load'] + count['store']:.2f}",
-                *(f"{work[name]:.1f}" for name in ("read", "written")),
+                *(f"{work[name]:z.1f}" for name in ("read", "written")),
                 *(f"{y['instructions']:.1f}" if y else "" for y in of_sass),
                 str(of_sass[1]["registers"]) if of_sass[1] else "",
             ])  # fmt: skip
