@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import figure, tables, text
 from benchmarks.footprint import vram_rules  # noqa: F401 (a block of the documents)
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
-from benchmarks.results import RESULTS, ROOT, Group, load
+from benchmarks.results import RESULTS, ROOT, Group, Row, load
 from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
+from benchmarks.test_optimizers import WAYS
 from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
 NOT_MEASURED = "not measured yet"
@@ -129,6 +131,37 @@ def sparse_step(kind: str) -> str:
             f"PyTorch {off[2]} ({group.where})."
         )
     return NOT_MEASURED
+
+
+def optimizers(kind: str) -> str:
+    """Write what whole runs with exact and sparse gradients reach, the mean over their seeds."""
+    runs: dict[str, list[Row]] = {}
+    groups = [group for group in newest(kind)[1] if group.benchmark == "optimizers"]
+    for group in sorted(groups, key=lambda group: group.facts["seed"]):
+        for row in group.rows:
+            if row.runs:
+                runs.setdefault(row.provider, []).append(row)
+    if not runs:
+        return NOT_MEASURED
+    changes = "change of frequent rows", "of rare rows"
+    table = [["", "gradients", "held-out reward", "of each seed", "entropy", *changes]]
+    for way in WAYS:
+        found = [row.info for row in runs.get(way, ())]
+        if not found:
+            continue
+        rewards = [info["held_out"][-1] for info in found]
+        table.append([
+            way.split("-")[0],
+            runs[way][0].note,
+            f"{fmean(rewards):.3f}",
+            ", ".join(f"{reward:.3f}" for reward in rewards),
+            f"{fmean(fmean(info['entropies'][-5:]) for info in found):.2f}",
+            text.error(fmean(info["frequent_rows"] for info in found)),
+            text.error(fmean(info["rare_rows"] for info in found)),
+        ])  # fmt: skip
+    before = fmean(row.info["held_out"][0] for rows in runs.values() for row in rows)
+    said = f"{tables.caption(groups)} The held-out reward was {before:.3f} before."
+    return f"{said}\n\n{text.markdown(table)}"
 
 
 def plots(kind: str, folder: str) -> str:
