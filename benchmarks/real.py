@@ -12,10 +12,12 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -208,12 +210,21 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
     return trainer
 
 
+class _Muon(torch.optim.Muon):
+    """Muon that orthogonalizes in fp32: many CPUs have no units for bf16, which torch's takes."""
+
+    def step(self, closure: Any = None) -> Any:
+        copied = partialmethod(torch.Tensor.to, torch.float32, copy=True)
+        with patch.object(torch.Tensor, "bfloat16", copied):
+            return super().step(closure)
+
+
 def _take_muon(trainer: Trainer) -> None:
     """Let Muon train the matrices, with updates as large as AdamW's."""
     parameters = [x for x in trainer.model.parameters() if x.requires_grad]
     for vector in parameters:
         vector.requires_grad_(vector.dim() == 2)
-    trainer.optimizer = torch.optim.Muon(
+    trainer.optimizer = _Muon(
         [x for x in parameters if x.dim() == 2],
         lr=trainer.args.learning_rate,
         weight_decay=0.0,
