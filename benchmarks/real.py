@@ -211,7 +211,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
 
 
 class _Muon(torch.optim.Muon):
-    """Muon that orthogonalizes in fp32: many CPUs have no units for bf16, which torch's takes."""
+    """Muon that orthogonalizes in fp32: torch's takes bf16, which many CPUs multiply slowly."""
 
     def step(self, closure: Any = None) -> Any:
         copied = partialmethod(torch.Tensor.to, torch.float32, copy=True)

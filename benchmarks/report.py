@@ -146,22 +146,22 @@ def optimizers(kind: str) -> str:
     changes = "change of frequent rows", "of rare rows"
     table = [["", "gradients", "held-out reward", "of each seed", "entropy", *changes]]
     for way in WAYS:
-        found = [row.info for row in runs.get(way, ())]
-        if not found:
+        infos = [row.info for row in runs.get(way, ())]
+        if not infos:
             continue
-        rewards = [info["held_out"][-1] for info in found]
+        rewards = [info["held_out"][-1] for info in infos]
         table.append([
             way.split("-")[0],
             runs[way][0].note,
             f"{fmean(rewards):.3f}",
             ", ".join(f"{reward:.3f}" for reward in rewards),
-            f"{fmean(fmean(info['entropies'][-5:]) for info in found):.2f}",
-            text.error(fmean(info["frequent_rows"] for info in found)),
-            text.error(fmean(info["rare_rows"] for info in found)),
+            f"{fmean(fmean(info['entropies'][-5:]) for info in infos):.2f}",
+            text.error(fmean(info["frequent_rows"] for info in infos)),
+            text.error(fmean(info["rare_rows"] for info in infos)),
         ])  # fmt: skip
     before = fmean(row.info["held_out"][0] for rows in runs.values() for row in rows)
-    said = f"{tables.caption(groups)} The held-out reward was {before:.3f} before."
-    return f"{said}\n\n{text.markdown(table)}"
+    caption = f"{tables.caption(groups)} The held-out reward was {before:.3f} before."
+    return f"{caption}\n\n{text.markdown(table)}"
 
 
 def plots(kind: str, folder: str) -> str:

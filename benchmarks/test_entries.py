@@ -108,7 +108,15 @@ def _passes(case: Case, device: str) -> tuple[dict[str, Pass], dict[str, Any]]:
     ladder = torch.logspace(-6, 0, 12, device=device)
 
     def entries() -> Entries:
-        return extract_entries(tile, stats, 0, 0, cuts, Bounded().slots, gradient)
+        return extract_entries(
+            tile=tile,
+            stats=stats,
+            seed=0,
+            first=0,
+            cuts=cuts,
+            slots=Bounded().slots,
+            gradient=gradient,
+        )
 
     found = entries()
     count = int(found.used.clamp(min=0).sum())

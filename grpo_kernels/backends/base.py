@@ -147,7 +147,8 @@ class Entries(NamedTuple):
     error: Tensor
     error_l1: Tensor  # (C,) L1 norm of the same
     expected_error: Tensor  # (C,) root of the mean of ``error ** 2`` over all samples
-    norm: Tensor  # (C,) L2 norm of the row's gradient; of a whole row without its large entries
+    # (C,) L2 norm of the row's gradient; that of a whole row leaves out entries above the cut
+    norm: Tensor
 
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device) -> Entries:

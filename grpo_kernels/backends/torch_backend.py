@@ -250,11 +250,10 @@ class Backend:
     ) -> Entries:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
-        The sample follows from ``seed`` and the numbers of the rows, from the ``first`` on. Entries
-        of a size above the row's cut (C,)
-        are kept, the others sampled; with ``ANY_ERROR`` as its cut a row has none. A row without a
-        finite ``lse``, or that is expected to need more entries, is whole. ``gradient`` and
-        ``outer`` as for :meth:`tail_sums`.
+        The sample depends on ``seed`` and on each row's number, counted from ``first``. Entries
+        larger than the row's cut (C,) are kept, the others sampled; with ``ANY_ERROR`` as its cut a
+        row has none. A row without a finite ``lse``, or that is expected to need more entries, is
+        whole. ``gradient`` and ``outer`` as for :meth:`tail_sums`.
         """
         assert gradient is None, "no logits"
         keys = row_keys(seed, stats.lse, first)

@@ -72,7 +72,7 @@ class Triton(Backend):
         from grpo_kernels.backends.triton import common_cuts
 
         dlogp = None if outer is None else outer.dlogp
-        return common_cuts(tile, stats, dlogp, share, gradient)
+        return common_cuts(tile=tile, stats=stats, dlogp=dlogp, share=share, gradient=gradient)
 
     def unavailable(self) -> str | None:
         if (why := _why_not_usable()) is not None:

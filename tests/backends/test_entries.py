@@ -53,7 +53,9 @@ def extract(
 ) -> Entries:
     stats = kernels.backend.stats(tile, extras=False) if stats is None else stats
     cuts = torch.full_like(stats.logp, cut)
-    return kernels.backend.extract_entries(tile, stats, 7, 0, cuts, slots, gradient)
+    return kernels.backend.extract_entries(
+        tile=tile, stats=stats, seed=7, first=0, cuts=cuts, slots=slots, gradient=gradient
+    )
 
 
 def exact_gradient(tile: Tile) -> Tensor:
@@ -147,7 +149,9 @@ def test_with_a_gradient_of_the_entropy(kernels, name):
     outer = StatsGrad(dlogp, dentropy)
     exact = dlogits(*tile, StatsGrad(dlogp.double(), dentropy.double()))
     cuts = torch.full_like(stats.logp, 1e-3)
-    found = kernels.backend.extract_entries(tile, stats, 3, 0, cuts, columns + 1, None, outer)
+    found = kernels.backend.extract_entries(
+        tile=tile, stats=stats, seed=3, first=0, cuts=cuts, slots=columns + 1, outer=outer
+    )
     check_found(found, exact, tile.target, 1e-3, columns + 1, 5e-5)
     got = dense(found, columns)
     assert ((got < 0) & (got.abs() >= 1e-3)).any(1).all() and (got > 0).sum() > rows
@@ -164,7 +168,9 @@ def test_the_target_is_in_the_columns_of_another_rank(kernels, beyond):
     target = tile.target if beyond == 0 else torch.full_like(tile.target, beyond)
     half = Tile(tile.logits[:, :1024].contiguous(), target, PLAIN)
     cuts = torch.full_like(stats.logp, 1e-3)
-    found = kernels.backend.extract_entries(half, stats, 7, 0, cuts, 1025)
+    found = kernels.backend.extract_entries(
+        tile=half, stats=stats, seed=7, first=0, cuts=cuts, slots=1025
+    )
     got = dense(found, 1024)
     assert (found.used >= 0).all() and (got <= 0).all() and (got != 0).any()
     for value, want in (
@@ -199,7 +205,9 @@ def test_rows_without_a_gradient_or_a_softmax(kernels):
     tile.logits[1:3, 7] = math.nan
     stats = kernels.backend.stats(tile, extras=False)
     cuts = torch.tensor([1e-4, 1e-4, ANY_ERROR, 2 * ANY_ERROR], device=kernels.device)
-    found = kernels.backend.extract_entries(tile, stats, 7, 0, cuts, 300)
+    found = kernels.backend.extract_entries(
+        tile=tile, stats=stats, seed=7, first=0, cuts=cuts, slots=300
+    )
     assert found.used[0] > 0 and found.used[1:].tolist() == [-1, 0, 0]
 
 
@@ -269,7 +277,9 @@ def test_right_in_the_mean(kernels, spread):
         many = Tile(tile.logits.repeat(500, 1), tile.target.repeat(500), PLAIN)
         same = RowStats(*(x.repeat(500) for x in stats[:3]))
         cuts = torch.full_like(same.logp, cut)
-        found = kernels.backend.extract_entries(many, same, first, 0, cuts, 256)
+        found = kernels.backend.extract_entries(
+            tile=many, stats=same, seed=first, first=0, cuts=cuts, slots=256
+        )
         assert (found.used > 0).all()
         total += dense(found, columns).view(500, rows, columns).sum(0)
     error = total / draws - exact

@@ -157,7 +157,15 @@ def entries(stored: bool) -> Run:
             stats, gradient = logp_gradient_(tile)
         else:
             stats = row_stats(tile, False)
-        extract_entries(tile, stats, 1, 0, torch.full((ROWS,), 0.01), 96, gradient)
+        extract_entries(
+            tile=tile,
+            stats=stats,
+            seed=1,
+            first=0,
+            cuts=torch.full((ROWS,), 0.01),
+            slots=96,
+            gradient=gradient,
+        )
         return {"logp": stats.logp}
 
     return run

@@ -39,7 +39,6 @@ _POINTERS = [
     *common.PER_ROW,
     "unit_ptr",
     "weight_ptr",
-    "keys_ptr",
     "cuts_ptr",
     "sums_ptr",
     "tail_ptr",
@@ -533,7 +532,7 @@ def common_cuts(
             BLOCK=_WEIGHED_ROWS,
             **shared,
         )
-    sums = tail_sums(tile, stats, weight, tried, gradient)
+    sums = tail_sums(tile=tile, stats=stats, weight=weight, cuts=tried, gradient=gradient)
     blocks, sampled = sampled_blocks(rows, columns)
     with torch.cuda.device_of(weight):
         _pick_kernel[(1,)](
