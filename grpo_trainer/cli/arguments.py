@@ -15,7 +15,7 @@ from grpo_kernels.arguments import check_name
 from grpo_kernels.tools import install_command
 from grpo_trainer.common import describe_fields, load_module
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import Prompts, load_prompts
+from grpo_trainer.data import PromptDataset, load_prompts
 
 
 @dataclass
@@ -126,7 +126,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 0) -> DatasetD
     return joined.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
 
 
-def _load(item: DatasetConfig, streaming: bool) -> Prompts:
+def _load(item: DatasetConfig, streaming: bool) -> PromptDataset:
     options = {"data_dir": item.data_dir, "data_files": item.data_files}
     given = {name: value for name, value in options.items() if value is not None}
     dataset = load_prompts(item.path, item.split, item.name, streaming=streaming, **given)

@@ -25,7 +25,7 @@ from grpo_trainer.cli.arguments import (
 from grpo_trainer.cli.parser import LaunchParser
 from grpo_trainer.common import load_function
 from grpo_trainer.config import GRPOConfig, options
-from grpo_trainer.data import Prompts, distrust_rows, load_prompts, looks_local
+from grpo_trainer.data import PromptDataset, distrust_rows, load_prompts, looks_local
 from grpo_trainer.report import REPORT_NAME
 from grpo_trainer.report import main as report
 from grpo_trainer.rewards import RewardError
@@ -169,7 +169,9 @@ def run_parser() -> LaunchParser:
     return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train")
 
 
-def _datasets(run: RunArguments, args: GRPOConfig) -> tuple[Prompts | None, Prompts | None]:
+def _datasets(
+    run: RunArguments, args: GRPOConfig
+) -> tuple[PromptDataset | None, PromptDataset | None]:
     """Load what is trained on, and what is evaluated on."""
     config, streaming = run.dataset_config, run.dataset_streaming
     train = evaluation = None

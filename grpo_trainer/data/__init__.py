@@ -35,7 +35,7 @@ from grpo_trainer.data.prompts import (
 from grpo_trainer.data.rows import (
     DatasetRow,
     GroupTrainer,
-    Prompts,
+    PromptDataset,
     PromptStream,
     RepeatedStream,
     Row,

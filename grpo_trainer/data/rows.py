@@ -32,7 +32,7 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data.images import IMAGE_COLUMNS, PROMPT_COLUMNS, Media, image_parts
 from grpo_trainer.data.prompts import ProcessingClass, Prompt, check_prompt
 
-Prompts: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
+PromptDataset: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
 Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -40,7 +40,7 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 def load_prompts(
     name: str, split: str = "train", config: str | None = None, **options: Any
-) -> Prompts:
+) -> PromptDataset:
     """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
     A file is the split that is asked for, of which ``split`` may take a part (``"train[:100]"``).
@@ -68,7 +68,7 @@ def load_prompts(
     return _load(name, name, config, split=split, **options)
 
 
-def _load(name: str, *source: str | None, **options: Any) -> Prompts:
+def _load(name: str, *source: str | None, **options: Any) -> PromptDataset:
     try:
         with hub_or_cache(name):
             return load_dataset(*source, **options)
@@ -89,8 +89,8 @@ def looks_local(name: str) -> bool:
 
 
 def check_datasets(
-    train: Prompts | None,
-    evaluation: Prompts | dict[str, Prompts] | None,
+    train: PromptDataset | None,
+    evaluation: PromptDataset | dict[str, PromptDataset] | None,
     args: GRPOConfig,
     environments: bool = False,
 ) -> None:
@@ -100,7 +100,7 @@ def check_datasets(
     """
     needed = args.dynamic_prompts_fn is not None or args.remove_unused_columns
     for name, dataset in _named(train, evaluation):
-        if not isinstance(dataset, Prompts):
+        if not isinstance(dataset, PromptDataset):
             raise ValueError(
                 f"{name}: expected a datasets.Dataset or IterableDataset, got "
                 f"{type(dataset).__name__}"
@@ -127,8 +127,8 @@ def check_datasets(
 
 
 def check_images(
-    train: Prompts | None,
-    evaluation: Prompts | dict[str, Prompts] | None,
+    train: PromptDataset | None,
+    evaluation: PromptDataset | dict[str, PromptDataset] | None,
     processing_class: ProcessingClass,
 ) -> None:
     """Raise ValueError if datasets have images and there is no processor for them."""
@@ -144,19 +144,19 @@ def check_images(
 
 
 def _named(
-    train: Prompts | None, evaluation: Prompts | dict[str, Prompts] | None
-) -> list[tuple[str, Prompts]]:
+    train: PromptDataset | None, evaluation: PromptDataset | dict[str, PromptDataset] | None
+) -> list[tuple[str, PromptDataset]]:
     others = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     datasets = {"train_dataset": train} | others
     return [(name, dataset) for name, dataset in datasets.items() if dataset is not None]
 
 
-def _columns(dataset: Prompts) -> list[str]:
+def _columns(dataset: PromptDataset) -> list[str]:
     # a stream may not know its columns until a row is read
     return dataset.column_names or list(next(iter(dataset), {"prompt": None}))
 
 
-def prompt_columns(dataset: Prompts) -> list[str]:
+def prompt_columns(dataset: PromptDataset) -> list[str]:
     """Return the columns that the model sees something of: ``remove_unused_columns`` keeps them."""
     return [name for name in _columns(dataset) if name in PROMPT_COLUMNS]
 
@@ -242,7 +242,7 @@ class PromptStream:
     """
 
     def __init__(
-        self, dataset: Prompts, prompts_per_batch: int = 1, seed: int | None = None
+        self, dataset: PromptDataset, prompts_per_batch: int = 1, seed: int | None = None
     ) -> None:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
@@ -368,7 +368,7 @@ class GroupTrainer(Trainer):
         loader = DataLoader(items, batch_size=self._train_batch_size, collate_fn=list)
         return self.accelerator.prepare(loader)
 
-    def _get_dataloader(self, dataset: Prompts, *args: Any, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(self, dataset: PromptDataset, *args: Any, **kwargs: Any) -> DataLoader:
         """Return the rows of an evaluation, a group of each."""
         self.args.check_eval_batch()
         rows: Any = unopened(dataset, self.args)
