@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitScheduler, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub import CommitScheduler
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from grpo_trainer.common import unfailing
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.monitor.card import CARD_NAME, may_write, write_card
 from grpo_trainer.monitor.completions import (
     EVAL_PREFIX,
     CompletionLog,
@@ -26,17 +22,8 @@ from grpo_trainer.monitor.completions import (
     set_earlier_aside,
 )
 from grpo_trainer.monitor.metrics import MetricLog, doubt_of_logprobs
-from grpo_trainer.monitor.run_file import RunRecord
 
 logger = logging.getLogger(__name__)
-
-CARD_NAME = "README.md"
-
-_TEMPLATE = Path(__file__).with_name("card.md")
-# who wrote it: a card whose text is no longer what the digest says was edited by somebody
-_MARK = re.compile(r"\n<!-- written by grpo-trainer, digest (\w+) -->\s*$")
-_TAGS = ("grpo", "reinforcement-learning", "grpo-kernels")
-_ARXIV = re.compile(r"\d{4}\.\d{4,5}")
 
 
 class LogsRun(Trainer):
@@ -128,11 +115,11 @@ class LogsRun(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         path = Path(output_dir or self.args.output_dir) / CARD_NAME
-        is_ours = _may_write(path)  # asked first: peft leaves a card of its own
+        is_ours = may_write(path)  # asked first: peft leaves a card of its own
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             with unfailing(f"card of {self.args.output_dir}"):
-                self._write_card(path, is_ours)
+                write_card(self, path, is_ours)
 
     def create_model_card(
         self,
@@ -151,65 +138,4 @@ class LogsRun(Trainer):
                 [each] if isinstance(each, str) else list(each or ())
                 for each in (dataset_name, tags)
             )
-            self._write_card(path, _may_write(path), model_name, datasets, more)
-
-    def _write_card(
-        self,
-        path: Path,
-        is_ours: bool,
-        name: str | None = None,
-        datasets: Sequence[str] = (),
-        tags: Sequence[str] = (),
-    ) -> None:
-        """Write the card, if the one that is there ``is_ours``."""
-        if not is_ours:
-            what = "was edited" if path.is_file() else "is no file"
-            logger.warning("%s %s: it stays as it is", path, what)
-            return
-        run, loss = RunRecord.of(self), self.loss_config
-        recipe, paper = run.recipe, _ARXIV.search(run.recipe["loss_source"])
-        if datasets:
-            recipe["dataset"] = ", ".join(datasets)
-        data = ModelCardData(
-            base_model=None if Path(recipe["model"]).exists() else recipe["model"],
-            library_name="peft" if recipe["adapter"] else "transformers",
-            model_name=name or run.folder.resolve().name,
-            datasets=list(datasets) or None,
-            tags=list(dict.fromkeys([*_TAGS, recipe["loss_type"], *tags])),
-            pipeline_tag="text-generation",
-        )
-        changed = {  # from the defaults of the loss and its surrogate
-            item.name: getattr(part, item.name)
-            for part in (loss, loss.surrogate)
-            for item in fields(part)
-            if item.compare
-            and item.name != "surrogate"
-            and getattr(part, item.name) != item.default
-        }
-        card = ModelCard.from_template(
-            data,
-            template_path=str(_TEMPLATE),
-            run=run,
-            recipe=recipe,
-            loss=changed | {"beta": loss.beta},
-            steps=self.state.global_step,
-            paper=paper and paper[0],
-        )
-        text = str(card).rstrip()
-        mark = f"\n<!-- written by grpo-trainer, digest {_digest(text)} -->\n"
-        path.write_text(text + mark, encoding="utf-8")
-
-
-def _may_write(path: Path) -> bool:
-    """Return whether there is no card, or one that is as it was written here."""
-    if not path.is_file():
-        return not path.exists()  # a folder, say
-    text = path.read_text(encoding="utf-8", errors="replace")
-    mark = _MARK.search(text)
-    return mark is not None and mark[1] == _digest(text[: mark.start()])
-
-
-def _digest(text: str) -> str:
-    """Return that of a card without its metadata, which other libraries rewrite."""
-    body = REGEX_YAML_BLOCK.sub("", text, count=1)
-    return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
+            write_card(self, path, may_write(path), name=model_name, datasets=datasets, tags=more)
