@@ -526,7 +526,6 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
     def stop(self) -> None:
         close_progress(self)
         self.rollouts.cancel()  # what was begun is not trained on
-        self.end_logs()
 
     def placed(self) -> None:
         self.rollouts.outdated()

@@ -67,7 +67,6 @@ _INHERITED: dict[str, Rule] = {
 # where a field keeps its default: with another one that is set, or has a value, or without; and why
 _RELATIONS = {
     "sync_ref_model without beta": "where there is no reference model",
-    "log_completions_hub_repo without log_completions": "which writes what is uploaded",
     "backward_tolerance without backward=sparse": "where all gradients are exact",
     "backward_exact_weight without backward=sparse": "where all gradients are exact",
     "cache_implementation with use_vllm": "which has a cache of its own",

@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_kernels import Bounded
 from grpo_kernels.arguments import check_name, check_number
@@ -57,14 +56,6 @@ def numbers(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a list of numbers, got {value!r}")
     for item in value:
         check_number(name, item)
-
-
-def repository(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` can be the name of a repository of the hub."""
-    try:
-        validate_repo_id(value)
-    except HFValidationError as error:
-        raise ValueError(f"{name}: expected owner/name or name, got {value!r}: {error}") from error
 
 
 def check_url(name: str, value: Any) -> None:
@@ -260,7 +251,6 @@ class GRPOFields:
     num_completions_to_print: Count | None = None
     log_unique_prompts: bool = False
     log_multimodal: bool = True
-    log_completions_hub_repo: Annotated[str | None, repository] = None
     overwrite_output_dir: bool = False
     write_report: bool = True
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pyarrow
 from accelerate.utils import gather_object
-from huggingface_hub import CommitScheduler
-from huggingface_hub.utils import HfHubHTTPError
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
@@ -36,9 +34,6 @@ _TEXTS = {"prompt": 2, "completion": 3}  # columns -> how wide they are printed
 _NOT_PRINTED = ("tokens", "truncated", "step", IMAGES)
 _SHOWN_CHARACTERS = 300
 _SIDE = 64  # pixels of an image at most
-_MINUTES = 2  # from one upload to the next
-# OSError, and what the hub's HTTP client raises where there is no connection
-_HUB_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
 
 
 class CompletionLog:
@@ -121,29 +116,6 @@ def set_earlier_aside(args: GRPOConfig) -> None:
 
 def _folder(args: GRPOConfig) -> Path:
     return Path(args.output_dir) / "completions"
-
-
-def completion_uploads(args: GRPOConfig) -> CommitScheduler | None:
-    """Return what uploads their files to the hub, now and then and at the end; None: nothing does.
-
-    Raises:
-        ValueError: there can be no such repository.
-    """
-    repository = args.log_completions_hub_repo
-    if repository is None:
-        return None
-    try:
-        return CommitScheduler(
-            repo_id=repository,
-            repo_type="dataset",
-            folder_path=_folder(args),
-            every=_MINUTES,
-            private=args.hub_private_repo,
-            token=args.hub_token,
-            allow_patterns="*.parquet",
-        )
-    except _HUB_ERRORS as error:
-        raise ValueError(f"log_completions_hub_repo: cannot use {repository!r}: {error}") from error
 
 
 def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitScheduler
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
@@ -18,7 +16,6 @@ from grpo_trainer.monitor.card import CARD_NAME, may_write, write_card
 from grpo_trainer.monitor.completions import (
     EVAL_PREFIX,
     CompletionLog,
-    completion_uploads,
     set_earlier_aside,
 )
 from grpo_trainer.monitor.metrics import MetricLog, doubt_of_logprobs
@@ -33,17 +30,10 @@ class LogsRun(Trainer):
     # of training (True) and of evaluations (False)
     _metrics: dict[bool, MetricLog]
     _completions: dict[bool, CompletionLog]  # empty unless they are asked for
-    _uploads: CommitScheduler | None = None  # of completions, if asked for
     _has_doubted = False  # the log-probabilities of the engine, in a warning
 
     def start_logs(self) -> None:
-        """Drop what was collected.
-
-        Raises:
-            ValueError: the hub does not take the completions.
-        """
-        if self._uploads is None and self.is_world_process_zero():
-            self._uploads = completion_uploads(self.args)
+        """Drop what was collected."""
         self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
         self._completions = {}
         if self.args.log_completions:
@@ -55,8 +45,7 @@ class LogsRun(Trainer):
     ) -> TrainOutput:
         starts_over = resume_from_checkpoint is None
         if self._completions and starts_over and self.is_world_process_zero():
-            with self._no_upload():
-                set_earlier_aside(self.args)
+            set_earlier_aside(self.args)
         return super()._inner_training_loop(
             *args, resume_from_checkpoint=resume_from_checkpoint, **kwargs
         )
@@ -101,17 +90,7 @@ class LogsRun(Trainer):
     def _write_completions(self, training: bool) -> None:
         if self._completions:
             step = self.state.global_step
-            with self._no_upload():
-                self._completions[training].flush(step, self.is_world_process_zero())
-
-    def _no_upload(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._uploads is None else self._uploads.lock
-
-    def end_logs(self) -> None:
-        """Wait until what was written is uploaded."""
-        if self._uploads is not None:
-            with unfailing(f"completions in {self.args.log_completions_hub_repo}"):
-                self._uploads.trigger().result()
+            self._completions[training].flush(step, self.is_world_process_zero())
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         path = Path(output_dir or self.args.output_dir) / CARD_NAME

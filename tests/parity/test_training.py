@@ -114,8 +114,7 @@ UNTESTED = {
         vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
         vllm_structured_outputs_regex vllm_tensor_parallel_size""",
     "behind the loss: what is shown": """
-        log_completions log_completions_hub_repo log_multimodal log_unique_prompts
-        num_completions_to_print""",
+        log_completions log_multimodal log_unique_prompts num_completions_to_print""",
 }
 
 

@@ -169,7 +169,6 @@ def test_wrong_values_of_a_field(make_args, name):
 
 
 SPARSE = {"backward": "sparse"}
-LOGS = {"log_completions": True}
 DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
 TWO_DTYPES = {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}}
 # what does not go together, or has no meaning here -> the field that is named, what is said of it
@@ -196,8 +195,6 @@ RELATIONS = [
     ({"loss_kwargs": {"rollout_correction_max": 2.0}}, "loss_kwargs", "'rollout_correction_max'"),
     ({"loss_kwargs": {"epsilon": 0.1}, "epsilon": 0.3}, "loss_kwargs", "no 'epsilon' beside"),
     ({"loss_kwargs": '{"a": ' + "[" * 9999}, "loss_kwargs", "expected JSON"),
-    ({"log_completions_hub_repo": "me/logs"}, "log_completions_hub_repo", "without log_comp"),
-    ({"log_completions_hub_repo": "a/b/c"} | LOGS, "log_completions_hub_repo", "got 'a/b/c'"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
     (

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy
 import pytest
 from datasets import Dataset
-from huggingface_hub import HfApi, RepoUrl, constants
 from pyarrow import parquet
 
 from grpo_trainer.monitor import OWN_COLUMNS
@@ -86,59 +85,6 @@ def test_what_cannot_be_written_does_not_end_the_run(make_trainer, caplog):
     for name, error in (("completions in", "FileExistsError"), ("report of", "IsADirectoryError")):
         [warning] = [line for line in caplog.messages if line.startswith(name)]
         assert str(folder) in warning and f"the run goes on without: {error}" in warning
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """Return what is asked of a hub that takes everything."""
-    asked = {"made": [], "uploaded": {}}
-
-    def create_repo(api, **kwargs):
-        asked["made"].append((api.token, kwargs))
-        return RepoUrl("https://huggingface.co/datasets/me/logs")
-
-    def create_commit(api, operations, repo_id, repo_type, **kwargs):
-        files = {each.path_in_repo: each.path_or_fileobj.read() for each in operations}
-        asked["uploaded"] |= {(repo_type, repo_id, name): data for name, data in files.items()}
-
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    return asked
-
-
-UPLOADS = dict(log_completions=True, num_completions_to_print=0, log_completions_hub_repo="logs")
-
-
-def test_completions_are_uploaded(make_trainer, hub):
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "hub_private_repo": True}
-    trainer = make_trainer(**UPLOADS, hub_token="mine", **settings)
-    trainer.train()
-    trainer._uploads.stop()
-    folder = Path(trainer.args.output_dir) / "completions"
-    names = ["completions_00001", "completions_00002", "eval_completions_00002"]
-    assert hub["uploaded"] == {
-        ("dataset", "me/logs", f"{name}.parquet"): (folder / f"{name}.parquet").read_bytes()
-        for name in names
-    }
-    made = {"repo_id": "logs", "private": True, "repo_type": "dataset", "exist_ok": True}
-    assert hub["made"] == [("mine", made)]
-
-
-def test_a_hub_that_fails_during_the_run(make_trainer, hub, monkeypatch, caplog):
-    def fails(api, **kwargs):
-        raise OSError("full")
-
-    monkeypatch.setattr(HfApi, "create_commit", fails)
-    trainer = make_trainer(**UPLOADS)
-    trainer.train()
-    trainer._uploads.stop()
-    assert "completions in logs: the run goes on without: OSError: full" in caplog.messages
-
-
-def test_a_hub_that_is_not_there(make_trainer, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="log_completions_hub_repo: .* 'logs': .*offline mode"):
-        make_trainer(**UPLOADS)
 
 
 def test_columns_that_are_taken(make_trainer):
