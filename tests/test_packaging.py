@@ -22,7 +22,6 @@ from grpo_kernels.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")
-TRACKERS = ("trackio", "wandb")  # imported where a run is logged to one
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # a module that is itself imported only where its extra is installed
 BEHIND_AN_EXTRA = {"nccl.py": "vllm"}
@@ -91,7 +90,7 @@ def undeclared(found: Import, known: dict[str, set[str]]) -> bool:
         extras += (BEHIND_AN_EXTRA[found.module.name],)
     if found.module.parent.name == "integrations" and found.package in HOSTS:
         return False
-    if found.module.name == "completions.py" and found.package in TRACKERS:
+    if found.package == "wandb":  # imported where a run is logged to it
         return False
     name = DISTRIBUTIONS.get(found.package, found.package).replace("_", "-")
     return not any(name in known[extra] for extra in ("", *extras))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.image_utils import load_image
 
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
@@ -93,9 +92,9 @@ class CompletionLog:
         with unfailing(f"completions in {self._folder}"):
             columns = {each: _column([row.get(each) for row in rows]) for each in _names(rows)}
             table = pyarrow.table(columns | {"step": [step] * len(rows)})
-            for tracker in _TRACKERS.keys() & self._args.report_to:
-                with unfailing(f"the table of completions for {tracker}"):
-                    _TRACKERS[tracker](self._name, table, step)
+            if "wandb" in self._args.report_to:
+                with unfailing("the table of completions for wandb"):
+                    _to_wandb(self._name, table)
             self._folder.mkdir(parents=True, exist_ok=True)
             parquet.write_table(table, self._folder / f"{self._name}_{step:05d}.parquet")
 
@@ -118,39 +117,14 @@ def _folder(args: GRPOConfig) -> Path:
     return Path(args.output_dir) / "completions"
 
 
-def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:
+def _to_wandb(name: str, table: pyarrow.Table) -> None:
     import wandb
 
     if wandb.run is not None:
-        rows = _shown(table, wandb.Image)
-        data = [[row.get(column) for column in _names(rows)] for row in rows]
-        shown = wandb.Table(columns=_names(rows), data=data)
+        names = [column for column in table.column_names if column != IMAGES]
+        data = [[row[column] for column in names] for row in table.to_pylist()]
+        shown = wandb.Table(columns=names, data=data, allow_mixed_types=True)
         wandb.log({name: shown}, commit=False)  # the metrics of this step follow, and end it
-
-
-def _to_trackio(name: str, table: pyarrow.Table, step: int) -> None:
-    import trackio
-
-    if trackio.context_vars.current_run.get() is not None:
-        shown = trackio.Table(data=_shown(table, trackio.Image))
-        trackio.log({name: shown, "train/global_step": step})
-
-
-_TRACKERS = {"wandb": _to_wandb, "trackio": _to_trackio}  # those that show tables
-
-
-def _shown(table: pyarrow.Table, image: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return rows of plain values, each image in a column of its own."""
-    shown = []
-    for row in table.to_pylist():
-        urls = enumerate(row.pop(IMAGES, None) or (), 1)
-        images = {f"image {i}": image(load_image(url)) for i, url in urls}
-        values = {
-            name: value if isinstance(value, str | int | float | None) else str(value)
-            for name, value in row.items()
-        }
-        shown.append({"prompt": values.pop("prompt")} | images | values)
-    return shown
 
 
 def completion_table(rows: Rows, title: str) -> Table:

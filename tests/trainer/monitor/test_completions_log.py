@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy
 import pytest
 from datasets import Dataset
 from pyarrow import parquet
 
 from grpo_trainer.monitor import OWN_COLUMNS
+from tests.support.documents import DOCS, python_block
 
 
 @pytest.mark.parametrize("unique", [False, True])
@@ -85,6 +89,30 @@ def test_what_cannot_be_written_does_not_end_the_run(make_trainer, caplog):
     for name, error in (("completions in", "FileExistsError"), ("report of", "IsADirectoryError")):
         [warning] = [line for line in caplog.messages if line.startswith(name)]
         assert str(folder) in warning and f"the run goes on without: {error}" in warning
+
+
+def test_the_callback_of_the_guide(make_trainer, monkeypatch):
+    logged, uploaded = [], []
+    tracker = SimpleNamespace(Table=lambda dataframe: len(dataframe), log=logged.append)
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda **each: uploaded.append(each))
+    names = {}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trackio", tracker)
+        exec(python_block(DOCS, "trackio"), names)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "max_steps": 3}
+    callbacks = [names["ShareCompletions"]("me/logs")]
+    trainer = make_trainer(log_completions=True, callbacks=callbacks, **settings)
+    trainer.train()
+    assert logged == [
+        {name: rows, "train/global_step": step}
+        for name, rows, step in (
+            ("completions", 8, 2), ("eval_completions", 16, 2),
+            ("eval_completions", 16, 3), ("completions", 4, 3),
+        )
+    ]  # fmt: skip
+    folder = Path(trainer.args.output_dir) / "completions"
+    assert uploaded == [{"repo_id": "me/logs", "repo_type": "dataset", "folder_path": folder}]
 
 
 def test_columns_that_are_taken(make_trainer):
