@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,53 +13,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, set_seed
 
 from grpo_kernels import LossConfig, linear_policy_loss
-from grpo_kernels.hf import add_fused_head, check_fused_head
+from grpo_kernels.hf import check_fused_head
 from grpo_kernels.losses import Metrics
-from grpo_trainer.agents import (
-    EnvironmentFactory,
-    Environments,
-    ToolLoop,
-    make_toolbox,
-    prompts_by_reset,
+from grpo_trainer.agents import EnvironmentFactory
+from grpo_trainer.assemble import (
+    MakePrompts,
+    assemble_models,
+    assemble_rollouts,
+    check_inputs,
+    make_prompts,
 )
-from grpo_trainer.checkpoint import ResumableTrainer
-from grpo_trainer.config import GRPOConfig, backward_options, check_arguments, loss_config
+from grpo_trainer.base import BaseTrainer
+from grpo_trainer.config import GRPOConfig, Settings, backward_options, check_arguments
 from grpo_trainer.data import (
+    Column,
+    Media,
     MicroBatch,
     ProcessingClass,
     PromptDataset,
-    PromptStream,
+    Prompts,
     RolloutBuffer,
     Row,
     Sample,
-    check_datasets,
-    check_images,
-    tokenizer_of,
-    unopened,
+    Scored,
+    Term,
 )
-from grpo_trainer.engines import (
-    EngineContext,
-    RolloutEngine,
-    Sampling,
-    Source,
-    make_sampler,
-)
+from grpo_trainer.engines import RolloutEngine
 from grpo_trainer.experience import (
     AdaptiveEntropy,
     AdvantageFunction,
-    BatchesAhead,
-    Collector,
-    Curriculum,
+    Plan,
     RolloutFunction,
-    Scored,
-    check_rollout_func,
+    deal,
+    fill,
+    leave_out_inactive,
+    measure,
     rollout_metrics,
-    samples_by,
-    training_prompts,
+    samples_of,
+    share,
 )
 from grpo_trainer.monitor import (
     REWARD_PREFIX,
-    LogsRun,
+    CompletionLog,
+    LogprobDoubt,
+    MetricLog,
     Recipe,
     close_progress,
     phase,
@@ -69,40 +64,23 @@ from grpo_trainer.monitor import (
     value_metric,
 )
 from grpo_trainer.policy import (
-    Pack,
-    Teacher,
     TeacherSource,
     base_policy,
     check_images_run,
-    check_placement,
-    check_processor,
     load_policy,
     load_processing_class,
-    load_saved,
     make_pack,
-    make_reference,
-    placement_of,
     policy_loss_of,
-    router_coef,
-    target_logprobs,
 )
 from grpo_trainer.report import ReportWriter
-from grpo_trainer.rewards import (
-    RewardLog,
-    RewardSource,
-    Tokenizers,
-    no_reward,
-    resolve_rewards,
-    score,
-)
-from grpo_trainer.trl_names import Settings, TrainerAttributes, check_overrides
-from grpo_trainer.vllm import VLLMClient
+from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, score
+from grpo_trainer.trl_names import TrlNames, check_overrides
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
+class GRPOTrainer(TrlNames, BaseTrainer):
     """Trains a causal language model with a GRPO-family loss.
 
     Args:
@@ -140,18 +118,24 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             name or folder, the name of an adapter of the policy, the address of a vLLM server, or
             a function of lists of token ids that gives log-probabilities of all but the first.
             With one no reward function is needed.
+        prompts: decides what is trained on next: a class or function that is called with the
+            dataset's :class:`Prompts` (None without a dataset) when training begins, and returns
+            the run's.
+        columns: functions of a :class:`MicroBatch` and the policy, called before its loss, that
+            set fields of it; see :class:`Column`.
+        terms: objects of classes that inherit :class:`Term`, whose losses are added.
 
     Raises:
         ValueError: an argument is wrong, or an unsupported combination is asked for.
     """
 
-    _prompts: PromptStream | Curriculum  # where training takes its prompts from
+    _prompts: Prompts | None = None  # what decides what a run trains on, once that began
     _buffer: RolloutBuffer  # of the current generation batch
+    _columns: list[Column] | None = None  # in this order; None: the policy was not checked yet
     _entropy: AdaptiveEntropy | None = None
-    _ahead: BatchesAhead | None = None
+    _completions: CompletionLog | None = None
     _completed_at: float | None = None  # when the last generation batch was there
     _reward_log: RewardLog  # of the completions that are being scored
-    _pack: Pack | None = None  # once the policy is checked
 
     def __init__(
         self,
@@ -172,112 +156,101 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         rollout_engine: RolloutEngine | None = None,
         advantages: AdvantageFunction | str | None = None,
         teacher: TeacherSource | None = None,
+        prompts: MakePrompts | None = None,
+        columns: Sequence[Column] = (),
+        terms: Sequence[Term] = (),
     ) -> None:
         check_overrides(type(self), GRPOTrainer)
         args = args if args is not None else GRPOConfig()
         check_arguments(args, processing_class)
-        if train_dataset is None and environment_factory is not None:
-            train_dataset = prompts_by_reset(environment_factory, args)
-        train_dataset, eval_dataset = unopened(train_dataset, args), unopened(eval_dataset, args)
-        check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
-        self._tools = make_toolbox(tools or ())
-        self._environments = None
-        if environment_factory is not None:
-            self._environments = Environments(environment_factory, self._tools)
-        check_rollout_func(rollout_func, args, bool(self._tools or self._environments))
-        self._rollout_func = rollout_func
-        own = self._environments.rewards if self._environments is not None else []
-        self._rewards = own
-        teacher = args.teacher if teacher is None else teacher
-        if teacher is not None and not (reward_funcs or own):
-            reward_funcs = [no_reward]
-        if reward_funcs or not own:
-            given = resolve_rewards(reward_funcs or [], reward_processing_classes, args)
-            self._rewards = given + own
-        self._settings = Settings(args, self._go_by)
-        self.loss_config = self._loss(args)
+        self._inputs = inputs = check_inputs(
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_func=rollout_func,
+            rollout_engine=rollout_engine,
+            advantages=advantages,
+            teacher=teacher,
+            prompts=prompts,
+            columns=columns,
+            terms=terms,
+        )
+        self.settings = Settings(args)
         set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
         super().__init__(
             model=policy,
             args=args,
             data_collator=list,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=inputs.train_dataset,
+            eval_dataset=inputs.eval_dataset,
             processing_class=processing_class or load_processing_class(policy, args),
             callbacks=callbacks,
             optimizers=optimizers,
             # our loss is already scaled for gradient accumulation; Trainer takes that from here
             compute_loss_func=linear_policy_loss,
         )
-        check_placement(args, self.accelerator)
-        check_processor(self.processing_class, policy)
-        check_images(train_dataset, eval_dataset, self.processing_class)
-        self._placement = placement_of(self.accelerator)
-        self._reference = make_reference(policy, args, peft_config, self._placement)
-        add_fused_head(base_policy(policy))
-        self._teacher = None
-        if teacher is not None:
-            served = isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
-            source = VLLMClient(str(teacher)).prompt_logprobs if served else teacher
-            tokens = tokenizer_of(self.processing_class)
-            self._teacher = Teacher(source, policy, args, self._placement, len(tokens))
-        self._router_coef = router_coef(base_policy(policy), args)
-        if not self._placement.late:
+        self._models = models = assemble_models(self, inputs, peft_config)
+        self._placement = models.placement
+        if not models.placement.late:
             self._check_policy()
-        if self._reference is not None and args.sync_ref_model:
-            self.add_callback(self._reference)
-        text = policy.config.get_text_config()
-        context = EngineContext(
-            policy=lambda: self.model,
-            processing_class=self.processing_class,
-            args=args,
-            accelerator=self.accelerator,
-            placement=self._placement,
-            positions=getattr(text, "max_position_embeddings", None),
-            vocab_size=self._teacher.vocab_size if self._teacher else text.vocab_size,
-        )
-        self.rollouts = make_sampler(context, lambda: self.state.global_step, rollout_engine)
-        names = self.reward_func_names
-        self._collector = Collector(self.rollouts, names, self._source(), advantages)
-        self.interaction_settings = {  # by which a resumed run knows them
+        self._rollouts = rollouts = assemble_rollouts(self, inputs, models)
+        self.rollouts = rollouts.sampler
+        source = inputs.teacher
+        hooks = {
             "tools": tools,
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
             "advantages": advantages,
-            "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
+            "teacher": getattr(source, "name_or_path", source),  # of a model
+            "prompts": prompts,
+            "columns": inputs.columns,
+            "terms": inputs.terms,
         }
-        self.recipe = Recipe(rewards=self._collector.weight_of, engine=self.rollouts.name)
+        engine = rollouts.sampler.name
+        self.recipe = Recipe(rewards=rollouts.compare.weight_of, engine=engine, hooks=hooks)
+        self._add_callbacks()
+        self._start()
+
+    def _add_callbacks(self) -> None:
+        args, loss, reference = self.args, self.loss_config, self._models.reference
+        if reference is not None and args.sync_ref_model:
+            self.add_callback(reference)
+        if args.log_completions:
+            self._completions = CompletionLog(args)
+            self.add_callback(self._completions)
+        if loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None:
+            self.add_callback(LogprobDoubt(lambda: self.rollouts.sampling.most_gain))
         if args.write_report:
             self.add_callback(ReportWriter(self))
         show_progress(self)
-        self.start()
 
-    def _loss(self, args: GRPOConfig) -> LossConfig:
-        loss = loss_config(args)
-        # with adaptive entropy the coefficient comes with each batch: no config changes
-        return replace(loss, entropy_coef=1.0) if args.use_adaptive_entropy else loss
+    @property
+    def loss_config(self) -> LossConfig:
+        """The loss of the current generation batch."""
+        return self.settings.loss
 
-    def _go_by(self, args: GRPOConfig) -> None:
-        """Train and sample by other arguments than the run began with."""
-        self.loss_config = self._loss(args)
-        context = self.rollouts.context
-        self.rollouts.sampling = Sampling.from_config(
-            args, context.tokenizer, self.model, context.vocab_size
-        )
+    def change(self, **values: Any) -> None:
+        """Change settings while a run goes on, such as ``trainer.change(beta=0.02)``.
 
-    def _source(self) -> Source | None:
-        """Return what makes the completions; None: one call of the engine."""
-        if (function := self._rollout_func) is not None:
-            return partial(samples_by, lambda prompts: function(prompts, self), self.rollouts)
-        if self._tools or self._environments is not None:
-            return ToolLoop(self.rollouts, self._tools, self._environments)
-        return None
+        Settings of sampling (``temperature``, ``top_p``, ``top_k``, ``min_p``,
+        ``repetition_penalty``) and of the loss (``beta``, ``epsilon``, ``epsilon_high``,
+        ``entropy_coef``, ``off_policy_mask_threshold``, ``top_entropy_quantile``) can change. They
+        take effect with the next generation batch, and a checkpoint holds them.
 
-    # The experience: draw, generate, score, compare, slice. A generation batch is made once, its
-    # slices are used num_iterations times.
+        Raises:
+            ValueError: the run cannot go on with a value, or a setting cannot change.
+        """
+        self.settings.change(**values)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    # The experience: next prompts, completions, rewards, advantages, micro-batches. A generation
+    # batch is made once; its micro-batches are used num_iterations times.
+
+    def _batches_of(self, inputs: Any) -> Any:
         """Return the micro-batches of a micro-step, or that of an evaluation; one is ready."""
         if isinstance(inputs, MicroBatch):
             return inputs
@@ -287,70 +260,46 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
 
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
-        args, metrics = self.args, self._metrics[True]
-        taken = self._buffer.position // args.micro_steps_per_generation
-        left = self.generation_batches() - taken - 1
-        self._settings.take_effect()
-        with phase("score"):
-            if self._ahead is None:
-                scored = self._draw_and_score(args.prompts_per_generation)
-            else:
-                samples = self._ahead.take(left, metrics)
-                scored = self._score(samples, args.num_generations)
-            if args.dynamic_sampling:
-                scored, counts = self._collector.fill(scored, self._draw_and_score)
-                metrics.add(counts)
-                if self._ahead is not None:  # the engine was needed until now
-                    self._ahead.begin(left)
-            if isinstance(self._prompts, Curriculum):
-                totals = scored.compared.rewards
-                self._prompts.rewrite(scored.samples, totals, args.num_generations)
-            self._keep_completions(scored)
-            metrics.add(self._rate(scored.samples))
-            assert args.steps_per_generation is not None  # set on construction
-            budget = args.max_tokens_per_micro_batch
-            batches, cut = self._collector.slices(scored, args.steps_per_generation, budget)
-            metrics.add(cut)
-        self.state.num_input_tokens_seen += int(scored.num_tokens)
-        moves = args.policy_moves_within_generation and not self.loss_config.bypasses
-        batches = [self._with_logprobs(batch, old=moves) for batch in batches]
-        if self.loss_config.exclude_zero_variance:
-            self._collector.count_active(batches, args.steps_per_generation)
-        return batches
+        args, metrics, prompts = self.args, self._metrics[True], self._prompts
+        assert prompts is not None  # there is a dataset, or the loop had not begun
+        self._follow_settings()
 
-    def _rate(self, samples: list[Sample]) -> Metrics:
-        """Return the completions' tokens per second since the generation batch before."""
-        before, self._completed_at = self._completed_at, time.perf_counter()
-        if before is None:
-            return Metrics({})
-        tokens = self.accelerator.num_processes * sum(sum(one.by_policy) for one in samples)
-        rate = tokens / (self._completed_at - before)
-        return value_metric("completions/tokens_per_second", rate, self.accelerator.device)
+        def next_scored(count: int) -> Scored:
+            return self._scored(prompts.next(count), args.num_generations)
+
+        with phase("score"):
+            batch = next_scored(args.prompts_per_generation)
+            if args.dynamic_sampling:
+                compare = self._rollouts.compare
+                batch, counts = fill(batch, next_scored, compare, args, self.accelerator)
+                metrics.add(counts)
+            prompts.scored(batch)
+            metrics.add(self._rate(batch.samples))
+        self.state.num_input_tokens_seen += int(batch.num_tokens)
+        return self._micro_batches(batch, self._rollouts.plan)
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
         """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
         if not self.is_in_train:
-            self._settings.take_effect()
-        scored = self._generate_and_score(rows, self.args.eval_group_size)
-        self._keep_completions(scored)
-        [batch], _ = self._collector.slices(scored, 1)
-        batch = self._with_logprobs(batch)
-        if self.loss_config.exclude_zero_variance:
-            self._collector.count_active([batch], 1)
-        return batch
+            self._follow_settings()
+        size = self.args.eval_group_size
+        batch = self._scored(samples_of(rows, Media.of(self.args)), size)
+        plan = replace(self._rollouts.plan, steps=1, accumulated=1, budget=None, group_size=size)
+        [micro_batch] = self._micro_batches(batch, plan)
+        return micro_batch
 
-    def _draw_and_score(self, count: int) -> Scored:
-        rows = self._collector.draw(self._prompts, count)
-        return self._generate_and_score(rows, self.args.num_generations)
+    def _follow_settings(self) -> None:
+        self.settings.take_effect()
+        self.rollouts.follow(self.settings.in_effect)
 
-    def _generate_and_score(self, rows: list[Row], group_size: int) -> Scored:
-        """Generate a completion per row, score it, and compare it with those of its group."""
-        samples = self._collector.read(rows)
-        self._metrics[self.model.training].add(self._collector.generate(samples))
-        return self._score(samples, group_size)
-
-    def _score(self, samples: list[Sample], group_size: int) -> Scored:
-        collector, metrics = self._collector, self._metrics[self.model.training]
+    def _scored(self, samples: list[Sample], group_size: int) -> Scored:
+        """Complete the samples that need it, score all, and compare each with its group."""
+        accelerator, metrics = self.accelerator, self._metrics[self.model.training]
+        new = [sample for sample in samples if not sample.completion_ids]
+        if self._any_process(bool(new)):
+            metrics.add(self._rollouts.complete(new))
+        for sample in samples:
+            sample.inputs = sample.inputs or dict(sample.row or {})  # of one completed before
         self._reward_log = log = RewardLog(len(samples))
         rewards = self._calculate_rewards(
             [sample.inputs for sample in samples],
@@ -358,17 +307,23 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             [sample.completion for sample in samples],
             [sample.completion_ids for sample in samples],
         )
-        rewards = collector.checked(rewards, len(samples))
+        rewards = self._rollouts.compare.checked(rewards, len(samples))
         for index, sample in enumerate(samples):
             sample.inputs = {}
             sample.extra = {name: values[index] for name, values in log.columns.items()}
             sample.left_out = self.args.mask_truncated_completions and sample.truncated
-        prompts, lengths, truncated = collector.measure(samples).unbind(1)
-        compared = collector.compare(rewards, samples, group_size)
+        prompts, lengths, truncated = measure(samples, accelerator).unbind(1)
+        compared = self._rollouts.compare(rewards, samples, group_size)
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
-        metrics.add(log.metrics(self.accelerator))
+        metrics.add(log.metrics(accelerator))
         return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
+
+    def _any_process(self, here: bool) -> bool:
+        if self.accelerator.num_processes == 1:
+            return here
+        flag = torch.tensor([here], device=self.accelerator.device)
+        return bool(self.accelerator.gather(flag).any())
 
     def _calculate_rewards(
         self,
@@ -378,7 +333,7 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         completion_ids_list: list[list[int]],
     ) -> Tensor:  # (N, F)
         """Return the rewards of all processes' completions by each function; NaN: it does not
-        apply. A subclass may change them; what it is given is this process's."""
+        apply. A subclass may change them; its arguments are this process's."""
         names = [name for name in inputs[0] if name not in _NOT_COLUMNS]
         columns: dict[str, Any] = {name: [row[name] for row in inputs] for name in names}
         arguments = columns | {
@@ -389,41 +344,48 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             "log_extra": self._reward_log.log_extra,
             "log_metric": self._reward_log.log_metric,
         }
-        rewards = score(self._rewards, len(inputs), arguments)
+        rewards = score(self._inputs.rewards, len(inputs), arguments)
         return self.accelerator.gather(rewards.to(self.accelerator.device))
 
-    def _keep_completions(self, scored: Scored) -> None:
-        """Add this process's completions to the table, if there is one."""
-        table = self._completions.get(self.model.training)
-        if table is None:
-            return
-        own = self._collector.own(scored)
-        advantages = scored.compared.advantages[own]
+    def _micro_batches(self, batch: Scored, plan: Plan) -> list[MicroBatch]:
+        """Deal a scored batch to micro-batches, and compute their columns."""
+        metrics = self._metrics[self.model.training]
+        own = share(len(batch.rewards), self.accelerator)
+        advantages = batch.compared.advantages[own]
+        if self._completions is not None:
+            self._keep_completions(batch, advantages, self._completions)
+        with phase("score"):
+            batches, dealt = deal(batch.samples, advantages, plan, self.accelerator)
+        metrics.add(dealt)
+        assert self._columns is not None  # the policy is checked before it runs
+        for micro_batch in batches:
+            for column in self._columns:
+                if (logged := column(micro_batch, self.model)) is not None:
+                    metrics.add(logged)
+        if self.loss_config.exclude_zero_variance:
+            leave_out_inactive(batches, plan, self.accelerator)
+        return batches
+
+    def _keep_completions(self, batch: Scored, advantages: Tensor, log: CompletionLog) -> None:
+        """Add this process's completions to the table."""
+        own = share(len(batch.rewards), self.accelerator)
         if advantages.dim() == 2:  # of a completion's tokens their mean
-            lengths = [len(sample.completion_ids) for sample in scored.samples]
+            lengths = [len(sample.completion_ids) for sample in batch.samples]
             advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
         names = [f"{REWARD_PREFIX}{name}" for name in self.reward_func_names]
-        columns = [*scored.rewards[own].T, scored.compared.rewards[own], advantages]
+        columns = [*batch.rewards[own].T, batch.compared.rewards[own], advantages]
         values = torch.stack(columns).tolist()
-        table.add(scored.samples, dict(zip([*names, "reward", "advantage"], values, strict=True)))
+        table = dict(zip([*names, "reward", "advantage"], values, strict=True))
+        log.add(batch.samples, table, self.model.training)
 
-    def _with_logprobs(self, batch: MicroBatch, old: bool = False) -> MicroBatch:
-        assert self._pack is not None  # the policy is checked before it runs
-        batch.packed, batch.shares_prompts = self._pack(batch)
-        temperature = self.loss_config.temperature
-        teacher = self._teacher if self._teacher and self._teacher.by_logprobs else None
-        if old or teacher is not None:
-            with phase("old"):
-                policy = self._placement.runs(self.model)
-                batch.old_logprobs = target_logprobs(policy, batch, temperature)
-        if self._reference is not None:
-            with phase("ref"), self._reference.running(self.model) as reference:
-                batch.ref_logprobs = target_logprobs(reference, batch, temperature)
-        if teacher is not None:
-            with phase("ref"):
-                apart = teacher.add_to_advantages(batch, self.model)
-            self._metrics[self.model.training].add(apart)
-        return batch
+    def _rate(self, samples: list[Sample]) -> Metrics:
+        """Return the completions' tokens per second since the generation batch before."""
+        before, self._completed_at = self._completed_at, time.perf_counter()
+        if before is None:
+            return Metrics({})
+        tokens = self.accelerator.num_processes * sum(sum(one.by_policy) for one in samples)
+        rate = tokens / (self._completed_at - before)
+        return value_metric("completions/tokens_per_second", rate, self.accelerator.device)
 
     # The loss, and the step.
 
@@ -444,24 +406,19 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         training = model.training
         steps = self.current_gradient_accumulation_steps if training else 1
         scale = self._entropy.scale if self._entropy is not None else None
-        teacher = self._teacher
-        divergence = teacher.divergence(inputs, self.model, steps) if teacher is not None else None
-        loss, metrics, routers = policy_loss_of(
+        loss, metrics = policy_loss_of(
             model,
             inputs,
             inputs.token_batch(steps, scale),
             self.loss_config,
-            backward_options(self.args),
-            with_router_loss=self._router_coef != 0,
-            divergence=divergence,
+            options=backward_options(self.args),
+            terms=self._models.terms,
+            policy=self.model,
         )
         self._metrics[training].add(metrics)
         if self._entropy is not None and training:
             self._entropy.add(metrics)
-        if routers is None:
-            return loss
-        self._metrics[training].add(value_metric("aux_loss", routers, self.accelerator.device))
-        return loss + self._router_coef * inputs.share / steps * routers
+        return loss
 
     def training_step(
         self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
@@ -481,8 +438,9 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
             metrics.end_step()
             if self._entropy is not None:
                 metrics.add(self._entropy.step())
-            elif self.entropy_coef != 0:
-                metrics.add(value_metric("entropy_coef", self.entropy_coef, loss.device))
+            elif self.loss_config.entropy_coef != 0:
+                coef = self.loss_config.entropy_coef
+                metrics.add(value_metric("entropy_coef", coef, loss.device))
         return loss
 
     def prediction_step(
@@ -495,59 +453,56 @@ class GRPOTrainer(LogsRun, TrainerAttributes, ResumableTrainer):
         self._metrics[False].add(value_metric("loss", loss, loss.device))
         return loss, None, None
 
-    # Checkpoints.
+    # A run.
 
-    def start(self) -> None:
-        args = self.args
-        assert args.steps_per_generation is not None  # set on construction
-        self.start_logs()
+    def _start(self) -> None:
+        args, models = self.args, self._models
+        self._metrics = {True: MetricLog(self.accelerator), False: MetricLog(self.accelerator)}
         self._completed_at = None
-        self._buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        self._parts = {
+        self._buffer = RolloutBuffer(self._rollouts.plan.steps, args.num_iterations)
+        self._states = {
             "slices": self._buffer,
             "metrics": self._metrics[True],
-            "settings": self._settings,
+            "settings": self.settings,
         }
-        if self._completions:
-            self._parts["completions"] = self._completions[True]
-        self._shared = {}
-        if self._reference is not None:
-            parts = self._parts if self._placement.sharded else self._shared
-            parts["reference"] = self._reference
+        self._shared_states = {}
+        if self._completions is not None:
+            self._completions.clear()
+            self._states["completions"] = self._completions
+        if models.reference is not None:
+            states = self._states if models.placement.sharded else self._shared_states
+            states["reference"] = models.reference
         if args.use_adaptive_entropy:
-            self._parts["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
-        if self.train_dataset is not None:
-            self._prompts = training_prompts(self.train_dataset, args, self.accelerator)
-            self._parts["prompts"] = self._prompts
-            if args.generation_batches_ahead:
-                assert isinstance(self._prompts, PromptStream)  # a curriculum needs rewards first
-                self._parts["ahead"] = self._ahead = BatchesAhead(self._prompts, self._collector)
+            self._states["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
+        self._prompts = make_prompts(self, self._inputs, self.rollouts, self._batches_left)
+        if self._prompts is not None:
+            self._states["prompts"] = self._prompts
 
-    def stop(self) -> None:
+    def _batches_left(self) -> int:
+        """Return how many generation batches come after the current one."""
+        current = self._buffer.position // self.args.micro_steps_per_generation
+        return self._generation_batches() - current - 1
+
+    def _stop(self) -> None:
         close_progress(self)
         self.rollouts.cancel()  # what was begun is not trained on
 
-    def placed(self) -> None:
+    def _placed(self) -> None:
         self.rollouts.outdated()
         self._check_policy()
 
     def _check_policy(self) -> None:
         """Check once, as soon as it can run, its head, its part for images and its positions."""
-        if self._pack is None:
-            policy, runs = base_policy(self.model), self._placement.runs(self.model)
-            check_fused_head(policy, runs)
-            check_images_run(self.processing_class, runs, self.accelerator.device)
-            other = [] if self._teacher is None else self._teacher.own_model(self.model)
-            images = isinstance(self.processing_class, ProcessorMixin)
-            models = [(policy, nullcontext(runs)), *other]
-            self._pack = make_pack(self.args, models, images, bool(self._router_coef))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        if self._placement.late or not load_saved(self.model, Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args)
-
-    def _load_best_model(self) -> None:
-        folder = Path(str(self.state.best_model_checkpoint))
-        if self._placement.late or not load_saved(self.model, folder):
-            super()._load_best_model()
-        self.placed()
+        if self._columns is not None:
+            return
+        models = self._models
+        policy, runs = base_policy(self.model), models.placement.runs(self.model)
+        check_fused_head(policy, runs)
+        check_images_run(self.processing_class, runs, self.accelerator.device)
+        run_forward = [(policy, nullcontext(runs))]
+        if models.teacher is not None:
+            run_forward += models.teacher.own_model(self.model)
+        images = isinstance(self.processing_class, ProcessorMixin)
+        routers = any("output_router_logits" in term.forward_options for term in models.terms)
+        pack = make_pack(self.args, run_forward, images, routers)
+        self._columns = models.columns if pack is None else [pack, *models.columns]

@@ -1,5 +1,15 @@
-"""Checkpoints that are whole, and runs that are resumed to the bit."""
+"""Checkpoints: written whole, checked, and gone on from exactly."""
 
-from grpo_trainer.checkpoint.files import CheckpointError, StartError
-from grpo_trainer.checkpoint.resumable import ResumableTrainer
-from grpo_trainer.checkpoint.resuming import find_checkpoint
+from grpo_trainer.checkpoint.files import (
+    SETTINGS_FILE,
+    CheckpointError,
+    StartError,
+    delete_unfinished,
+    model_aside,
+    only_run,
+    raised_together,
+    rotate,
+    written_aside,
+)
+from grpo_trainer.checkpoint.interrupt import ctrl_c_noted, where_it_stopped
+from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint, settings_of

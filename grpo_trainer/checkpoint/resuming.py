@@ -105,7 +105,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
             for name, value in config.to_dict().items()
             if name not in _ORIGIN
         }
-    return masked(json.loads(json.dumps(settings | trainer.interaction_settings, default=_plain)))
+    return masked(json.loads(json.dumps(settings | recipe.hooks, default=_plain)))
 
 
 def _plain(value: Any) -> Any:

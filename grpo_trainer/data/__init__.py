@@ -1,12 +1,14 @@
 """What is trained on: prompts and their order, completions, micro-batches."""
 
 from grpo_trainer.data.batch import (
+    Advantages,
+    Divisors,
     MicroBatch,
     RolloutBuffer,
     Sample,
+    Scored,
     collate,
-    computed_tokens,
-    cut_rows,
+    padded_length,
 )
 from grpo_trainer.data.images import (
     PROMPT_COLUMNS,
@@ -32,15 +34,23 @@ from grpo_trainer.data.prompts import (
     encode_text,
     tokenizer_of,
 )
+from grpo_trainer.data.protocols import (
+    Column,
+    HeadTerm,
+    LossAndMetrics,
+    Prompts,
+    Term,
+)
 from grpo_trainer.data.rows import (
     DatasetRow,
-    GroupTrainer,
+    Numbered,
     PromptDataset,
     PromptStream,
     RepeatedStream,
     Row,
     check_datasets,
     check_images,
+    check_plain,
     load_prompts,
     looks_local,
     own_copy,

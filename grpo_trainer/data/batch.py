@@ -1,11 +1,11 @@
-"""Completions, and micro-batches of them."""
+"""Completions, what they were worth, and micro-batches of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from grpo_kernels import SamplingMask, TokenBatch
 from grpo_kernels.batch import IGNORE_INDEX
 from grpo_trainer.data.images import ImageInputs, model_inputs
 from grpo_trainer.data.prompts import Prompt
-from grpo_trainer.data.rows import Row
+from grpo_trainer.data.rows import DatasetRow, Row, check_plain
 
 
 @dataclass
@@ -37,6 +37,28 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint can hold of it.
+
+        Raises:
+            ValueError: it has images, or its row something that is not plain.
+        """
+        if self.images is not None:
+            raise ValueError("Sample.state: expected a prompt without a processor, got images")
+        row = self.row
+        for name, value in (row or {}).items():
+            check_plain(f"Sample.state: column {name!r}", value)
+        kept = {name: getattr(self, name) for name in _KEPT}
+        original = getattr(row, "original", None)
+        return kept | {"row": row and dict(row), "original": original}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Sample:
+        """Return the sample that :meth:`state` describes."""
+        kept = {name: state[name] for name in _KEPT}
+        row = state["row"] and DatasetRow(state["row"], original=state["original"])
+        return cls(**kept, row=row)
+
     def completed(self, completion: Any, ids: list[int], eos_token_ids: Collection[int]) -> None:
         """Add the completion, and what it was read as."""
         self.completion, self.completion_ids = completion, ids
@@ -53,6 +75,43 @@ class Sample:
         return [0] * len(self.completion_ids) if self.left_out else self.by_policy
 
 
+# fields of a sample that a checkpoint holds as they are
+_KEPT = (
+    *("prompt", "prompt_ids", "completion", "completion_ids", "truncated"),
+    *("logprobs", "sampling_mask", "env_mask"),
+)
+
+
+class Advantages(NamedTuple):
+    """What the comparison within groups yields for N completions."""
+
+    advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
+    rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
+    zero_std: Tensor  # (N,) bool: equal rewards, and no advantages by a function
+    signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
+
+
+class Scored(NamedTuple):
+    """A generation batch: n completions of this process, and what all N completions of all
+    processes are worth. Process p has the p-th of the equal parts of N; groups are consecutive."""
+
+    samples: list[Sample]  # n
+    rewards: Tensor  # (N, F) NaN: the reward does not apply
+    compared: Advantages  # of N completions
+    num_tokens: Tensor  # () of prompts and completions, all processes'
+
+
+class Divisors(NamedTuple):
+    """What sums and means over a micro-batch divide by. A window is the micro-steps of an optimizer
+    step, and gradients are averaged over processes."""
+
+    num_items: Tensor  # () token sums: tokens in the loss, per micro-step of the window
+    num_tokens: Tensor  # () means over tokens of this micro-step
+    num_sequences: Tensor | float | None = None  # means over sequences; None: the batch's
+    num_prompts: Tensor | None = None  # () means over prompts, per micro-step of the window
+    share: float = 1.0  # the micro-batch's share of its micro-step
+
+
 @dataclass
 class MicroBatch:
     """B prompts with their completions, right-padded to L tokens.
@@ -65,19 +124,18 @@ class MicroBatch:
     attention_mask: Tensor  # (B, L) int64
     target: Tensor  # (B, L) int64
     advantages: Tensor  # (B,) fp32; (B, L) one per element of `target`
-    num_items: Tensor  # () what token-sum losses divide by, per micro-batch of the window
-    num_tokens: Tensor  # () what means over this micro-batch divide by
+    # as in Divisors
+    num_items: Tensor
+    num_tokens: Tensor
+    num_sequences: Tensor | float | None = None
+    num_prompts: Tensor | None = None
+    share: float = 1.0
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
     inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
-    # for a mean over prompts: (B,) int64 tokens in the loss of each one's prompt,
-    prompt_tokens: Tensor | None = None
-    num_prompts: Tensor | None = None  # and () how many prompts, per micro-batch of the window
-    share: float = 1.0  # of a micro-step, if that has several
-    # what means over sequences divide by; None: the batch's sequences
-    num_sequences: Tensor | float | None = None
+    prompt_tokens: Tensor | None = None  # (B,) int64 tokens in the loss of each row's prompt
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
     # (2, B) int64: tokens of each row's prompt, and the first row with the same one
@@ -87,6 +145,13 @@ class MicroBatch:
     # those of them whose advantage is not 0; None: the host does not know
     lengths: list[int] | None = None
     active_lengths: list[int] | None = None
+
+    def add_to_advantages(self, values: Tensor) -> None:  # (B, L), at the places of `target`
+        """Add a number to the advantage of each token in the loss."""
+        if self.advantages.dim() == 1:
+            self.advantages = self.advantages[:, None].expand(self.target.shape)
+        self.advantages = self.advantages + values.where(self.target != IGNORE_INDEX, 0.0)
+        self.lengths = self.active_lengths = None  # counted what was active before
 
     def num_active(self) -> Tensor:  # (2,) fp64
         """Count the completions with a token in the loss whose advantage is not 0, and their
@@ -127,37 +192,13 @@ def padded_length(lengths: Sequence[int], pad_to_multiple_of: int | None = None)
     return max(lengths) + -max(lengths) % (pad_to_multiple_of or 1)
 
 
-def computed_tokens(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
-    """Return how many tokens the model's body computes for the micro-batch of these rows."""
-    return len(lengths) * padded_length(lengths, pad_to_multiple_of)
-
-
-def cut_rows(
-    rows: Sequence[int], cost: Callable[[list[int]], int], budget: int, least: int
-) -> list[list[int]]:
-    """Cut rows, in their order, into parts that cost at most ``budget`` each, or are one row.
-
-    There are as few as that takes, but at least ``least``, for which the costliest are halved.
-    """
-    parts: list[list[int]] = [[]]
-    for row in rows:
-        if parts[-1] and cost([*parts[-1], row]) > budget:
-            parts.append([])
-        parts[-1].append(row)
-    while len(parts) < least:
-        index = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1) * cost(parts[i]))
-        part = parts[index]
-        parts[index : index + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
-    return parts
-
-
 def collate(
     samples: Sequence[Sample],
     advantages: Tensor,  # (B,); (B, C) one per completion token
-    num_items: Tensor,  # ()
-    num_tokens: Tensor,  # ()
+    divisors: Divisors,
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
+    prompt_tokens: Tensor | None = None,  # (B,)
 ) -> MicroBatch:
     """Join and pad B completions; the result is on the device of ``advantages``, which is read."""
     device, known = advantages.device, advantages.cpu()
@@ -188,8 +229,8 @@ def collate(
         filled.long().to(device),
         input_ids.roll(-1, dims=1).where(in_loss, IGNORE_INDEX).to(device),
         advantages,
-        num_items=num_items,
-        num_tokens=num_tokens,
+        **divisors._asdict(),
+        prompt_tokens=prompt_tokens,
         rollout_logprobs=rollout_logprobs,
         sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
         inputs=model_inputs(images, lengths, input_ids.shape[1], device),

@@ -9,7 +9,6 @@ come from a stream of their own, whose place a checkpoint holds.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
@@ -21,10 +20,9 @@ from datasets import Dataset, Features, IterableDataset, load_dataset
 from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 from datasets.features.features import _visit
-from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers import ProcessorMixin, Trainer
+from transformers import ProcessorMixin
 
 from grpo_kernels.tools import hub_or_cache
 from grpo_trainer.common import shortened
@@ -324,66 +322,21 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-class GroupTrainer(Trainer):
-    """Counts completions, and evaluates each prompt as often as it is completed."""
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
-    args: GRPOConfig
 
-    def steps(self) -> int:
-        """Return the optimizer steps of a whole run, as transformers counts them."""
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        steps_per_epoch = math.ceil(self._micro_steps() / args.gradient_accumulation_steps)
-        return math.ceil(args.num_train_epochs * steps_per_epoch)
+def check_plain(name: str, value: Any) -> None:
+    """Raise ValueError unless a checkpoint can hold ``value``."""
+    if not _is_plain(value):
+        raise ValueError(
+            f"{name}: expected numbers, text, lists and dictionaries, which a checkpoint can hold, "
+            f"got {type(value).__name__}"
+        )
 
-    def generation_batches(self) -> int:
-        """Return those of a whole run. The last step of a pass may have fewer micro-batches."""
-        args, of_pass = self.args, self._micro_steps()
-        steps_of_pass = math.ceil(of_pass / args.gradient_accumulation_steps)
-        passes, steps = divmod(self.steps(), steps_of_pass)
-        rest = min(steps * args.gradient_accumulation_steps, of_pass)
-        return math.ceil((passes * of_pass + rest) / args.micro_steps_per_generation)
 
-    def _micro_steps(self) -> int:
-        """Return those of a pass over the training prompts; of a stream all that there are."""
-        args, dataset = self.args, self.train_dataset
-        if isinstance(dataset, IterableDataset):
-            return args.max_steps * args.gradient_accumulation_steps
-        return len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return one item per completion in the loss and epoch.
-
-        Raises:
-            ValueError: there is no dataset to train on.
-        """
-        if self.train_dataset is None:
-            raise ValueError(
-                "train_dataset: expected prompts to train on (or one environment_factory, and "
-                "max_steps), got None"
-            )
-        size = self.args.per_device_train_batch_size * self.args.world_size
-        items: Any = range(self._micro_steps() * size)
-        loader = DataLoader(items, batch_size=self._train_batch_size, collate_fn=list)
-        return self.accelerator.prepare(loader)
-
-    def _get_dataloader(self, dataset: PromptDataset, *args: Any, **kwargs: Any) -> DataLoader:
-        """Return the rows of an evaluation, a group of each."""
-        self.args.check_eval_batch()
-        rows: Any = unopened(dataset, self.args)
-        if isinstance(rows, IterableDataset):
-            # each process reads for itself: one that reads for all could only send tensors
-            self.accelerator.dataloader_config.dispatch_batches = False
-            rows = RepeatedStream(rows, self.args.eval_group_size)
-        else:
-            rows = Numbered(rows)
-        loader = super()._get_dataloader(rows, *args, **kwargs)
-        loader.device = None  # accelerate makes rows anew to move them, without their number
-        return loader
-
-    def _get_eval_sampler(self, eval_dataset: Numbered) -> list[int]:
-        return list(repeated(range(len(eval_dataset)), self.args.eval_group_size))
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = list(PROMPT_COLUMNS)  # what remove_unused_columns keeps
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return _is_plain([*value.keys(), *value.values()])
+    return type(value) in _PLAIN

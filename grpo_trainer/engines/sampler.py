@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
 from grpo_trainer.common import shortened
+from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Sample, has_images
 from grpo_trainer.engines.answers import Bounds, Completions, TokenIds
 from grpo_trainer.engines.base import (
@@ -73,9 +74,21 @@ class Sampler:
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
     name: str  # of the engine
+    _args: GRPOConfig = field(init=False)  # that ``sampling`` is from
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _sent: int = field(default=0, init=False)  # bytes of the last update
     _running: list[Started] = field(default_factory=list, init=False)  # or has ended since
+
+    def __post_init__(self) -> None:
+        self._args = self.context.args
+
+    def follow(self, args: GRPOConfig) -> None:
+        """Sample by ``args`` from now on."""
+        if args is not self._args:
+            context, self._args = self.context, args
+            self.sampling = Sampling.from_config(
+                args, context.tokenizer, context.policy(), context.vocab_size
+            )
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -148,7 +161,7 @@ class Sampler:
                     factors = partial(adapter_weights, policy, placement)
                     self.engine.update_weights(lambda: self._counted(factors(), below), True)
             self._version = version
-        log_value("weight_update_bytes", self._sent)
+        log_value("weight_update_bytes", self._sent, count=int(self._sent != 0))
         if not has_images(images):
             return {}
         if "images" not in inspect.signature(self.engine.generate).parameters:

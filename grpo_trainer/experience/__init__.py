@@ -1,4 +1,4 @@
-"""From prompts to scored micro-batches: generate, reward, compare within groups, slice."""
+"""From prompts to scored micro-batches: generate, reward, compare within groups, deal."""
 
 from grpo_trainer.experience.advantages import (
     AdaptiveEntropy,
@@ -6,7 +6,11 @@ from grpo_trainer.experience.advantages import (
     compute_advantages,
     rollout_metrics,
 )
-from grpo_trainer.experience.collector import Collector, Scored
+from grpo_trainer.experience.columns import (
+    old_logprobs,
+    reference_logprobs,
+    teacher_advantages,
+)
 from grpo_trainer.experience.comparisons import (
     ADVANTAGES,
     PassAtK,
@@ -14,6 +18,10 @@ from grpo_trainer.experience.comparisons import (
     reinforce_plus_plus,
     rloo,
 )
-from grpo_trainer.experience.curriculum import Curriculum, training_prompts
+from grpo_trainer.experience.curriculum import Curriculum
+from grpo_trainer.experience.deal import Plan, deal, leave_out_inactive
 from grpo_trainer.experience.overlap import BatchesAhead
+from grpo_trainer.experience.prompts import DatasetPrompts, samples_of, share
 from grpo_trainer.experience.rollout_func import RolloutFunction, check_rollout_func, samples_by
+from grpo_trainer.experience.scoring import Comparison, fill, measure
+from grpo_trainer.experience.single_turn import SingleTurn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import Advantages
 from grpo_trainer.monitor import value_metric
 
 STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
@@ -28,15 +29,6 @@ COMPLETION_ARGUMENTS = {
     "completions": "completion",
     "completion_ids": "completion_ids",
 }
-
-
-class Advantages(NamedTuple):
-    """What the group comparison yields for N completions."""
-
-    advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
-    rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
-    zero_std: Tensor  # (N,) bool: equal rewards, and no advantages by a function
-    signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
 
 
 def compute_advantages(

@@ -1,6 +1,6 @@
 """What a run logs, shows and leaves to look at."""
 
-from grpo_trainer.monitor.card import CARD_NAME
+from grpo_trainer.monitor.card import CARD_NAME, may_write, write_card
 from grpo_trainer.monitor.charts import (
     CHARTS,
     EVERY_CHART,
@@ -16,8 +16,14 @@ from grpo_trainer.monitor.completions import (
     REWARD_PREFIX,
     CompletionLog,
 )
-from grpo_trainer.monitor.log import LogsRun
-from grpo_trainer.monitor.metrics import MetricLog, log_value, phase, token_rate, value_metric
+from grpo_trainer.monitor.metrics import (
+    LogprobDoubt,
+    MetricLog,
+    log_value,
+    phase,
+    token_rate,
+    value_metric,
+)
 from grpo_trainer.monitor.progress import close_progress, show_progress
 from grpo_trainer.monitor.run_file import History, Recipe, RunRecord, load_run
 from grpo_trainer.monitor.view import RichProgressCallback

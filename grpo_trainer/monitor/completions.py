@@ -14,6 +14,7 @@ from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
@@ -35,21 +36,48 @@ _SHOWN_CHARACTERS = 300
 _SIDE = 64  # pixels of an image at most
 
 
-class CompletionLog:
-    """Collects rows of (prompt, completion, rewards, advantage) between two log calls.
+class CompletionLog(TrainerCallback):
+    """Collects rows of (prompt, completion, rewards, advantage) between two log calls, of training
+    and of evaluations, then prints and writes them. A run that starts over moves those of an
+    earlier run aside."""
 
-    Args:
-        args: say what is kept, and who shows it.
-        prefix: of the files' names.
-    """
-
-    def __init__(self, args: GRPOConfig, prefix: str = "") -> None:
+    def __init__(self, args: GRPOConfig) -> None:
         self._args = args
-        self._name = f"{prefix}completions"
         self._folder = _folder(args)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training or not
 
-    def add(self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.global_step == 0 and state.is_world_process_zero:
+            set_earlier_aside(self._args)
+
+    def on_log(
+        self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:
+        if "loss" in logs or "train_loss" in logs:
+            self._flush(state, training=True)
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_training_stop:  # a longer run would write them once more
+            self._flush(state, training=True)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._flush(state, training=False)
+        if state.global_step > 0:  # it may have ended the run
+            self.on_step_end(args, state, control)
+
+    on_predict = on_evaluate
+
+    def clear(self) -> None:
+        """Drop what is not written yet."""
+        self._rows = {True: [], False: []}
+
+    def add(
+        self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]], training: bool
+    ) -> None:
         """Add a row per completion; ``columns`` are its rewards and its advantage."""
         with unfailing(f"completions in {self._folder}"):
             for index, sample in enumerate(samples):
@@ -66,37 +94,38 @@ class CompletionLog:
                         image.thumbnail((_SIDE, _SIDE))
                     row[IMAGES] = [data_url(image) for image in small]
                 row |= {name: values[index] for name, values in columns.items()}
-                self._rows.append(row | sample.extra)
+                self._rows[training].append(row | sample.extra)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the rows that are not written yet."""
-        return list(self._rows)
+        """Return the rows of training that are not written yet."""
+        return list(self._rows[True])
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        self._rows = list(state)
+        self._rows[True] = list(state)
 
-    def flush(self, step: int, is_main_process: bool) -> None:
+    def _flush(self, state: TrainerState, training: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
-        rows = gather_object(self._rows)
-        self._rows = []
-        if not is_main_process or not rows:
+        rows = gather_object(self._rows[training])
+        self._rows[training] = []
+        if not state.is_world_process_zero or not rows:
             return
+        step, name = state.global_step, f"{'' if training else EVAL_PREFIX}completions"
         if self._args.log_unique_prompts:  # the first completion of each
             firsts = {(row["prompt"], *row.get(IMAGES, ())): row for row in reversed(rows)}
             rows = list(firsts.values())[::-1]
         to_print = self._args.num_completions_to_print
         if to_print != 0:
             with unfailing(f"printing the completions of {self._folder}"):
-                title = f"{self._name.replace('_', ' ')} at step {step}"
+                title = f"{name.replace('_', ' ')} at step {step}"
                 Console().print(completion_table(rows[:to_print], title))
         with unfailing(f"completions in {self._folder}"):
             columns = {each: _column([row.get(each) for row in rows]) for each in _names(rows)}
             table = pyarrow.table(columns | {"step": [step] * len(rows)})
             if "wandb" in self._args.report_to:
                 with unfailing("the table of completions for wandb"):
-                    _to_wandb(self._name, table)
+                    _to_wandb(name, table, step)
             self._folder.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(table, self._folder / f"{self._name}_{step:05d}.parquet")
+            parquet.write_table(table, self._folder / f"{name}_{step:05d}.parquet")
 
 
 def set_earlier_aside(args: GRPOConfig) -> None:
@@ -117,14 +146,14 @@ def _folder(args: GRPOConfig) -> Path:
     return Path(args.output_dir) / "completions"
 
 
-def _to_wandb(name: str, table: pyarrow.Table) -> None:
+def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:
     import wandb
 
     if wandb.run is not None:
         names = [column for column in table.column_names if column != IMAGES]
         data = [[row[column] for column in names] for row in table.to_pylist()]
         shown = wandb.Table(columns=names, data=data, allow_mixed_types=True)
-        wandb.log({name: shown}, commit=False)  # the metrics of this step follow, and end it
+        wandb.log({name: shown, "train/global_step": step})
 
 
 def completion_table(rows: Rows, title: str) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import TrainerCallback, TrainerState
 
 from grpo_kernels.losses import Metrics, Stat
+
+logger = logging.getLogger(__name__)
 
 # generation, weights on their way to the engine, rewards and advantages, log-probabilities of the
 # old policy and of the reference, forward and backward of the loss
@@ -155,10 +159,10 @@ def value_metric(name: str, value: float | Tensor, device: torch.device, count: 
     return Metrics({name: Stat("mean", total, torch.full_like(total, count))})
 
 
-def log_value(name: str, value: float) -> None:
-    """Log a number other than 0 of the training step that runs; all processes call it."""
+def log_value(name: str, value: float, count: int = 1) -> None:
+    """Log a number of the training step that runs, as ``count`` samples; all processes call it."""
     if (log := _timing.get()) is not None:
-        log.add(value_metric(name, value, log.device, count=int(value != 0)))
+        log.add(value_metric(name, value, log.device, count))
 
 
 def doubt_of_logprobs(row: dict[str, float], gain: float) -> str | None:
@@ -183,6 +187,32 @@ def doubt_of_logprobs(row: dict[str, float], gain: float) -> str | None:
             "logarithms of probabilities, of these tokens, by these weights, at this temperature"
         )
     return None
+
+
+class LogprobDoubt(TrainerCallback):
+    """Warns once of impossible log-probabilities that the loss weights tokens by.
+
+    Args:
+        most_gain: returns by how much the engine's filters raise a log-probability at most.
+    """
+
+    def __init__(self, most_gain: Callable[[], float]) -> None:
+        self._most_gain = most_gain
+        self._has_warned = False
+
+    def on_log(
+        self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:
+        doubt = None
+        if not self._has_warned and state.is_world_process_zero:
+            doubt = doubt_of_logprobs(logs, self._most_gain())
+        if doubt is not None:
+            self._has_warned = True
+            logger.warning(
+                "log-probabilities: the engine, or rollout_func, reports %s. The loss weights "
+                "tokens by this ratio, so little of the gradient may be left",
+                doubt,
+            )
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:

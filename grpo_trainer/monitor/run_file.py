@@ -33,6 +33,8 @@ class Recipe:
 
     rewards: dict[str, float]  # name -> weight
     engine: str  # what completes the prompts
+    # functions and objects of the user's, by the argument; a resumed run has the same
+    hooks: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None  # as it was named, if it was
 
 

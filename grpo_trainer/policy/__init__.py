@@ -2,6 +2,7 @@
 
 from grpo_trainer.policy.forward import (
     Reference,
+    RouterLoss,
     evaluating,
     make_reference,
     policy_loss_of,
@@ -18,7 +19,7 @@ from grpo_trainer.policy.load import (
     router_coef,
     takes_images,
 )
-from grpo_trainer.policy.packing import Pack, make_pack
+from grpo_trainer.policy.packing import make_pack
 from grpo_trainer.policy.placement import (
     WHOLE,
     Placement,

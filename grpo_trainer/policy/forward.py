@@ -4,9 +4,10 @@ reference of the KL penalty."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_kernels.losses import Stat
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import MicroBatch
+from grpo_trainer.data import LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.placement import Placement
 
 _REFERENCE = "ref"  # the adapter that keeps the policy at the start
@@ -33,32 +34,59 @@ def policy_loss_of(
     tokens: TokenBatch,
     config: LossConfig,
     options: dict[str, Any],
-    with_router_loss: bool = False,
-    divergence: HeadFn | None = None,
-) -> tuple[Tensor, Metrics, Tensor | None]:
-    """Return the policy loss of ``batch`` with ``tokens``, its metrics, and the routers' loss.
+    *,
+    terms: Sequence[Term] = (),
+    policy: nn.Module | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return the policy loss of ``batch`` with ``tokens``, the losses of ``terms`` added, and what
+    is logged.
 
-    ``options`` are those of ``linear_policy_loss``. Where the ``divergence`` from a teacher is
-    given, its loss is added.
+    ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
+    on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
     metrics: list[Metrics] = []
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
-        loss, found = linear_policy_loss(hidden, head, tokens, config, **options)
-        metrics.append(found)
-        if divergence is not None:
-            of_teacher = divergence(hidden, head)
-            loss = loss + of_teacher.loss
-            metrics[-1] = Metrics.merge([found, teacher_kl(of_teacher.divergence, batch)])
+        loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
+        metrics.append(_per_micro_step(of_loss, batch.share))
+        for term in on_head:
+            if term is not None:
+                added, of_term = term(hidden, head)
+                loss = loss + added / tokens.gradient_accumulation_steps
+                metrics.append(of_term)
         return loss
 
-    more = {"output_router_logits": True} if with_router_loss else {}
+    more: dict[str, Any] = {}
+    for term in terms:
+        more |= term.forward_options
     output = run(model, batch, head_fn, **more)
-    found = metrics[-1]
-    if batch.share != 1 and (sample := found.stats.get("policy_loss")) is not None:
-        sample = replace(sample, count=sample.count * batch.share)  # one for each micro-step
-        found = Metrics({**found.stats, "policy_loss": sample})
-    return output.head, found, output.aux_loss
+    loss = output.head
+    for term in terms:
+        if (of_output := term.on_output(batch, output)) is not None:
+            loss = loss + of_output[0] / tokens.gradient_accumulation_steps
+            metrics.append(of_output[1])
+    return loss, Metrics.merge(metrics)
+
+
+def _per_micro_step(metrics: Metrics, share: float) -> Metrics:
+    """Count the loss of a micro-batch as ``share`` of a sample: one is for each micro-step."""
+    loss = metrics.stats.get("policy_loss")
+    if share == 1 or loss is None:
+        return metrics
+    return Metrics({**metrics.stats, "policy_loss": replace(loss, count=loss.count * share)})
+
+
+@dataclass(frozen=True)
+class RouterLoss(Term):
+    """The load-balancing loss of a mixture-of-experts model, over the tokens of a micro-batch."""
+
+    coef: float
+    forward_options = MappingProxyType({"output_router_logits": True})
+
+    def on_output(self, batch: MicroBatch, output: Any) -> LossAndMetrics:
+        value = output.aux_loss.detach().double()
+        logged = Metrics({"aux_loss": Stat("mean", value, torch.ones_like(value))})
+        return self.coef * batch.share * output.aux_loss, logged
 
 
 def teacher_kl(divergence: Tensor, batch: MicroBatch) -> Metrics:

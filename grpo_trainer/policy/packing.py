@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from heapq import heapreplace
@@ -23,14 +23,12 @@ from transformers.utils.generic import is_flash_attention_requested
 from grpo_kernels.head import Head
 from grpo_kernels.hf import TOLERANCE
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import MicroBatch, Sample, collate
+from grpo_trainer.data import Column, Divisors, MicroBatch, Sample, collate
 from grpo_trainer.policy.forward import evaluating, run
 from grpo_trainer.policy.load import MISMATCH
 
 logger = logging.getLogger(__name__)
 
-# gives a batch's ``packed``, and whether it ``shares_prompts``
-Pack: TypeAlias = Callable[[MicroBatch], tuple[Tensor | None, bool]]
 # a model, and what enters the one that is called to run it
 Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 
@@ -45,8 +43,9 @@ _ROUNDINGS = {torch.float32: 16}
 
 def make_pack(
     args: GRPOConfig, models: Sequence[Runs], images: bool, routers: bool = False
-) -> Pack:
-    """Return what packs micro-batches for all ``models``, as ``args.packing`` says.
+) -> Column | None:
+    """Return what packs micro-batches for all ``models``, as ``args.packing`` says; None where all
+    rows stay padded.
 
     Those with ``images`` stay padded: images belong to rows in their order. Prompts that several
     rows begin with are computed once where the models let us say who sees whom; not with a loss
@@ -56,7 +55,7 @@ def make_pack(
         ValueError: ``packing`` is ``packed``, and something needs padded rows.
     """
     if args.packing == "padded":
-        return lambda batch: (None, False)
+        return None
     multiple, always = args.pad_to_multiple_of, args.packing == "packed"
     assert not isinstance(multiple, str)  # on construction auto became a number or None
     one_row = is_flash_attention_requested(models[0][0].config)
@@ -68,12 +67,12 @@ def make_pack(
     if reason:
         logger.warning("packing: rows are padded with %s", reason)
     if needed:
-        return lambda batch: (None, False)
+        return None
     shares = not routers and all(once for _, once in found)
 
-    def pack(batch: MicroBatch) -> tuple[Tensor | None, bool]:
+    def pack(batch: MicroBatch, policy: nn.Module) -> None:
         if batch.inputs:
-            return None, False
+            return
         ids, lengths = batch.input_ids, batch.attention_mask.sum(1)
         (count, width), device = ids.shape, ids.device
         assert batch.prompts is not None  # collate says so
@@ -85,7 +84,8 @@ def make_pack(
             if fewer.numel() < packed.numel() and area <= count * width**2:
                 packed, shared = fewer, True
         saves = packed.numel() < ids.numel()
-        return (packed.to(device), shared) if saves or always else (None, False)
+        if saves or always:
+            batch.packed, batch.shares_prompts = packed.to(device), shared
 
     return pack
 
@@ -240,4 +240,4 @@ def _tried(model: PreTrainedModel, skip: int = 0) -> MicroBatch:
         for length in _LENGTHS
     ]
     one = torch.ones((), device=model.get_input_embeddings().weight.device)
-    return collate(rows, one.expand(len(rows)), one, one, pad_token_id=0)
+    return collate(rows, one.expand(len(rows)), Divisors(one, one), pad_token_id=0)

@@ -13,15 +13,14 @@ from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import is_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_kernels import Head, Metrics, linear_divergence
 from grpo_kernels.batch import IGNORE_INDEX
-from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import MicroBatch
+from grpo_trainer.data import HeadTerm, LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.forward import Reference, run, target_logprobs, teacher_kl
 from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
@@ -31,8 +30,9 @@ LogprobsFunction: TypeAlias = Callable[[list[list[int]]], Sequence[Sequence[floa
 TeacherSource: TypeAlias = PreTrainedModel | str | LogprobsFunction
 
 
-class Teacher:
-    """What the policy learns from.
+class Teacher(Term):
+    """What the policy learns from: by log-probabilities a column, :meth:`add_to_advantages`; by
+    whole distributions a term.
 
     Args:
         source: a model; its name or folder; the name of an adapter of the policy; or a function of
@@ -100,19 +100,16 @@ class Teacher:
             return []
         return [(base_policy(one.model), one.running(policy))]
 
-    def add_to_advantages(self, batch: MicroBatch, policy: PreTrainedModel) -> Metrics:
+    def add_to_advantages(self, batch: MicroBatch, policy: nn.Module) -> Metrics:
         """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
         estimated KL(policy, teacher)."""
         assert batch.old_logprobs is not None  # computed for it
-        in_loss = batch.target != IGNORE_INDEX
-        gain = (self._logprobs(batch, policy) - batch.old_logprobs).where(in_loss, 0.0)
-        if batch.advantages.dim() == 1:
-            batch.advantages = batch.advantages[:, None].expand(batch.target.shape)
-        batch.advantages = batch.advantages + self._args.distillation_coef * gain
-        batch.lengths = batch.active_lengths = None  # were of the old ones
+        gain = self._logprobs(batch, policy) - batch.old_logprobs
+        gain = gain.where(batch.target != IGNORE_INDEX, 0.0)
+        batch.add_to_advantages(self._args.distillation_coef * gain)
         return teacher_kl(-gain, batch)
 
-    def _logprobs(self, batch: MicroBatch, policy: PreTrainedModel) -> Tensor:  # (B, L)
+    def _logprobs(self, batch: MicroBatch, policy: nn.Module) -> Tensor:  # (B, L)
         if self._reference is not None:
             with self._reference.running(policy) as model:
                 temperature = self._args.temperature
@@ -131,12 +128,9 @@ class Teacher:
             row[: len(each)] = torch.as_tensor(each)
         return found
 
-    def divergence(self, batch: MicroBatch, policy: PreTrainedModel, steps: int) -> HeadFn | None:
-        """Return what makes of hidden states and head the batch's share of the weighted divergence,
-        a mean over the tokens of ``steps`` micro-batches; None if it teaches by log-probabilities.
-        """
-        if self.by_logprobs:
-            return None
+    def on_head(self, batch: MicroBatch, policy: nn.Module) -> HeadTerm:
+        """Run the teacher, and return what makes of hidden states and head the batch's share of the
+        weighted divergence, a mean over the tokens of a micro-step."""
         kept: list[tuple[Tensor, Head]] = []
 
         def keep(hidden: Tensor, head: Head) -> Tensor:
@@ -148,12 +142,12 @@ class Teacher:
         with self._reference.running(policy) as model, torch.no_grad():
             run(model, batch, keep)
         in_loss = batch.target != IGNORE_INDEX
-        share = in_loss.sum() / (batch.num_items * steps)
+        share = in_loss.sum() / batch.num_items
         args = self._args
 
-        def divergence(hidden: Tensor, head: Head) -> Any:
+        def divergence(hidden: Tensor, head: Head) -> LossAndMetrics:
             teacher_hidden, teacher_head = kept[0]
-            return linear_divergence(
+            output = linear_divergence(
                 hidden,
                 head,
                 teacher_hidden.to(hidden.dtype),
@@ -165,5 +159,6 @@ class Teacher:
                 weights=(args.distillation_coef * share).expand(in_loss.shape),
                 vocab_size=min(head.vocab_size, teacher_head.vocab_size),
             )
+            return output.loss, teacher_kl(output.divergence, batch)
 
         return divergence

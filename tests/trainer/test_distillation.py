@@ -129,7 +129,7 @@ def test_a_step_without_rewards_follows_the_teacher(tmp_path: Path, kind: str) -
     assert (moved - exact).norm() < 1e-3 * exact.norm()
     logged = trained.state.log_history[0]["teacher_kl"]
     assert logged == pytest.approx(kl.sum(-1)[in_loss].mean().item(), rel=1e-4)
-    teacher = trained._teacher
+    teacher = trained._models.teacher
     assert teacher is not None
     assert torch.equal(parameters(teacher._reference.model), parameters(policy(1)))
 
@@ -153,7 +153,7 @@ def test_an_adapter_of_the_policy_teaches(tmp_path: Path) -> None:
         add_fused_head(model.get_base_model())
         alone = target_logprobs(model, batch, 0.8)
         model.set_adapter("default")
-        found = trained._teacher._logprobs(batch, trained.model)
+        found = trained._models.teacher._logprobs(batch, trained.model)
         assert torch.equal(found, alone) and loss.isfinite()
 
 
@@ -167,13 +167,13 @@ def test_a_function_teaches(tmp_path: Path) -> None:
 
     trained = made(tmp_path, teacher=logprobs, temperature=1.0)
     batch = batch_of(trained)
-    found = trained._teacher._logprobs(batch, trained.model)
+    found = trained._models.teacher._logprobs(batch, trained.model)
     length = int(batch.attention_mask[0].sum())
     assert batch.input_ids[0, :length].tolist() in asked
     assert found[0, : length - 1].tolist() == [-0.5 * i for i in range(1, length)]
-    trained._teacher._function = lambda sequences: [[0.0]] * len(sequences)
+    trained._models.teacher._function = lambda sequences: [[0.0]] * len(sequences)
     with pytest.raises(ValueError, match="teacher: expected a log-probability for each token but"):
-        trained._teacher._logprobs(batch, trained.model)
+        trained._models.teacher._logprobs(batch, trained.model)
 
 
 def test_a_teacher_by_its_folder_and_in_evaluation(tmp_path: Path) -> None:

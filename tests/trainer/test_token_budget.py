@@ -12,8 +12,9 @@ from datasets import Dataset
 
 from grpo_kernels.losses import AGGREGATIONS, LOSSES
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.data import MicroBatch, computed_tokens, cut_rows
+from grpo_trainer.data import MicroBatch
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.experience.deal import computed_tokens, cut_rows
 from tests.support.trainer import BackgroundEngine, lengths_reward, logged, parameters
 from tests.trainer.checkpoint import features
 from tests.trainer.checkpoint.features import agents, experts, images

@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.data import MicroBatch, Sample, encode_prompts, images_of, model_inputs
 from grpo_trainer.engines import Completions, RolloutEngine
-from grpo_trainer.experience import Collector
+from grpo_trainer.experience import measure
 from grpo_trainer.vllm.requests import requests_of
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import generating, parameters
@@ -370,19 +370,16 @@ def test_completions_and_report_show_the_images(shown: bool, tmp_path: Path) -> 
 def test_several_processes_see_images_together() -> None:
     """Two processes, of which the other one has a prompt with images."""
 
-    def collector(others: float) -> Any:
+    def accelerator(others: float) -> Any:
         def gather(table: torch.Tensor) -> torch.Tensor:
             return torch.cat([table, table.new_tensor([[1.0, 1.0, 0.0, others]])])
 
-        device = torch.device("cpu")
-        return SimpleNamespace(
-            _accelerator=SimpleNamespace(num_processes=2, device=device, gather=gather)
-        )
+        return SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
 
     rollouts = [Sample("1", [3], "2", [4])] * 2
-    assert Collector.measure(collector(0.0), rollouts).shape == (3, 3)
+    assert measure(rollouts, accelerator(0.0)).shape == (3, 3)
     with pytest.raises(ValueError, match="images: expected in all prompts .* got them in 1 of 3"):
-        Collector.measure(collector(1.0), rollouts)
+        measure(rollouts, accelerator(1.0))
 
 
 def text_model() -> Any:

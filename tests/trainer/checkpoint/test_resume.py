@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from grpo_trainer import GRPOConfig
-from grpo_trainer.checkpoint import CheckpointError, StartError, resumable
+from grpo_trainer import GRPOConfig, base
+from grpo_trainer.checkpoint import CheckpointError, StartError
 from grpo_trainer.checkpoint import resuming as run_settings
 from grpo_trainer.checkpoint.files import MANIFEST_NAME
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
@@ -118,7 +118,7 @@ def test_a_part_that_is_gone_is_refused(make):
 def test_other_processes_are_refused(make, checkpoint, monkeypatch):
     trainer = make(max_steps=3)
     other = run_settings.settings_of(trainer) | {"number of processes": 77}
-    monkeypatch.setattr(resumable, "settings_of", lambda _: other)
+    monkeypatch.setattr(base, "settings_of", lambda _: other)
     with pytest.raises(ValueError, match="was written with number of processes = 1, got 77"):
         trainer.train(resume_from_checkpoint=True)
 

@@ -141,7 +141,7 @@ def test_what_a_run_leaves(make_args, dataset, tmp_path, monkeypatch):
         args = make_args(max_steps=1 + resume, lr_scheduler_type="constant", **changes)
         trainer = GRPOTrainer(str(tmp_path / "model"), digits_reversal_reward, args, dataset)
         trainer.recipe = replace(trainer.recipe, dataset=URL)  # a signed one
-        trainer.interaction_settings["teacher"] = URL
+        trainer.recipe.hooks["teacher"] = URL
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 

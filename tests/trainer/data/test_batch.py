@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import LossConfig, linear_policy_loss
-from grpo_trainer.data import MicroBatch, Sample, collate
+from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
 from tests.support.host_reads import counted_reads
 
 NONE = {"lengths": None, "active_lengths": None}
@@ -23,7 +23,9 @@ def collated(per_token: bool = False) -> MicroBatch:
     advantages = torch.tensor([1.0, 0.0, 2.0, -1.0])
     if per_token:
         advantages = advantages[:, None] * torch.tensor([[1.0, 0.0, 0.0]])
-    return collate(samples, advantages, torch.tensor(6.0), torch.tensor(6.0), pad_token_id=0)
+    return collate(
+        samples, advantages, Divisors(torch.tensor(6.0), torch.tensor(6.0)), pad_token_id=0
+    )
 
 
 @pytest.mark.parametrize("per_token,active", [(False, [2, 0, 0, 2]), (True, [1, 0, 0, 1])])

@@ -132,7 +132,7 @@ def test_none_is_begun_that_is_not_trained_on(make, engine, ahead, changes):
         changes = {"max_steps": -1, "train_dataset": Dataset.from_list(rows)} | changes
     trainer = make(engine, reward, generation_batches_ahead=ahead, **changes)
     trainer.train()
-    batches = trainer.generation_batches()
+    batches = trainer._generation_batches()
     assert trainer.state.global_step == trainer.state.max_steps
     assert engine.calls.count("start") == engine.calls.count("end") == len(scored) == batches
     assert "cancel" not in engine.calls

@@ -13,9 +13,7 @@ import torch
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.data import PromptStream
-from grpo_trainer.demo.policy import make_tokenizer
-from grpo_trainer.experience import Collector
+from grpo_trainer.experience import DatasetPrompts
 from tests.support.vision import picture
 from tests.trainer.data.test_images import ASKED, png
 from tests.trainer.test_vision import dataset, make
@@ -49,12 +47,8 @@ def rows_with(bad: set[int], count: int = 16) -> Dataset:
 
 def config(**changes: Any) -> GRPOConfig:
     settings = dict(per_device_train_batch_size=8, num_generations=2, use_cpu=True, bf16=False)
+    settings["shuffle_dataset"] = False
     return GRPOConfig(**(settings | {"report_to": "none", "on_bad_image": "skip"} | changes))
-
-
-def collector(accelerator: Any) -> Collector:
-    context = SimpleNamespace(args=config(), accelerator=accelerator, tokenizer=make_tokenizer())
-    return Collector(SimpleNamespace(context=context, eos_token_ids={1}), ["reward"])
 
 
 def test_processes_take_the_same_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,9 +57,9 @@ def test_processes_take_the_same_rows(caplog: pytest.LogCaptureFixture) -> None:
     dataset = rows_with({1, 3, 4})
 
     def run(index: int) -> None:
-        prompts = PromptStream(dataset)
-        rows = collector(processes.accelerator(index)).draw(prompts, 4)
-        drawn[index], states[index] = [row.number for row in rows], prompts.state()
+        prompts = DatasetPrompts(dataset, config(), processes.accelerator(index))
+        drawn[index] = [sample.row.number for sample in prompts.next(4)]
+        states[index] = prompts.state()
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
     with caplog.at_level(logging.WARNING):
@@ -95,4 +89,4 @@ def test_nothing_can_be_read() -> None:
         process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda value: value
     )
     with pytest.raises(ValueError, match="some that can be read among 10 rows, got none"):
-        collector(one).draw(PromptStream(rows_with(set(range(16)))), 2)
+        DatasetPrompts(rows_with(set(range(16))), config(), one).next(2)

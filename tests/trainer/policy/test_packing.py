@@ -16,9 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import LossConfig, linear_logprobs
 from grpo_kernels.hf import add_fused_head
-from grpo_trainer.data import MicroBatch, Sample, collate
+from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
-from grpo_trainer.policy import make_pack, policy_loss_of, target_logprobs
+from grpo_trainer.policy import RouterLoss, make_pack, policy_loss_of, target_logprobs
 from grpo_trainer.policy.forward import run
 from grpo_trainer.policy.packing import packed_rows
 from tests.support import vision
@@ -57,7 +57,9 @@ def batch_of(lengths: tuple[int, ...] = LENGTHS) -> MicroBatch:
     samples = [Sample("", row[:1], None, row[1:]) for row in rows]
     advantages = torch.linspace(-1, 2, len(rows))
     count = torch.tensor(float(sum(lengths) - len(lengths)))
-    return collate(samples, advantages, count, count, pad_token_id=0, pad_to_multiple_of=WIDTH)
+    return collate(
+        samples, advantages, Divisors(count, count), pad_token_id=0, pad_to_multiple_of=WIDTH
+    )
 
 
 def packed(batch: MicroBatch, one_row: bool = False) -> MicroBatch:
@@ -156,12 +158,17 @@ def groups(prompts: tuple[int, ...] = (7, 7, 3, 7, 3, 5), longest: int = 6) -> M
         for row, n in enumerate(prompts)
     ]
     count = torch.tensor(float(sum(len(one.completion_ids) for one in samples)))
-    return collate(samples, torch.linspace(-1, 2, len(prompts)), count, count, pad_token_id=0)
+    return collate(
+        samples, torch.linspace(-1, 2, len(prompts)), Divisors(count, count), pad_token_id=0
+    )
 
 
 def packed_by(pack: Any, batch: MicroBatch) -> MicroBatch:
-    places, shared = pack(batch)
-    return MicroBatch(**vars(batch) | {"packed": places, "shares_prompts": shared})
+    """Return the batch with the column of ``pack``; None packs nothing."""
+    copy = MicroBatch(**vars(batch))
+    if pack is not None:
+        pack(copy, None)
+    return copy
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
@@ -217,7 +224,7 @@ def test_where_prompts_are_not_shared(case: dict[str, Any], make_args: Any) -> N
     model = tiny(case.get("family", "llama"), case.get("attention", "sdpa"))
     models = [(model, nullcontext(model))]
     pack = make_pack(make_args(), models, images=False, routers=case.get("routers", False))
-    assert pack(case.get("batch", groups)())[1] is False
+    assert not packed_by(pack, case.get("batch", groups)()).shares_prompts
 
 
 def flash_functions(*_: Any, **__: Any) -> Any:
@@ -249,9 +256,8 @@ def test_flash_attention_takes_one_row(monkeypatch: pytest.MonkeyPatch, make_arg
     expected = loss_and_gradient(model, batch)
     model.config._attn_implementation = "flash_attention_2"
     pack = make_pack(make_args(packing="packed"), [(model, nullcontext(model))], images=False)
-    places, _ = pack(batch)
-    assert places is not None and places.shape == (1, sum(LENGTHS))
-    batch.packed = places
+    batch = packed_by(pack, batch)
+    assert batch.packed is not None and batch.packed.shape == (1, sum(LENGTHS))
     for x, y in zip(loss_and_gradient(model, batch), expected, strict=True):
         assert (x - y).norm() <= 1e-5 * y.norm()
 
@@ -266,7 +272,7 @@ def test_losses_with_all_that_goes_with_a_token(make_args: Any) -> None:
     config = LossConfig(loss_type="grpo", beta=0.1, temperature=0.7)
     results = []
     for each in (batch, packed(batch)):
-        loss, *_ = policy_loss_of(model, each, each.token_batch(1), config, {})
+        loss, _ = policy_loss_of(model, each, each.token_batch(1), config, {})
         gradient = torch.autograd.grad(loss, [*model.parameters()])
         results.append([loss, *gradient])
     for x, y in zip(*results, strict=True):
@@ -279,7 +285,8 @@ def test_routers_count_tokens_and_no_filling() -> None:
     results = []
     for each in (batch, packed(batch), packed(batch, one_row=True)):
         options = (each.token_batch(1), LossConfig(), {})
-        results.append(policy_loss_of(model, each, *options, with_router_loss=True)[2])
+        _, metrics = policy_loss_of(model, each, *options, terms=[RouterLoss(1.0)])
+        results.append(metrics["aux_loss"])
     assert packed(batch).packed.max() == batch.input_ids.numel()  # there is something to fill up
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=0)
@@ -311,7 +318,8 @@ def test_models_that_need_padding(case: str, make_args: Any, caplog: Any) -> Non
     models = [(model, nullcontext(model))]
     with pytest.raises(ValueError, match=f"packing: expected 'auto' or 'padded' with {said}"):
         make_pack(make_args(packing="packed", **changes), models, images=False)
-    assert make_pack(make_args(**changes), models, images=False)(batch_of()) == (None, False)
+    pack = make_pack(make_args(**changes), models, images=False)
+    assert packed_by(pack, batch_of()).packed is None
     [record] = [x for x in caplog.records if x.name.startswith("grpo_trainer")]
     assert record.getMessage().startswith("packing: rows are padded with ")
 
@@ -323,7 +331,8 @@ def test_experts_may_round_by_the_tokens_they_get(dtype: torch.dtype, make_args:
     model = tiny("qwen3_moe", **sizes).to(dtype)
     model.extra = nn.Conv1d(1, 1, 1)
     models = [(model, nullcontext(model))]
-    assert make_pack(make_args(packing="packed"), models, images=False)(batch_of())[0] is not None
+    pack = make_pack(make_args(packing="packed"), models, images=False)
+    assert packed_by(pack, batch_of()).packed is not None
 
 
 class NoPositions(nn.Module):
@@ -362,9 +371,11 @@ def test_models_that_take_images(family: str, make_args: Any) -> None:
         make_pack(make_args(packing="packed"), models, images=True)
     pack = make_pack(make_args(), models, images=True)
     batch = batch_of()
-    assert (pack(batch)[0] is None) == (family == "qwen2_5_vl")  # positions in three dimensions
+    assert (packed_by(pack, batch).packed is None) == (
+        family == "qwen2_5_vl"
+    )  # positions in three dimensions
     batch.inputs = {"pixel_values": torch.zeros(1)}
-    assert pack(batch) == (None, False)
+    assert packed_by(pack, batch).packed is None
 
 
 def test_auto_packs_where_that_saves(make_args: Any) -> None:
@@ -373,8 +384,9 @@ def test_auto_packs_where_that_saves(make_args: Any) -> None:
     alike, full = batch_of((WIDTH,) * 3), batch_of()
     for packing, expected in {"auto": (True, False), "packed": (True, True)}.items():
         pack = make_pack(make_args(packing=packing), models, images=False)
-        assert (pack(full)[0] is not None, pack(alike)[0] is not None) == expected
-    assert make_pack(make_args(packing="padded"), models, images=False)(full) == (None, False)
+        packed_ones = [packed_by(pack, batch).packed is not None for batch in (full, alike)]
+        assert tuple(packed_ones) == expected
+    assert make_pack(make_args(packing="padded"), models, images=False) is None
 
 
 CHANGES: dict[str, Any] = {

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, TrainerCallback
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.data import computed_tokens, cut_rows
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.engines import WeightSource, on_first_process, policy_weights
+from grpo_trainer.experience.deal import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged

@@ -1,42 +1,54 @@
-"""transformers' Trainer with checkpoints that are whole, and resumed to the bit."""
+"""BaseTrainer: the one class that touches private methods of ``transformers.Trainer``.
+
+It counts completions in place of rows, loads prompts and evaluation rows, logs what was collected,
+and writes checkpoints that are whole and resume to the bit. A test pins the signatures of what it
+overrides and calls.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
+import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import IterableDataset
 from torch import nn
-from transformers import TrainerState
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
-from grpo_trainer.checkpoint.files import (
+from grpo_trainer.checkpoint import (
     SETTINGS_FILE,
-    checkpoints,
+    check_checkpoint,
+    ctrl_c_noted,
     delete_unfinished,
+    find_checkpoint,
     model_aside,
     only_run,
     raised_together,
     rotate,
+    settings_of,
+    where_it_stopped,
     written_aside,
 )
-from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint, settings_of
-from grpo_trainer.common import whole
-from grpo_trainer.config import pickled_without_secrets
-from grpo_trainer.data import GroupTrainer
-from grpo_trainer.policy import Placement
-
-_NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the run at once\n"
-_STDERR = 2
+from grpo_trainer.common import unfailing, whole
+from grpo_trainer.config import GRPOConfig, pickled_without_secrets
+from grpo_trainer.data import (
+    PROMPT_COLUMNS,
+    Numbered,
+    PromptDataset,
+    RepeatedStream,
+    repeated,
+    unopened,
+)
+from grpo_trainer.monitor import CARD_NAME, MetricLog, may_write, write_card
+from grpo_trainer.policy import Placement, load_saved
 
 
 class Stateful(Protocol):
@@ -48,29 +60,119 @@ class Stateful(Protocol):
     def restore(self, state: Any) -> None: ...
 
 
-class ResumableTrainer(GroupTrainer):
-    """Adds to a checkpoint the parts that the subclass names, and writes it all at once.
+class BaseTrainer(Trainer):
+    """``transformers.Trainer`` with prompts in place of labeled rows, and exact checkpoints.
 
-    Trainer itself saves parameters, optimizer, schedule, random states and its counters.
+    Trainer itself saves parameters, optimizer, schedule, random states and its counters; the
+    subclass names what else a checkpoint holds.
     """
 
+    args: GRPOConfig
+    _placement: Placement
+    _metrics: dict[bool, MetricLog]  # of training (True) and of evaluations (False)
+    _states: dict[str, Stateful]  # what a checkpoint holds, by name, and differs between processes
+    _shared_states: dict[str, Stateful]  # what is the same on all, and saved once
+
     _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
-    _interrupted = False  # whether this process has noted a Ctrl-C
+    _interrupted = threading.Event()  # set once this process has noted a Ctrl-C
     _last_saved = _last_ended = 0  # steps
     _has_saved = False  # whether what is in the run's folder may be this trainer's own
 
-    _parts: dict[str, Stateful]  # by name, those that differ from process to process
-    _shared: dict[str, Stateful]  # and those that are the same on all, which are saved once
-    _placement: Placement
-
-    def start(self) -> None:
+    def _start(self) -> None:
         """Make everything that a run changes as it is before the first step."""
 
-    def stop(self) -> None:
-        """End what runs beside the steps, after the last one and after an error."""
+    def _stop(self) -> None:
+        """End what runs in the background, after the last step and after an error."""
 
-    def placed(self) -> None:
+    def _placed(self) -> None:
         """Look at the policy after it was placed, or weights were loaded into it."""
+
+    def _batches_of(self, inputs: Any) -> Any:
+        """Return what a training or prediction step computes the loss of."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self._batches_of(inputs)
+
+    # How long a run is, and what it reads.
+
+    def _steps(self) -> int:
+        """Return the optimizer steps of a whole run, as transformers counts them."""
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        steps_per_epoch = math.ceil(self._micro_steps() / args.gradient_accumulation_steps)
+        return math.ceil(args.num_train_epochs * steps_per_epoch)
+
+    def _generation_batches(self) -> int:
+        """Return those of a whole run. The last step of a pass may have fewer micro-batches."""
+        args, of_pass = self.args, self._micro_steps()
+        steps_of_pass = math.ceil(of_pass / args.gradient_accumulation_steps)
+        passes, steps = divmod(self._steps(), steps_of_pass)
+        rest = min(steps * args.gradient_accumulation_steps, of_pass)
+        return math.ceil((passes * of_pass + rest) / args.micro_steps_per_generation)
+
+    def _micro_steps(self) -> int:
+        """Return those of a pass over the training prompts; of a stream all that there are."""
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, IterableDataset):
+            return args.max_steps * args.gradient_accumulation_steps
+        return len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return one item per completion in the loss and epoch.
+
+        Raises:
+            ValueError: there is no dataset to train on.
+        """
+        if self.train_dataset is None:
+            raise ValueError(
+                "train_dataset: expected prompts to train on (or one environment_factory, and "
+                "max_steps), got None"
+            )
+        size = self.args.per_device_train_batch_size * self.args.world_size
+        items: Any = range(self._micro_steps() * size)
+        loader = DataLoader(items, batch_size=self._train_batch_size, collate_fn=list)
+        return self.accelerator.prepare(loader)
+
+    def _get_dataloader(self, dataset: PromptDataset, *args: Any, **kwargs: Any) -> DataLoader:
+        """Return the rows of an evaluation, a group of each."""
+        self.args.check_eval_batch()
+        rows: Any = unopened(dataset, self.args)
+        if isinstance(rows, IterableDataset):
+            # each process reads for itself: one that reads for all could only send tensors
+            self.accelerator.dataloader_config.dispatch_batches = False
+            rows = RepeatedStream(rows, self.args.eval_group_size)
+        else:
+            rows = Numbered(rows)
+        loader = super()._get_dataloader(rows, *args, **kwargs)
+        loader.device = None  # accelerate makes rows anew to move them, without their number
+        return loader
+
+    def _get_eval_sampler(self, eval_dataset: Numbered) -> list[int]:
+        return list(repeated(range(len(eval_dataset)), self.args.eval_group_size))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = list(PROMPT_COLUMNS)  # what remove_unused_columns keeps
+
+    # The log.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a row with what was collected since the one before."""
+        # a training step's row, or the summary, which has what came after the last of these
+        if ("loss" in logs or "train_loss" in logs) and (drained := self._metrics[True].drain()):
+            logs |= drained | {"num_tokens": self.state.num_input_tokens_seen}
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        if self._placement.place(self.model):
+            self._placed()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        drained = self._metrics[False].drain() | {"num_tokens": self.state.num_input_tokens_seen}
+        output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
+        return output
+
+    # A run from its beginning, or a checkpoint, to its end.
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
@@ -92,19 +194,24 @@ class ResumableTrainer(GroupTrainer):
             CheckpointError: a checkpoint could not be written.
         """
         with only_run(Path(self.args.output_dir), self.accelerator):
-            self.start()
+            self._start()
             checkpoint = self._checkpoint(resume_from_checkpoint)
             self._last_saved = self._last_ended = 0
             try:
-                with self._ctrl_c_noted():
+                with ctrl_c_noted(self.is_world_process_zero()) as self._interrupted:
                     asked = str(checkpoint) if checkpoint else None
                     output = super().train(asked, *args, **kwargs)
                     self._stop_if_asked()  # in the last step
                 return output
             except KeyboardInterrupt as error:
-                raise KeyboardInterrupt(self._where_it_stopped()) from error
+                text = where_it_stopped(
+                    self.state.global_step,
+                    Path(self.args.output_dir),
+                    resumable=not self.args.save_only_model,
+                )
+                raise KeyboardInterrupt(text) from error
             finally:
-                self.stop()
+                self._stop()
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
         """Return what training resumes from. Every process calls it; all raise what one finds."""
@@ -113,7 +220,7 @@ class ResumableTrainer(GroupTrainer):
         with raised_together(self.accelerator):
             checkpoint = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
             if checkpoint and self.accelerator.is_local_main_process:  # one of each disk
-                check_checkpoint(checkpoint, self.args, settings_of(self), self.steps())
+                check_checkpoint(checkpoint, self.args, settings_of(self), self._steps())
         if self.accelerator.is_local_main_process:
             delete_unfinished(Path(self.args.output_dir))
         return checkpoint
@@ -124,7 +231,7 @@ class ResumableTrainer(GroupTrainer):
         checkpoint = resume_from_checkpoint
         if checkpoint is not None:
             state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
-            if state.global_step >= self.steps():  # Trainer's loop looks after a step only
+            if state.global_step >= self._steps():  # Trainer's loop looks after a step only
                 return self._finished(state, checkpoint)
         return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
@@ -137,32 +244,9 @@ class ResumableTrainer(GroupTrainer):
         if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
             self._stop_if_asked()
 
-    @contextmanager
-    def _ctrl_c_noted(self) -> Iterator[None]:
-        """Take note of the first Ctrl-C inside; the next raises KeyboardInterrupt, as ever. Outside
-        the main thread, and where SIGINT is ignored or has another handler, it stays so."""
-        self._interrupted = False
-        usual = signal.default_int_handler
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._interrupted = True
-            signal.signal(signal.SIGINT, usual)
-            if self.accelerator.is_main_process:
-                os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
-
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGINT) != usual:
-            yield
-            return
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, usual)
-
     def _stop_if_asked(self) -> None:
         """Save and end the run if a process has noted a Ctrl-C. All call it, after a step."""
-        interrupted = self._interrupted
+        interrupted = self._interrupted.is_set()
         if self.accelerator.num_processes > 1:  # they go on together, or none does
             own = torch.tensor([interrupted], device=self.accelerator.device)
             interrupted = bool(self.accelerator.gather(own).any())
@@ -173,26 +257,11 @@ class ResumableTrainer(GroupTrainer):
             self.callback_handler.on_save(self.args, self.state, self.control)
         raise KeyboardInterrupt
 
-    def _where_it_stopped(self) -> str:
-        where = f"stopped after step {self.state.global_step}"
-        found = checkpoints(Path(self.args.output_dir))
-        if not found or self.args.save_only_model:
-            return f"{where}; there is no checkpoint to go on from"
-        return (
-            f"{where}; newest checkpoint: {found[-1]}; --resume_from_checkpoint true, in Python "
-            "train(resume_from_checkpoint=True), goes on from it"
-        )
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._placement.at_rest(self.model)  # the optimizer gets the parameters that are trained
         prepared = super()._prepare_for_training(*args, **kwargs)
-        self.placed()
+        self._placed()
         return prepared
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        if self._placement.place(self.model):
-            self.placed()
-        return super().evaluation_loop(*args, **kwargs)
 
     def _finished(self, state: TrainerState, checkpoint: str) -> TrainOutput:
         """End a run without a step left."""
@@ -217,7 +286,7 @@ class ResumableTrainer(GroupTrainer):
                 self._aside = aside
                 if not self.args.save_only_model:
                     for path, parts in self._files(aside / name).items():
-                        if parts is self._parts or self.args.should_save:
+                        if parts is self._states or self.args.should_save:
                             torch.save({key: part.state() for key, part in parts.items()}, path)
                     if self.args.should_save:
                         text = json.dumps(settings_of(self), indent=2)
@@ -260,11 +329,41 @@ class ResumableTrainer(GroupTrainer):
     @pickled_without_secrets()
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self._has_saved = True
+        folder = Path(output_dir or self.args.output_dir)
+        is_ours = may_write(folder / CARD_NAME)  # asked first: peft leaves a card of its own
         if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
             super()._save(output_dir, state_dict)
+        else:
+            with model_aside(folder) as aside:
+                super()._save(str(aside), state_dict)
+        if self.args.should_save:
+            with unfailing(f"card of {self.args.output_dir}"):
+                write_card(self, folder / CARD_NAME, is_ours)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write the card before an upload; ``push_to_hub`` passes its arguments on.
+
+        Args:
+            model_name: the title. Default: the name of ``output_dir``.
+            dataset_name: hub ids of what was trained on. Default: the dataset as it was named.
+            tags: more tags.
+        """
+        if not self.is_world_process_zero():
             return
-        with model_aside(Path(output_dir or self.args.output_dir)) as aside:
-            super()._save(str(aside), state_dict)
+        path = Path(self.args.output_dir) / CARD_NAME
+        write_card(
+            self,
+            path,
+            may_write(path),
+            name=model_name,
+            datasets=_listed(dataset_name),
+            tags=_listed(tags),
+        )
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
@@ -277,7 +376,17 @@ class ResumableTrainer(GroupTrainer):
     def _files(self, folder: Path) -> dict[Path, dict[str, Stateful]]:
         """Return what goes into files of ``folder``: this process's own, and what all share."""
         own = folder / f"process_state_{self.accelerator.process_index}.pt"
-        return {own: self._parts, folder / "shared_state.pt": self._shared}
+        return {own: self._states, folder / "shared_state.pt": self._shared_states}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
+        if self._placement.late or not load_saved(self.model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args)
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        if self._placement.late or not load_saved(self.model, folder):
+            super()._load_best_model()
+        self._placed()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -293,6 +402,10 @@ class ResumableTrainer(GroupTrainer):
             for name, part in parts.items():
                 if name in states:  # what is only logged may be switched on later
                     part.restore(states[name])
+
+
+def _listed(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _is_saved(model: Any) -> Callable[[str], bool]:

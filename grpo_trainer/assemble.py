@@ -1,0 +1,316 @@
+"""What a trainer is made of: inputs that are checked before a model is loaded, then the models,
+then the rollouts.
+
+Each part comes from one function of its own package, and exists only if the run needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer
+
+from grpo_kernels.hf import add_fused_head
+from grpo_trainer.agents import (
+    EnvironmentFactory,
+    Environments,
+    Toolbox,
+    ToolLoop,
+    make_toolbox,
+    prompts_by_reset,
+)
+from grpo_trainer.config import GRPOConfig, loss_config
+from grpo_trainer.data import (
+    Column,
+    PromptDataset,
+    Prompts,
+    Term,
+    check_datasets,
+    check_images,
+    tokenizer_of,
+    unopened,
+)
+from grpo_trainer.engines import (
+    EngineContext,
+    RolloutEngine,
+    Sampler,
+    Source,
+    make_sampler,
+    pad_token_id,
+)
+from grpo_trainer.experience import (
+    AdvantageFunction,
+    BatchesAhead,
+    Comparison,
+    Curriculum,
+    DatasetPrompts,
+    Plan,
+    RolloutFunction,
+    SingleTurn,
+    check_rollout_func,
+    old_logprobs,
+    reference_logprobs,
+    samples_by,
+    teacher_advantages,
+)
+from grpo_trainer.policy import (
+    Placement,
+    Reference,
+    RouterLoss,
+    Teacher,
+    TeacherSource,
+    base_policy,
+    check_placement,
+    check_processor,
+    make_reference,
+    placement_of,
+    router_coef,
+)
+from grpo_trainer.rewards import (
+    RewardFunction,
+    RewardSource,
+    Tokenizers,
+    no_reward,
+    resolve_rewards,
+)
+from grpo_trainer.vllm import VLLMClient
+
+# makes the run's prompts of those of the dataset
+MakePrompts = Callable[[Prompts | None], Prompts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the user passed besides the model, checked."""
+
+    args: GRPOConfig
+    train_dataset: PromptDataset | None
+    eval_dataset: PromptDataset | dict[str, PromptDataset] | None
+    rewards: list[RewardFunction]
+    toolbox: Toolbox
+    environments: Environments | None
+    rollout_func: RolloutFunction | None
+    rollout_engine: RolloutEngine | None
+    advantages: AdvantageFunction | str | None
+    teacher: TeacherSource | None
+    prompts: MakePrompts | None
+    columns: list[Column]
+    terms: list[Term]
+
+
+def check_inputs(
+    *,
+    args: GRPOConfig,
+    train_dataset: PromptDataset | None,
+    eval_dataset: PromptDataset | dict[str, PromptDataset] | None,
+    reward_funcs: RewardSource | Sequence[RewardSource] | None,
+    reward_processing_classes: Tokenizers,
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: EnvironmentFactory | None,
+    rollout_func: RolloutFunction | None,
+    rollout_engine: RolloutEngine | None,
+    advantages: AdvantageFunction | str | None,
+    teacher: TeacherSource | None,
+    prompts: MakePrompts | None,
+    columns: Sequence[Column],
+    terms: Sequence[Term],
+) -> Inputs:
+    """Return what the trainer is made from; ValueError for what is wrong."""
+    if train_dataset is None and environment_factory is not None:
+        train_dataset = prompts_by_reset(environment_factory, args)
+    train_dataset, eval_dataset = unopened(train_dataset, args), unopened(eval_dataset, args)
+    check_datasets(train_dataset, eval_dataset, args, environment_factory is not None)
+    toolbox = make_toolbox(tools or ())
+    environments = None
+    if environment_factory is not None:
+        environments = Environments(environment_factory, toolbox)
+    check_rollout_func(rollout_func, args, bool(toolbox or environments))
+    _check_extensions(prompts, columns, terms, args)
+    teacher = args.teacher if teacher is None else teacher
+    rewards = [] if environments is None else environments.rewards
+    if teacher is not None and not (reward_funcs or rewards):
+        reward_funcs = [no_reward]
+    if reward_funcs or not rewards:
+        rewards = resolve_rewards(reward_funcs or [], reward_processing_classes, args) + rewards
+    return Inputs(
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        rewards=rewards,
+        toolbox=toolbox,
+        environments=environments,
+        rollout_func=rollout_func,
+        rollout_engine=rollout_engine,
+        advantages=advantages,
+        teacher=teacher,
+        prompts=prompts,
+        columns=list(columns),
+        terms=list(terms),
+    )
+
+
+def _check_extensions(
+    prompts: Any, columns: Sequence[Any], terms: Sequence[Any], args: GRPOConfig
+) -> None:
+    if prompts is not None and not callable(prompts):
+        raise ValueError(
+            "prompts: expected a class or function that takes the dataset's Prompts and returns "
+            f"the run's, got {prompts!r}"
+        )
+    if prompts is not None and args.generation_batches_ahead:
+        raise ValueError(
+            "generation_batches_ahead: expected 0 with prompts, whose next ones may depend on how "
+            f"this batch is scored, got {args.generation_batches_ahead}"
+        )
+    for column in columns:
+        if not callable(column):
+            raise ValueError(
+                f"columns: expected functions of a micro-batch and the policy, got {column!r}"
+            )
+    for term in terms:
+        if not isinstance(term, Term):
+            raise ValueError(f"terms: expected objects of classes that inherit Term, got {term!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What runs forward in a step, and what it computes."""
+
+    placement: Placement  # of the policy's parameters
+    reference: Reference | None
+    teacher: Teacher | None
+    columns: list[Column]  # in this order
+    terms: list[Term]
+
+
+def assemble_models(trainer: Trainer, inputs: Inputs, peft_config: Any | None) -> Models:
+    """Return the models of ``trainer`` and what its loss needs of them.
+
+    Raises:
+        ValueError: one does not fit the settings, the policy or its processor.
+    """
+    args, policy, settings = inputs.args, trainer.model, trainer.settings
+    check_placement(args, trainer.accelerator)
+    check_processor(trainer.processing_class, policy)
+    check_images(inputs.train_dataset, inputs.eval_dataset, trainer.processing_class)
+    placement = placement_of(trainer.accelerator)
+    reference = make_reference(policy, args, peft_config, placement)
+    add_fused_head(base_policy(policy))
+    teacher = _teacher(inputs.teacher, trainer, placement)
+    columns: list[Column] = []
+    terms: list[Term] = []
+    teaches_by_logprobs = teacher is not None and teacher.by_logprobs
+    moves = args.policy_moves_within_generation and not settings.loss.bypasses
+    if moves or teaches_by_logprobs:
+        columns.append(old_logprobs(placement, settings, in_evaluation=teaches_by_logprobs))
+    if reference is not None:
+        columns.append(reference_logprobs(reference, settings))
+    if teacher is not None and teaches_by_logprobs:
+        columns.append(teacher_advantages(teacher))
+    elif teacher is not None:
+        terms.append(teacher)
+    if coef := router_coef(base_policy(policy), args):
+        terms.append(RouterLoss(coef))
+    return Models(
+        placement=placement,
+        reference=reference,
+        teacher=teacher,
+        columns=columns + inputs.columns,
+        terms=terms + inputs.terms,
+    )
+
+
+def _teacher(
+    source: TeacherSource | None, trainer: Trainer, placement: Placement
+) -> Teacher | None:
+    if source is None:
+        return None
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        source = VLLMClient(source).prompt_logprobs
+    tokens = len(tokenizer_of(trainer.processing_class))
+    return Teacher(source, trainer.model, trainer.args, placement, tokens=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """What turns prompts into advantages, and these into micro-batches."""
+
+    sampler: Sampler
+    complete: Source  # completes samples
+    compare: Comparison
+    plan: Plan  # of a generation batch
+
+
+def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollouts:
+    """Return the engine of ``trainer`` and what is made of its completions.
+
+    Raises:
+        ValueError: there is no such engine, no token ends a completion, none can fill up, or the
+            weights are not those of the reward functions.
+    """
+    args, accelerator, teacher = inputs.args, trainer.accelerator, models.teacher
+    policy: PreTrainedModel = trainer.model
+    text = policy.config.get_text_config()
+    context = EngineContext(
+        policy=lambda: trainer.model,
+        processing_class=trainer.processing_class,
+        args=args,
+        accelerator=accelerator,
+        placement=models.placement,
+        positions=getattr(text, "max_position_embeddings", None),
+        vocab_size=text.vocab_size if teacher is None else teacher.vocab_size,
+    )
+    sampler = make_sampler(context, lambda: trainer.state.global_step, inputs.rollout_engine)
+    if not sampler.eos_token_ids:
+        raise ValueError(
+            "processing_class: expected an eos_token (or an eos_token_id in the model's "
+            "generation_config or in generation_kwargs), got none, so that no completion would end"
+        )
+    names = [reward.name for reward in inputs.rewards]
+    compare = Comparison(names, args, accelerator, inputs.advantages)
+    steps, multiple = args.steps_per_generation, args.pad_to_multiple_of
+    assert steps is not None and not isinstance(multiple, str)  # set on construction
+    plan = Plan(
+        steps=steps,
+        group_size=args.num_generations,
+        pad_token_id=pad_token_id(context.tokenizer),
+        pad_to_multiple_of=multiple,
+        by_prompt=loss_config(args).aggregation.by_prompt,
+        budget=args.max_tokens_per_micro_batch,
+        accumulated=args.gradient_accumulation_steps,
+    )
+    complete: Source = SingleTurn(sampler)
+    if (function := inputs.rollout_func) is not None:
+        complete = partial(samples_by, lambda prompts: function(prompts, trainer), sampler)
+    elif inputs.toolbox or inputs.environments is not None:
+        complete = ToolLoop(sampler, inputs.toolbox, inputs.environments)
+    return Rollouts(sampler=sampler, complete=complete, compare=compare, plan=plan)
+
+
+def make_prompts(
+    trainer: Trainer, inputs: Inputs, sampler: Sampler, batches_left: Callable[[], int]
+) -> Prompts | None:
+    """Return what decides what a run trains on, at its beginning; None: there is nothing.
+
+    Raises:
+        ValueError: ``dynamic_prompts_fn`` leads to no function, or ``prompts`` returns no Prompts.
+    """
+    args, prompts, dataset = inputs.args, None, trainer.train_dataset
+    if dataset is not None:
+        kind = DatasetPrompts if args.dynamic_prompts_fn is None else Curriculum
+        prompts = kind(dataset, args, trainer.accelerator)
+    if prompts is not None and args.generation_batches_ahead:
+        return BatchesAhead(prompts, SingleTurn(sampler), batches_left)
+    if inputs.prompts is None:
+        return prompts
+    own = inputs.prompts(prompts)
+    missing = [name for name in ("next", "scored", "state", "restore") if not hasattr(own, name)]
+    if missing:
+        raise ValueError(
+            f"prompts: expected an object with next, scored, state and restore, as a class that "
+            f"inherits Prompts has them, got {type(own).__name__} without {', '.join(missing)}"
+        )
+    return own

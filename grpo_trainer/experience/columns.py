@@ -1,0 +1,43 @@
+"""Log-probabilities that a loss needs, as columns of a micro-batch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from grpo_kernels import Metrics
+from grpo_trainer.config import Settings
+from grpo_trainer.data import Column, MicroBatch
+from grpo_trainer.monitor import phase
+from grpo_trainer.policy import Placement, Reference, Teacher, target_logprobs
+
+
+def old_logprobs(placement: Placement, settings: Settings, in_evaluation: bool) -> Column:
+    """Return the column of the policy as it is before it moves within a generation batch."""
+
+    def column(batch: MicroBatch, policy: nn.Module) -> None:
+        if policy.training or in_evaluation:
+            with phase("old"):
+                model = placement.runs(policy)
+                batch.old_logprobs = target_logprobs(model, batch, settings.loss.temperature)
+
+    return column
+
+
+def reference_logprobs(reference: Reference, settings: Settings) -> Column:
+    """Return the column of the KL penalty's reference."""
+
+    def column(batch: MicroBatch, policy: nn.Module) -> None:
+        with phase("ref"), reference.running(policy) as model:
+            batch.ref_logprobs = target_logprobs(model, batch, settings.loss.temperature)
+
+    return column
+
+
+def teacher_advantages(teacher: Teacher) -> Column:
+    """Return the column of a teacher's log-probabilities, which it adds to the advantages."""
+
+    def column(batch: MicroBatch, policy: nn.Module) -> Metrics:
+        with phase("ref"):
+            return teacher.add_to_advantages(batch, policy)
+
+    return column
