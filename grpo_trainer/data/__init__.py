@@ -19,7 +19,6 @@ from grpo_trainer.data.images import (
     data_url,
     distrust_rows,
     has_images,
-    image_source,
     images_of,
     model_inputs,
     open_images,

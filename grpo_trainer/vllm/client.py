@@ -6,26 +6,20 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tenacity import stop_after_delay
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo_trainer.common import together
 from grpo_trainer.config import check_url
-from grpo_trainer.engines import TokenIds, WeightSource, policy_weights
-from grpo_trainer.vllm.http import ONCE, JsonServer, RetryableError, ServerError
+from grpo_trainer.engines import TokenIds, WeightSource
+from grpo_trainer.vllm.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.vllm.requests import (
-    Messages,
     Question,
-    are_messages,
     ask_all,
-    ask_in_chat,
     ask_with_images,
     checked_images,
     checked_prompts,
@@ -86,23 +80,11 @@ class VLLMClient:
         self.request_timeout = request_timeout
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
-        self._transfer: FileTransfer | NCCLTransfer | None = None
-        self._files: FileTransfer | None = None  # of adapters, whichever way weights go
+        self._nccl: NCCLTransfer | None = None  # of weights, but for adapters
+        self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
         self._version = ""  # of the weights that were sent last
         self._adapter = ""  # the model that is they with an adapter; empty: there is none
-        self._source: WeightSource | None = None  # of these
-        # copies in main memory that replace those of the source, and where they were
-        self._named: dict[str, tuple[Tensor, torch.device]] = {}
-        self._named_is_new = False
         self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
-
-    def health(self) -> bool:
-        """Return whether the server answers and its engine runs."""
-        try:
-            self.server.ask("GET", "/health", timeout=5.0, stop=ONCE)
-        except ServerError:
-            return False
-        return True
 
     def get_world_size(self) -> int:
         """Return processes that hold the server's model."""
@@ -115,35 +97,30 @@ class VLLMClient:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[TokenIds] | Sequence[Messages],
+        prompts: Sequence[str] | Sequence[TokenIds],
         images: Sequence[Any] | None = None,
         n: int = 1,
-        repetition_penalty: float = 1.0,
         temperature: float = 1.0,
+        max_tokens: int = 16,
+        *,
+        repetition_penalty: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
-        max_tokens: int = 16,
         logprobs: int | None = 0,
-        structured_outputs_regex: str | None = None,
-        generation_kwargs: Mapping[str, Any] | None = None,
-        **more: Any,
+        **generation_kwargs: Any,
     ) -> dict[str, Any]:
         """Return ``n`` completions of each prompt, those of a prompt in a row.
 
         Args:
-            prompts: texts, which the server encodes as the trainer does; token ids; or messages for
-                its chat template.
+            prompts: texts, which the server encodes as the trainer does, or token ids.
             images: of each prompt: None, an image or a list of them, which are PIL images or URLs.
-                Texts and token ids have one placeholder token per image, messages a part
-                ``{"type": "image"}``, if that does not have the image itself.
-            repetition_penalty, temperature, top_p, top_k, min_p, max_tokens: as in vLLM.
+                Prompts have one placeholder token per image.
+            temperature, max_tokens, repetition_penalty, top_p, top_k, min_p: as in vLLM.
             logprobs: 0: of the tokens that were drawn; None: none; above: also find out which of
                 so many of the likeliest ids the filters left.
-            structured_outputs_regex: what the text of a completion matches.
-            generation_kwargs: more fields of vLLM's request; they may be arguments as well. With
-                messages also ``tools`` (functions or schemas), ``chat_template`` and
-                ``chat_template_kwargs``.
+            generation_kwargs: more fields of vLLM's request, such as ``seed`` or
+                ``structured_outputs``.
 
         Returns:
             ``prompt_ids`` (one list per prompt, with as many tokens per image as the model has),
@@ -169,15 +146,9 @@ class VLLMClient:
             "min_p": min_p,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
+            **generation_kwargs,
         }
-        if structured_outputs_regex is not None:
-            fields["structured_outputs"] = {"regex": structured_outputs_regex}
-        extra = {**(generation_kwargs or {}), **more}
-        again = sorted(extra.keys() & fields.keys() | more.keys() & (generation_kwargs or {}))
-        if again:
-            raise ValueError(f"generation_kwargs: {', '.join(again)} have arguments of their own")
-        self._send_named()
-        return self.server.wait(self.complete(prompts, images_of, fields | extra))
+        return self.server.wait(self.complete(prompts, images_of, fields))
 
     async def complete(
         self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
@@ -207,10 +178,6 @@ class VLLMClient:
                 f"each of {len(prompts)} prompts: {error!r}; got {str(answers)[:500]}"
             ) from error
 
-    def chat(self, messages: Sequence[Messages], **settings: Any) -> dict[str, Any]:
-        """Return completions of conversations: :meth:`generate` with ``settings``."""
-        return self.generate(messages, **settings)
-
     def init_communicator(
         self,
         device: torch.device | str | int = 0,
@@ -238,65 +205,47 @@ class VLLMClient:
         if way == "nccl":
             from grpo_trainer.vllm.nccl import NCCLTransfer  # imports vllm
 
-            settings = (self.get_world_size(), self.group_port, self.request_timeout)
-            self._transfer = NCCLTransfer(*settings)
+            workers = self.get_world_size()
+            self._nccl = NCCLTransfer(workers, self.group_port, self.request_timeout)
         place = Path(folder or tempfile.gettempdir())
         self._files = FileTransfer(place, self.request_timeout)
-        self._transfer = self._transfer or self._files
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
-        """Replace the server's weights; with ``adapter`` the LoRA adapter on them, whose factors
-        have the names of PEFT's files, and B the scaling.
+        """Replace the server's weights, or its LoRA adapter, and clear its caches.
+
+        Args:
+            weights: names of a checkpoint and their tensors, the same names in every update.
+            adapter: ``weights`` are the factors of a LoRA adapter on the weights that were sent
+                before. They have the names of PEFT's files, and B is multiplied by the scaling.
 
         Raises:
             ServerError: the server fails or refuses, or has lost the adapter before.
             ValueError: :meth:`init_communicator` was not called.
         """
-        if not adapter:
-            self._named.clear()
-            self._source = weights
-        self._send(weights if adapter else None)
-
-    def update_model_params(self, model: PreTrainedModel) -> None:
-        """Replace the server's weights by those of ``model``, adapters merged in."""
-        self.update_weights(lambda: policy_weights(model))
-
-    def update_named_param(self, name: str, weights: Tensor) -> None:
-        """Take a copy of one parameter of a checkpoint.
-
-        All that were taken are sent together, before the next completion, at the latest by
-        :meth:`reset_prefix_cache`: vLLM has some of them in one, such as those of queries, keys and
-        values, and would leave the rest of it undefined. They replace those of the last
-        :meth:`update_model_params`; without one every parameter has to be taken.
-        """
-        self._checked_transfer()
-        self._named[name] = weights.detach().to("cpu", copy=True), weights.device
-        self._named_is_new = True
-
-    @contextmanager
-    def weight_update(self) -> Iterator[None]:
-        """Send what :meth:`update_named_param` takes inside at the end."""
-        yield
-        self._send_named()
-
-    def reset_prefix_cache(self) -> None:
-        """Make the server forget keys, values and images of earlier prompts.
-
-        Raises:
-            ServerError: it fails, or requests are running.
-        """
-        self._send_named()
+        if self._files is None:
+            raise ValueError(
+                "init_communicator: expected to be called before weights are sent, got none"
+            )
+        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
+        self.server.ask("POST", "/pause?mode=keep")
+        if self._adapter:
+            self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        self._adapter = self._version if adapter else ""
+        if adapter:  # under a new name, which no key and value in the cache belongs to
+            self._files.send(self.server, weights, self._adapter)
+        else:
+            (self._nccl or self._files).send(self.server, weights)
         self.server.wait(self.server.retrying()(self._reset))
+        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
+        self.server.ask("POST", "/resume")
 
     def close_communicator(self) -> None:
         """End the transfer of weights. The server keeps those that it has."""
-        for transfer in (self._transfer, self._files):
+        for transfer in (self._nccl, self._files):
             if transfer is not None:
                 transfer.close()
-        self._transfer, self._files, self._source = None, None, None
+        self._nccl, self._files = None, None
         self._version = self._adapter = ""
-        self._named.clear()
-        self._named_is_new = False
 
     def prompt_logprobs(self, sequences: Sequence[TokenIds]) -> list[list[float]]:
         """Return the log-probability of each token but the first, given those before it.
@@ -330,17 +279,12 @@ class VLLMClient:
     async def _questions(
         self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
     ) -> list[Question]:
-        in_chat = not isinstance(prompts[0], str) and are_messages(prompts[0])
         extra = fields.keys() - _KNOWN
-        request = "ChatCompletionRequest" if in_chat else "CompletionRequest"
-        unknown = sorted(extra - await self._fields(request)) if extra else []
+        unknown = sorted(extra - await self._fields("CompletionRequest")) if extra else []
         if unknown:  # which the server would ignore
             raise ValueError(
                 f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
             )
-        pairs = list(zip(prompts, images_of, strict=True))
-        if in_chat:
-            return [ask_in_chat(*pair, fields) for pair in pairs]
         if not any(images_of):
             return [ask_all(prompts, fields)]
         if "content_parts" not in await self._fields("GenerateRequest"):
@@ -348,7 +292,10 @@ class VLLMClient:
                 f"{self.server.url}: expected a server that takes images beside token ids: vLLM "
                 "0.32 or later, as `grpo-train serve` starts it"
             )
-        return [ask_with_images(await self._encoded(prompt), own, fields) for prompt, own in pairs]
+        return [
+            ask_with_images(await self._encoded(prompt), own, fields)
+            for prompt, own in zip(prompts, images_of, strict=True)
+        ]
 
     async def _encoded(self, prompt: str | TokenIds) -> TokenIds:
         if not isinstance(prompt, str):
@@ -361,40 +308,6 @@ class VLLMClient:
             answer = await self.server.answer("GET", "/openapi.json")
             self._schemas = self.server.field(answer, "components")["schemas"]
         return set(self._schemas.get(request, {}).get("properties", ()))
-
-    def _checked_transfer(self) -> FileTransfer | NCCLTransfer:
-        if self._transfer is None:
-            raise ValueError(
-                "init_communicator: expected to be called before weights are sent, got none"
-            )
-        return self._transfer
-
-    def _send_named(self) -> None:
-        if self._named_is_new:
-            self._send()
-
-    def _send(self, adapter: WeightSource | None = None) -> None:
-        transfer, self._named_is_new = self._checked_transfer(), False
-        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
-        self.server.ask("POST", "/pause?mode=keep")
-        if self._adapter:
-            self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter})
-        self._adapter = "" if adapter is None else self._version
-        if adapter is None:
-            transfer.send(self.server, self._newest, frozenset(self._named))
-        else:  # under a new name, which no key and value in the cache belongs to
-            self._files.send(self.server, adapter, frozenset(), self._adapter)  # type: ignore[union-attr]
-        self.server.wait(self.server.retrying()(self._reset))
-        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
-        self.server.ask("POST", "/resume")
-
-    def _newest(self) -> Iterator[tuple[str, Tensor]]:
-        named = dict(self._named)
-        for name, value in self._source() if self._source is not None else ():
-            kept, device = named.pop(name, (value, value.device))
-            yield name, kept.to(device)
-        for name, (kept, device) in named.items():
-            yield name, kept.to(device)
 
     async def _reset(self) -> None:
         await self.server.answer("POST", "/reset_encoder_cache")

@@ -42,14 +42,10 @@ class NCCLTransfer(VLLMWeightSource):
         self._timeout = timeout
         self._engine: Any = None
         self._weights: WeightSource = lambda: iter(())
-        self._named: frozenset[str] = frozenset()
-        self._meta: list[ParamMeta] | None = None  # what the policy consists of seldom changes
+        self._meta: list[ParamMeta] | None = None  # of the same parameters in every update
 
-    def send(self, server: JsonServer, weights: WeightSource, named: frozenset[str]) -> None:
-        """Send ``weights``; ``named`` are parameters that may not be the policy's."""
-        if named != self._named:
-            self._meta = None
-        self._weights, self._named = weights, named
+    def send(self, server: JsonServer, weights: WeightSource) -> None:
+        self._weights = weights
         if self._engine is None:
             self._engine = self._join(server)
         self._engine.send_weights()

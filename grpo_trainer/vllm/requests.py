@@ -8,13 +8,10 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from transformers.image_utils import is_pil_image
-from transformers.utils import get_json_schema
 
 from grpo_trainer.common import shortened
-from grpo_trainer.data import data_url, image_source
+from grpo_trainer.data import data_url
 from grpo_trainer.engines import NEVER, Bounds, Completion, Images, TokenIds, checked_ids
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -117,32 +114,21 @@ def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | No
     ]
 
 
-def _kind(prompt: Any) -> str | None:
-    """Return what a prompt is; None: it is none."""
-    if isinstance(prompt, str):
-        return "text"
-    if not isinstance(prompt, list | tuple):
-        return None
-    if are_messages(prompt):
-        return "messages"
-    return "ids" if all(type(token) is int and token >= 0 for token in prompt) else None
-
-
-def are_messages(prompt: Any) -> bool:
-    """Return whether a prompt, which is no text, is a conversation."""
-    return len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
-
-
 def checked_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts; raise ValueError unless they are texts, ids or messages, all of them."""
-    several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-    kinds = set(map(_kind, prompts)) if several else set()
-    if len(kinds) != 1 or None in kinds:
-        raise ValueError(
-            "prompts: expected a list of texts, of lists of token ids, or of lists of messages, "
-            f"got {shortened(prompts)}"
-        )
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    """Return the prompts; raise ValueError unless all of them are texts, or all token ids."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts) > 0:
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return list(prompts)
+        if all(map(_are_ids, prompts)):
+            return [list(prompt) for prompt in prompts]
+    raise ValueError(
+        f"prompts: expected a list of texts or of lists of token ids, got {shortened(prompts)}"
+    )
+
+
+def _are_ids(prompt: Any) -> bool:
+    is_list = isinstance(prompt, list | tuple)
+    return is_list and all(type(token) is int and token >= 0 for token in prompt)
 
 
 def checked_images(images: Any, count: int) -> list[list[Any]]:
@@ -185,34 +171,6 @@ def ask_with_images(ids: TokenIds, images: Sequence[Any], fields: Mapping[str, A
     return Question("/inference/v1/generate", body, [None])
 
 
-def ask_in_chat(messages: Messages, images: Sequence[Any], fields: Mapping[str, Any]) -> Question:
-    """Ask for completions of a conversation, which the server's chat template writes.
-
-    ``images`` are those of its image parts that have none.
-    """
-    left = list(images)
-    body = {
-        **fields,
-        "messages": [_with_urls(message, left) for message in messages],
-        "logprobs": fields["logprobs"] is not None,
-        "top_logprobs": fields["logprobs"] or 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-    if left:
-        raise ValueError(
-            f"images: expected as many as there are parts {{'type': 'image'}} without an image in "
-            f"the messages, got {len(left)} more"
-        )
-    tools = [
-        get_json_schema(tool) if callable(tool) else tool for tool in body.pop("tools", None) or ()
-    ]
-    if tools:  # the server takes no empty list
-        # the prompt names them; calls are read by whoever asked
-        body |= {"tools": tools, "tool_choice": "none"}
-    return Question("/v1/chat/completions", body, [None])
-
-
 def image_url(image: Any) -> str:
     """Return a PIL image as a data URL, without loss; a URL as it is."""
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
@@ -220,21 +178,3 @@ def image_url(image: Any) -> str:
     if not is_pil_image(image):
         raise ValueError(f"images: expected PIL images or URLs of images, got {shortened(image)}")
     return data_url(image)
-
-
-def _with_urls(message: dict[str, Any], left: list[Any]) -> dict[str, Any]:
-    """Return a message as the server takes it: images as URLs, missing ones taken from ``left``."""
-    if not isinstance(message.get("content"), list | tuple):
-        return message
-    content = []
-    for part in message["content"]:
-        if isinstance(part, Mapping) and part.get("type") in ("image", "image_pil"):
-            image = part.get("image_pil") or image_source(part)
-            if image is None and not left:
-                raise ValueError(
-                    "images: expected one for every image part of the messages, got less"
-                )
-            url = image_url(left.pop(0) if image is None else image)
-            part = {"type": "image_url", "image_url": {"url": url}}
-        content.append(part)
-    return {**message, "content": content}

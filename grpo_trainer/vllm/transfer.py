@@ -35,9 +35,7 @@ class FileTransfer:
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
         self._timeout = timeout
 
-    def send(
-        self, server: JsonServer, weights: WeightSource, named: frozenset[str], adapter: str = ""
-    ) -> None:
+    def send(self, server: JsonServer, weights: WeightSource, adapter: str = "") -> None:
         """Replace the server's weights, or those of the model ``adapter`` that is made of them."""
         for old in self._folder.iterdir():
             shutil.rmtree(old)

@@ -11,7 +11,6 @@ from typing import Any
 
 Answer = tuple[int, Any]  # status, and JSON or bytes
 KNOWN = ("seed", "stop_token_ids", "ignore_eos")  # fields that it names in its schemas
-IN_CHAT = ("tools", "chat_template", "chat_template_kwargs")  # and in that of a conversation alone
 
 
 class StubServer:
@@ -67,15 +66,12 @@ class StubServer:
         handler.wfile.write(data)
 
     def _usual(self, path: str, body: Any) -> Answer:
-        if path in _ONE_BY_ONE:
-            return 200, _ONE_BY_ONE[path](body)
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
             self.loaded.append(body["kwargs"]["weights_path"])
         schema = {
             "CompletionRequest": {"properties": dict.fromkeys(KNOWN)},
-            "ChatCompletionRequest": {"properties": dict.fromkeys(KNOWN + IN_CHAT)},
             "GenerateRequest": {"properties": {"content_parts": None}},
         }
         answers = {
@@ -86,16 +82,11 @@ class StubServer:
         }
         if path == "/v1/completions":
             return 200, {"choices": choices(body["prompt"], body["n"])}
+        if path == "/inference/v1/generate":
+            return 200, _with_images(body)
+        if path == "/tokenize":
+            return 200, {"tokens": ids_of(body["prompt"])}
         return 200, answers.get(path, {})
-
-
-def _in_chat(body: Any) -> dict[str, Any]:
-    """Complete one conversation, whose prompt is its number of parts."""
-    contents = [message["content"] for message in body["messages"]]
-    count = sum(1 if isinstance(content, str) else len(content) for content in contents)
-    entries = [(f"token_id:{token}", value) for token, value in ((7, -0.5), (0, -1.0))]
-    content = [{"token": name, "logprob": value, "top_logprobs": []} for name, value in entries]
-    return _answer(list(range(count)), body["n"], content)
 
 
 def _with_images(body: Any) -> dict[str, Any]:
@@ -103,19 +94,11 @@ def _with_images(body: Any) -> dict[str, Any]:
     entries = [{"token_id": token, "logprob": value} for token, value in ((7, -0.5), (0, -1.0))]
     prompt = body["token_ids"] + [8] * len(body["content_parts"])
     content = [entry | {"top_logprobs": [entry]} for entry in entries]
-    return _answer(prompt, body["sampling_params"]["n"], content)
-
-
-def _answer(prompt: list[int], n: int, content: list[dict[str, Any]]) -> dict[str, Any]:
-    made = [{"index": i, "token_ids": [7, 0], "logprobs": {"content": content}} for i in range(n)]
+    made = [
+        {"index": i, "token_ids": [7, 0], "logprobs": {"content": content}}
+        for i in range(body["sampling_params"]["n"])
+    ]
     return {"prompt_token_ids": prompt, "choices": made[::-1]}
-
-
-_ONE_BY_ONE = {
-    "/v1/chat/completions": _in_chat,
-    "/inference/v1/generate": _with_images,
-    "/tokenize": lambda body: {"tokens": ids_of(body["prompt"])},
-}
 
 
 def choices(prompts: list[list[int]] | list[str], n: int) -> list[dict[str, Any]]:

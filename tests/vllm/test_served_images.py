@@ -1,11 +1,11 @@
-"""A vLLM server whose model sees: images beside texts, token ids and messages."""
+"""A vLLM server whose model sees: images next to texts and token ids."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import PreTrainedModel, ProcessorMixin
 
-from grpo_trainer.engines import Completions
+from grpo_trainer.engines import Completions, policy_weights
 from grpo_trainer.vllm import ServerError
 from tests.support.vision import CHARACTERS, IMAGE, picture, tiny_model, tiny_processor, user
 from tests.vllm.vllm_helpers import CLOSE, change, difference, serving
@@ -56,10 +56,6 @@ def test_the_model_sees_them(client, model, processor):
     answer = client.generate([text], images=[BLUE], **DRAWN)
     ids = processor.tokenizer(text)["input_ids"]
     assert client.generate([ids], images=[[BLUE]], **DRAWN) == answer
-    parts = [{"type": "text", "text": "1"}, {"type": "image"}, {"type": "text", "text": "2"}]
-    talk = [{"role": "user", "content": parts}]
-    assert client.chat([talk], images=[BLUE], **DRAWN) == answer
-    assert client.chat([user("1", BLUE, "2")], **DRAWN) == answer
 
 
 def test_prompts_with_and_without(client, processor):
@@ -72,16 +68,10 @@ def test_prompts_with_and_without(client, processor):
         client.generate(["12="], images=[RED])
 
 
-def test_a_template_of_the_caller_is_not_trusted(client):
-    talk = [{"role": "user", "content": "12"}]
-    with pytest.raises(ServerError, match="chat template"):
-        client.chat([talk], chat_template="{{ messages[0]['content'] }}9")
-
-
 def test_new_weights_change_what_is_seen(client, model, processor, tmp_path):
     client.init_communicator("cpu", folder=tmp_path)
     shown = (client, model, processor, f"1{IMAGE}2=", RED)
     change(model)
     assert apart(*shown) > 0.01
-    client.update_model_params(model)
+    client.update_weights(lambda: policy_weights(model))
     assert apart(*shown) < CLOSE
