@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,14 +16,11 @@ from grpo_trainer.cli.guard import Guard
 from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import MAX_LOGPROBS
 
-# what TRL's command calls otherwise, and its flags, which take a value there
-_ALSO_CALLED = {"vllm_model_impl": "model-impl", "log_level": "uvicorn-log-level"}
-_FLAGS = ("enable_prefix_caching", "enforce_eager", "trust_remote_code")
-
 _DESCRIPTION = (
     "Starts `vllm serve` for training with use_vllm and vllm_mode=server. Arguments that are not "
-    "listed here are handed on to it. Both sides read an API key from VLLM_API_KEY; with one, all "
-    "paths but /health ask for it. Requests of web pages from elsewhere are refused."
+    "listed here are handed on to it; --vllm_NAME is its --NAME. Both sides read an API key from "
+    "VLLM_API_KEY; with one, all paths but /health ask for it. Requests of web pages from "
+    "elsewhere are refused."
 )
 
 
@@ -45,7 +43,8 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
     parser.add_argument(
         "--api-key", nargs="+", help="In place of VLLM_API_KEY; other users see it among processes."
     )
-    known, rest = parser.parse_known_args(list(argv))
+    # the trainer's names of vLLM's options, such as --vllm_gpu_memory_utilization, work too
+    known, rest = parser.parse_known_args([re.sub("^--vllm[_-]", "--", word) for word in argv])
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         parser.error("VLLM_USE_RUST_FRONTEND: expected 0: that front end has no middleware")
     has_key = any(known.api_key or [os.environ.get("VLLM_API_KEY")])
@@ -64,7 +63,7 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         words += ["--weight-transfer-config", '{"backend": "nccl"}']
     words += ["--api-key", *known.api_key] if known.api_key else []
     # behind what was handed on, since vLLM takes the last, abbreviated or not
-    words += [*_as_vllm_says(rest), "--host", known.host, "--port", known.port]
+    words += [*rest, "--host", known.host, "--port", known.port]
     # the last middleware is the first to see a request
     words += ["--middleware", f"{Guard.__module__}.{Guard.__qualname__}"]
     environment = {
@@ -78,20 +77,6 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
         "read, and without --ssl-keyfile it crosses the network as it is. Use a closed network."
     )
     return ServeCommand(words, environment, None if is_loopback(known.host) else warning)
-
-
-def _as_vllm_says(words: Sequence[str]) -> list[str]:
-    said: list[str] = []
-    for word in words:
-        flag = said[-1].removeprefix("--").replace("-", "_") if said else ""
-        if flag in _FLAGS and word.lower() in ("true", "false"):
-            said[-1] = said[-1] if word.lower() == "true" else f"--no-{flag.replace('_', '-')}"
-            continue
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        known = option.startswith("--") and name in _ALSO_CALLED
-        said.append(f"--{_ALSO_CALLED[name]}{equals}{value}" if known else word)
-    return said
 
 
 def main(argv: Sequence[str]) -> None:

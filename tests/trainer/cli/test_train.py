@@ -237,15 +237,11 @@ def test_the_command_of_a_server():
         assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_arguments_of_trl_for_a_server():
-    words = ["--vllm_model_impl", "transformers", "--log_level=debug", "--enforce_eager", "true"]
-    words += ["--enable_prefix_caching", "False", "--tensor_parallel_size", "2", "--enforce-eager"]
+def test_names_of_the_trainer_for_a_server():
+    words = ["--vllm_gpu_memory_utilization", "0.5", "--vllm_tensor_parallel_size=2"]
     options = serve.serve_command(["--model", "m", *words]).words
-    at = options.index("--model-impl")
-    assert options[at : at + 7] == [
-        "--model-impl", "transformers", "--uvicorn-log-level=debug", "--enforce_eager",
-        "--no-enable-prefix-caching", "--tensor_parallel_size", "2",
-    ]  # fmt: skip
+    at = options.index("--gpu_memory_utilization")
+    assert options[at : at + 3] == ["--gpu_memory_utilization", "0.5", "--tensor_parallel_size=2"]
 
 
 def test_a_wider_address_with_a_key(started, monkeypatch, capsys):
