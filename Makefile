@@ -20,7 +20,7 @@ export NO_MKDOCS_2_WARNING := 1
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
 ifeq ($(ROLLOUT),transformers)
-demo: $(VENV)/.demo
+demo: $(VENV)/.report
 	$(BIN)/python -m grpo_trainer.demo --out runs/demo
 else
 demo:
@@ -29,7 +29,7 @@ demo:
 endif
 
 # trains a pretrained model on two tasks and prints a report; QUICK=1 takes three steps, OPTIONS go to grpo-train
-real: $(VENV)/.demo
+real: $(VENV)/.report
 	@.ci/install_real.sh .venv-real $(BIN)/python
 	PYTHONPATH=. .venv-real/bin/python docs/examples/real/smollm.py --out runs/real$(if $(QUICK),-quick --quick) $(OPTIONS)
 
@@ -164,7 +164,7 @@ wheels:
 		-d wheels $(BASELINES:%=-r %)
 
 # the pretrained model and its tasks for make gpu, likewise
-gpu-model: $(VENV)/.demo
+gpu-model: $(VENV)/.report
 	@.ci/install_real.sh .venv-real $(BIN)/python
 	PYTHONPATH=. .venv-real/bin/python -m benchmarks.gpu.model
 
@@ -178,13 +178,13 @@ $(VENV)/.torch: constraints.txt
 # a source file that changed is rebuilt into the environment
 NATIVE := setup.py pyproject.toml grpo_kernels/version.py $(wildcard csrc/*)
 
-# [dev] contains [demo] and [docs]
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
+# [dev] contains [report] and [docs]
+$(VENV)/.report $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)
 	@echo "installing grpo-kernels[$*] into $(VENV); compiles the CPU kernels if they have changed: up to a minute"
 	@$(PIP) install $(QUIET) -c constraints.txt -e ".[$*]"
 	@if [ -f grpo_kernels/_native.so ]; then echo "native CPU kernels: built"; else \
 		echo "native CPU kernels: not built, pure torch serves; with g++ installed: touch setup.py, and again"; fi
-	@touch $@ $(if $(filter dev,$*),$(VENV)/.demo $(VENV)/.docs)
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.report $(VENV)/.docs)
 
 clean:
 	rm -rf $(VENV) .venv-real .venv-vllm-real .venv-triton .venv-torch .venv-vllm .venv-deepspeed .venv-hosts .venv-newest \

@@ -66,7 +66,7 @@ def test_what_is_installed_for_development_serves_demo_and_docs(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
     copies_itself = 'if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi'
     make = ["make", "-C", tmp_path, f"PYTHON={stand_in(tmp_path, 'py', copies_itself)}"]
-    parts = [".venv/.demo", ".venv/.docs"]
+    parts = [".venv/.report", ".venv/.docs"]
     assert subprocess.run([*make, "-q", *parts]).returncode == 1
     subprocess.run([*make, ".venv/.dev"], check=True)
     assert subprocess.run([*make, "-q", *parts]).returncode == 0

@@ -30,7 +30,7 @@ BEHIND_AN_EXTRA = {"nccl.py": "vllm"}
 AT_IMPORT = {"grpo_kernels": (), "grpo_trainer": ("trainer",)}
 IN_CALLS = {
     "grpo_kernels": ("tools", "trainer"),
-    "grpo_trainer": ("trainer", "peft", "math", "vllm", "report", "demo", "deepspeed"),
+    "grpo_trainer": ("trainer", "peft", "math", "vllm", "report", "deepspeed"),
 }
 
 
