@@ -1,5 +1,4 @@
 """One self-contained HTML file about a run, or about several beside one another."""
 
-from grpo_trainer.report.charts import Curves, curves_of
+from grpo_trainer.report.charts import curves_of
 from grpo_trainer.report.page import REPORT_NAME, ReportWriter, main, render
-from grpo_trainer.report.texts import prompt_samples

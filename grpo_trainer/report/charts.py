@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
@@ -62,36 +62,32 @@ def finite(curves: Curves, name: str) -> list[float]:
     return [value for value in curves.get(name, {}).values() if value is not None]
 
 
-class Finding(NamedTuple):
-    """A sign, what it means and what helps."""
-
-    title: str
-    text: str
-
-
-def findings(curves: Curves, best: float | None = None) -> list[Finding]:
-    """Find the signs of what is wrong, the gravest first.
+def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
+    """Return the signs of what is wrong, the gravest first: what each means and what helps.
 
     Args:
         curves: of the run.
         best: the highest reward of any completion; None: not known.
     """
-    signs = [
-        Finding(
-            "Numbers are no longer finite",
-            f"{name} is NaN or infinite at step {step}. A lower learning rate, max_grad_norm and a "
-            "look at the rewards help; what comes after that step is worth nothing.",
-        )
+    signs: dict[str, str] = {}
+    not_finite = [
+        (name, step)
         for name in ("loss", "grad_norm")
         for step, value in curves.get(name, {}).items()
         if value is None
-    ][:1]
+    ]
+    if not_finite:
+        name, step = not_finite[0]
+        signs["Numbers are no longer finite"] = (
+            f"{name} is NaN or infinite at step {step}. A lower learning rate, max_grad_norm and a "
+            "look at the rewards help; what comes after that step is worth nothing."
+        )
     learned = False
     if best is not None and (rewards := _ends(curves, "reward")):
         rise = rewards[1] - rewards[0]
         learned = rise > 0 and rise >= _LEARNED * (best - rewards[0])
     if equal := nothing_to_learn(finite(curves, WITHOUT_SIGNAL), curves):
-        signs.append(_equal_rewards(curves))
+        signs["Every group had equal rewards"] = _equal_rewards(curves)
     for chart in EVERY_CHART:
         sign, metric = chart.sign, chart.first(curves)
         ends = _ends(curves, metric) if sign and metric else None
@@ -101,23 +97,21 @@ def findings(curves: Curves, best: float | None = None) -> list[Finding]:
             continue
         first, last = ends
         if last > max(sign.above, sign.growth * first) or last < sign.fall * first:
-            text = sign.text.format(metric=metric, first=first, last=last)
-            signs.append(Finding(sign.title, text))
+            signs[sign.title] = sign.text.format(metric=metric, first=first, last=last)
     return signs
 
 
-def _equal_rewards(curves: Curves) -> Finding:
-    """Return the sign of a run in which no group had two different rewards."""
+def _equal_rewards(curves: Curves) -> str:
+    """Say what it means that no group had two different rewards."""
     rewards = set(finite(curves, "reward"))
     which = "In each group all completions got the same reward"
     if len(rewards) == 1 and not any(finite(curves, "reward_std")):
         which = f"Every completion got the reward {rewards.pop():.3g}"
-    return Finding(
-        "Every group had equal rewards",
+    return (
         f"{which}, so nothing was learned. If no completion can score higher, the policy was "
         "right from the beginning and needs harder prompts. If it can, the prompts are too hard, "
         "or the reward is too coarse or looks at the wrong thing: with prompts of messages a "
-        "completion is a list of messages, whose text grpo_trainer.rewards.text_of returns.",
+        "completion is a list of messages, whose text grpo_trainer.rewards.text_of returns."
     )
 
 
@@ -133,21 +127,25 @@ def cards_of(
 ) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
     """Return the charts of each section, and by their titles the values of those that are flat.
 
-    What nobody knows comes last. Of several runs each reward function has a chart of its own.
+    Metrics without a chart of their own come last. With several runs, each reward function has its
+    own chart.
     """
     several = len(runs) > 1
     names = list(dict.fromkeys(name for curves in runs.values() for name in curves))
     reward, *learning = CHARTS["Learning"]
     table = CHARTS | {"Learning": [reward, *_by_function(names, apart=several), *learning]}
-    shown = {title: [one for one in each if one.first(names)] for title, each in table.items()}
-    drawn = {name for each in shown.values() for chart in each for name in chart.metrics()}
-    shown[_OTHERS] += [
+    sections = {
+        section: [chart for chart in charts if chart.first(names)]
+        for section, charts in table.items()
+    }
+    drawn = {name for charts in sections.values() for chart in charts for name in chart.metrics()}
+    sections[_OTHERS] += [
         Chart(title=name, lines={name: name})
         for name in sorted(set(names) - drawn - _NOT_DRAWN)
         if not name.startswith(_FAMILIES)
     ]
     cards = {}
-    for section, charts in shown.items():
+    for section, charts in sections.items():
         flat = {chart.title: _constants(chart, runs.values()) for chart in charts}
         moving = [
             # notes are of bands and evaluations, which one run has

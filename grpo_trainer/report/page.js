@@ -2,9 +2,7 @@
 const root = document.documentElement;
 const charts = [...document.querySelectorAll(".chart")];
 const figures = charts.map((place) => JSON.parse(place.dataset.figure));
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const slider = document.getElementById("smoothing");
-let chosen = null; // a theme that was clicked, in place of the system's
 
 const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 const palette = (index) => color(`--c${index % 6}`);
@@ -90,7 +88,6 @@ function layout(figure) {
 }
 
 function draw() {
-  root.dataset.theme = chosen || (dark.matches ? "dark" : "light");
   const weight = Number(slider.value);
   const options = { displayModeBar: false, responsive: true };
   return Promise.all(figures.map((figure, index) =>
@@ -109,11 +106,6 @@ async function unpack(element) {
 // little to smooth in a short run, where the mean would only lag behind
 const longest = Math.max(...figures.flatMap((figure) => traces(figure, 0).map(({ x }) => x.length)));
 slider.value = longest < 100 ? 0.2 : 0.6;
-root.dataset.theme = dark.matches ? "dark" : "light";
 unpack(document.getElementById("plotly")).then(draw).then(() => { root.dataset.drawn = "yes"; });
 slider.addEventListener("input", draw);
-dark.addEventListener("change", draw);
-document.getElementById("theme").addEventListener("click", () => {
-  chosen = root.dataset.theme === "dark" ? "light" : "dark";
-  draw();
-});
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

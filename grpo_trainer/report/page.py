@@ -75,8 +75,8 @@ def _number(value: float) -> str:
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return names and their value in each run; of several runs those that differ."""
     rows = []
-    for name in dict.fromkeys(name for each in facts for name in each):
-        values = [each.get(name, "-") for each in facts]
+    for name in dict.fromkeys(name for run in facts for name in run):
+        values = [run.get(name, "-") for run in facts]
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         if len(facts) == 1 or len(set(texts)) > 1:
             rows.append([name, *texts])
@@ -116,8 +116,8 @@ class ReportWriter(TrainerCallback):
     """Writes ``run.json`` at the start, and it and ``report.html`` with every checkpoint and at
     the end.
 
-    Without plotly it writes the former alone, and says at the start how to get the latter. Nothing
-    that goes wrong ends the run.
+    Without plotly it writes only the former, and says at the start how to get the latter. No
+    failure ends the run.
     """
 
     def __init__(self, trainer: Trainer) -> None:

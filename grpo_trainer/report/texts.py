@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow
 from pyarrow import parquet
@@ -22,21 +22,9 @@ _PROMPTS = 3
 _PER_STEP = 3  # completions of a prompt: the best, the middle one and the worst
 
 
-class Sample(NamedTuple):
-    """A completion with its reward."""
-
-    text: str
-    reward: float  # NaN: it has none
-
-
-class Asked(NamedTuple):
-    """A prompt as it is shown."""
-
-    text: str
-    images: tuple[str, ...] = ()  # data URLs
-
-
-Steps = dict[int, list[Sample]]  # what one prompt got, by optimizer step
+PromptContent = tuple[str, tuple[str, ...]]  # the text, and data URLs of its images
+ScoredText = tuple[str, float]  # a completion and its reward, NaN if it has none
+Steps = dict[int, list[ScoredText]]  # completions of one prompt, by optimizer step
 
 
 def rewards_by_step(folder: Path) -> dict[int, list[float]]:
@@ -48,7 +36,7 @@ def rewards_by_step(folder: Path) -> dict[int, list[float]]:
     return dict(sorted(rewards.items()))
 
 
-def prompt_samples(folder: Path) -> dict[Asked, Steps]:
+def prompt_samples(folder: Path) -> dict[PromptContent, Steps]:
     """Return the prompts that came back most often, with samples from the first to the last time.
 
     They are all of evaluations, whose prompts are always the same, or all of training. Of a step
@@ -56,21 +44,24 @@ def prompt_samples(folder: Path) -> dict[Asked, Steps]:
     """
     sources = []
     for prefix in (EVAL_PREFIX, ""):
-        prompts: dict[Asked, Steps] = {}
+        prompts: dict[PromptContent, Steps] = {}
         for row in _rows(folder, prefix, ["step", "prompt", IMAGES, "completion", "reward"]):
-            steps = prompts.setdefault(Asked(row["prompt"], tuple(row.get(IMAGES) or ())), {})
-            steps.setdefault(int(row["step"]), []).append(Sample(row["completion"], row["reward"]))
-        often = sorted(prompts, key=lambda prompt: -len(prompts[prompt]))[:_PROMPTS]
-        sources.append({prompt: _samples(prompts[prompt]) for prompt in often})
-    return max(sources, key=lambda chosen: max(map(len, chosen.values()), default=0))
+            steps = prompts.setdefault((row["prompt"], tuple(row.get(IMAGES) or ())), {})
+            steps.setdefault(int(row["step"]), []).append((row["completion"], row["reward"]))
+        most_frequent = sorted(prompts, key=lambda prompt: -len(prompts[prompt]))[:_PROMPTS]
+        sources.append({prompt: _samples(prompts[prompt]) for prompt in most_frequent})
+    return max(sources, key=lambda source: max(map(len, source.values()), default=0))
 
 
 def _samples(steps: Steps) -> Steps:
-    def rank(sample: Sample) -> tuple[float, str]:
-        return (math.inf if math.isnan(sample.reward) else -sample.reward, sample.text)
+    def rank(sample: ScoredText) -> tuple[float, str]:
+        text, reward = sample
+        return (math.inf if math.isnan(reward) else -reward, text)
 
-    chosen = _evenly(sorted(steps), _COLUMNS)
-    return {step: _evenly(sorted(steps[step], key=rank), _PER_STEP) for step in chosen}
+    return {
+        step: _evenly(sorted(steps[step], key=rank), _PER_STEP)
+        for step in _evenly(sorted(steps), _COLUMNS)
+    }
 
 
 def _rows(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -81,8 +72,8 @@ def _rows(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict[str, A
     files = sorted((folder / "completions").glob(f"{prefix}completions_*.parquet"))
     for file in _evenly(files, _FILES):
         try:
-            left_out = {IMAGES}.difference(parquet.read_schema(file).names)
-            present = [name for name in columns if name not in left_out]
+            missing = {IMAGES}.difference(parquet.read_schema(file).names)
+            present = [name for name in columns if name not in missing]
             rows = parquet.read_table(file, columns=present).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:
             _warn(f"{file} cannot be read, so the report is without it: {error}")
