@@ -12,7 +12,7 @@ from transformers import ProcessorMixin
 from grpo_kernels.losses import Metrics
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
-from grpo_trainer.agents.tools import Call, Environments, Outcome, Toolbox, answer, schemas
+from grpo_trainer.agents.tools import Environments, Outcome, Toolbox, bind, run_tools, schemas
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
@@ -25,17 +25,17 @@ class Conversation:
     """One prompt and what the policy and its tools have added so far."""
 
     sample: Sample
-    environment: Any  # what its tools act upon; None: there is none
-    toolbox: Toolbox  # what the policy can call
+    environment: Any  # on which its tools act, if there is one
+    toolbox: Toolbox
     budget: int  # tokens for the whole completion, results of tools included
-    calls: list[Call] = field(default_factory=list)  # of the last turn, not answered yet
+    calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments: of the last turn
     rounds: int = 0  # of calls that were answered
     over: bool = False
-    turn: int = 0  # where in the completion the current turn begins
+    turn_start: int = 0  # in the completion
 
     @property
     def ids(self) -> list[int]:
-        """What the policy reads next."""
+        """The tokens so far, which the policy continues."""
         return self.sample.prompt_ids + self.sample.completion_ids
 
     @property
@@ -57,46 +57,45 @@ class Conversation:
         columns = {"env_mask": env_mask, "logprobs": logprobs, "sampling_mask": sampling_mask}
         for name, values in columns.items():
             column = getattr(sample, name)
-            whole = None if column is None or values is None else column + values[:count]
-            setattr(sample, name, whole)
+            extended = None if column is None or values is None else column + values[:count]
+            setattr(sample, name, extended)
 
     def end_turn(self, message: Message, complete: bool) -> None:
-        """Add what the policy said. A turn that is not ``complete`` calls nothing."""
+        """Add the policy's message. A turn that is not ``complete`` calls nothing."""
         self.sample.completion.append(message)
         self.sample.truncated = not complete
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        self.calls = [Call.of(self.toolbox, **function) for function in functions]
+        self.calls = [call["function"] for call in message.get("tool_calls") or ()]
         self.over = not complete or not self.calls
 
-    def add_results(self, messages: list[Message], whole: Encoded, start: int) -> None:
-        """Add what the tools answered, what ``whole`` has behind its first ``start`` tokens. Where
-        it leaves no room for another turn, it is left out."""
+    def add_results(self, messages: list[Message], encoded: Encoded, start: int) -> None:
+        """Add the results of tools: the tokens of ``encoded`` from ``start`` on. Results that leave
+        no room for another turn are left out."""
         self.calls = []
-        ids = whole.ids[start:]
+        ids = encoded.ids[start:]
         if len(ids) >= self.room:
             self.over = self.sample.truncated = True
             return
         self.rounds += 1
         self.sample.completion += messages
-        if whole.images is not None:
-            before = self.sample.images or ImageInputs((), {}, [], 0)
-            self.sample.images = before.followed(self.ids, whole.images, start)
+        if encoded.images is not None:
+            images = self.sample.images or ImageInputs((), {}, [], 0)
+            self.sample.images = images.followed(self.ids, encoded.images, start)
         self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
-        self.turn = len(self.sample.completion_ids)
+        self.turn_start = len(self.sample.completion_ids)
 
 
 @dataclass(eq=False)
 class ToolLoop:
     """Samples completions that call tools.
 
-    All turns of a batch go together: the engine completes every conversation that waits for it,
-    then the tools answer all calls. On several processes all take part until no conversation waits
-    on any of them, since some engines work for all processes at once.
+    A batch advances turn by turn: the engine continues every unfinished conversation, then the
+    tools answer all calls. All processes take part until no process has an unfinished conversation,
+    since some engines work for all processes at once.
 
     Args:
         sampler: samples turns.
-        tools: what every completion can call.
-        environments: what completions act upon, with tools of their own.
+        tools: that every completion can call.
+        environments: that completions act on, with their own tools.
 
     Raises:
         ValueError: the chat template cannot write conversations with these tools.
@@ -117,27 +116,26 @@ class ToolLoop:
         for toolbox in self.environments.toolboxes if self.environments else [self.tools]:
             if toolbox:
                 self._template.check(schemas(toolbox), self._parser)
-        of_images = image_token_ids(context.policy())
-        self._places = tokenizer.convert_ids_to_tokens(list(of_images))
-        if isinstance(context.processing_class, ProcessorMixin):  # what its templates write
-            self._places.append(context.processing_class.image_token)
+        image_ids = list(image_token_ids(context.policy()))
+        self._image_tokens = tokenizer.convert_ids_to_tokens(image_ids)
+        if isinstance(context.processing_class, ProcessorMixin):  # the one in its templates
+            self._image_tokens.append(context.processing_class.image_token)
 
     def __call__(self, samples: list[Sample]) -> Metrics:
-        """Complete samples by messages, and the tokens of all turns.
+        """Add messages and the tokens of all turns to ``samples``, and return the tools' metrics.
 
         Raises:
             ValueError: a prompt is no list of messages, or too long.
         """
-        talks = self._begin(samples)
+        unfinished = self._begin(samples)
         outcomes: list[Outcome] = []
-        waiting = talks
-        while (step := self._step(waiting)) is not None:
-            self._turn(waiting, step)
-            outcomes += self._answer([talk for talk in waiting if talk.calls and not talk.over])
-            waiting = [talk for talk in talks if not talk.over]
+        while (max_tokens := self._max_tokens(unfinished)) is not None:
+            self._sample_turn(unfinished, max_tokens)
+            outcomes += self._answer([c for c in unfinished if c.calls and not c.over])
+            unfinished = [c for c in unfinished if not c.over]
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
         device = self._context.accelerator.device
-        per_completion = value_metric("tools/call_frequency", calls, device, len(talks))
+        per_completion = value_metric("tools/call_frequency", calls, device, len(samples))
         per_call = value_metric("tools/failure_frequency", failures, device, calls)
         return Metrics.merge([per_completion, per_call])
 
@@ -161,61 +159,63 @@ class ToolLoop:
             Conversation(sample, *pair, budget) for sample, pair in zip(samples, pairs, strict=True)
         ]
 
-    def _step(self, waiting: list[Conversation]) -> int | None:
-        """Return tokens to ask for, the same on all processes; None: nothing waits on any of them.
+    def _max_tokens(self, conversations: list[Conversation]) -> int | None:
+        """Return how many tokens to sample, the same on all processes; None: all have finished.
 
-        As many as the one with the most room has, but not beyond the policy's positions: what is
-        cut by that goes on in the next step.
+        It is the largest room of a conversation, within the policy's positions: a turn that those
+        cut goes on in the next step.
         """
-        most = max((talk.room for talk in waiting), default=0)
-        longest = max((len(talk.ids) for talk in waiting), default=0)
+        room = max((conversation.room for conversation in conversations), default=0)
+        longest = max((len(conversation.ids) for conversation in conversations), default=0)
         accelerator, positions = self._context.accelerator, self._context.positions
         if accelerator.num_processes > 1:
-            here = torch.tensor([[most, longest]], device=accelerator.device)
-            most, longest = accelerator.gather(here).amax(0).tolist()
-        if most == 0:
+            local = torch.tensor([[room, longest]], device=accelerator.device)
+            room, longest = accelerator.gather(local).amax(0).tolist()
+        if room == 0:
             return None
-        return most if positions is None else min(most, positions - longest)
+        return room if positions is None else min(room, positions - longest)
 
-    def _turn(self, waiting: list[Conversation], step: int) -> None:
-        """Give every conversation that waits its tokens; most of their turns end."""
+    def _sample_turn(self, conversations: list[Conversation], max_tokens: int) -> None:
+        """Add the policy's tokens to each conversation; most of the turns end."""
         with phase("generate"):
-            images = [talk.sample.images for talk in waiting]
-            turns = self.sampler.generate([talk.ids for talk in waiting], step, images)
-        for talk, (ids, logprobs, mask) in zip(waiting, turns.rows(), strict=True):
-            talk.add(ids, 1, logprobs, mask)
-            so_far, start = talk.ids, len(talk.sample.prompt_ids) + talk.turn
-            ended = so_far[-1] in self.sampler.eos_token_ids
+            prompts = [conversation.ids for conversation in conversations]
+            images = [conversation.sample.images for conversation in conversations]
+            turns = self.sampler.generate(prompts, max_tokens, images)
+        for conversation, (ids, logprobs, mask) in zip(conversations, turns.rows(), strict=True):
+            conversation.add(ids, 1, logprobs, mask)
+            tokens = conversation.ids
+            start = len(conversation.sample.prompt_ids) + conversation.turn_start
+            ended = tokens[-1] in self.sampler.eos_token_ids
             # an engine that stops by itself, as at a stop string, has ended the turn too
-            if ended or talk.room == 0 or len(ids) < step:
-                tools = schemas(talk.toolbox)
-                message = self._parser.parse(so_far[start:], so_far[:start], tools)
-                talk.end_turn(message, complete=ended)
+            if ended or conversation.room == 0 or len(ids) < max_tokens:
+                tools = schemas(conversation.toolbox)
+                message = self._parser.parse(tokens[start:], tokens[:start], tools)
+                conversation.end_turn(message, complete=ended)
 
-    def _answer(self, talks: list[Conversation]) -> list[Outcome]:
-        """Give every conversation what its calls return."""
-        most = self._context.args.max_tool_calling_iterations
-        for talk in talks:
-            talk.over = most is not None and talk.rounds >= most
-        talks = [talk for talk in talks if not talk.over]
-        calls = [call for talk in talks for call in talk.calls]
-        outcomes = answer(calls, self._places, self._context.args.tool_timeout)
-        answers = iter(outcomes)
-        for talk in talks:
-            # cut where they are more than there is room for, however they are split: nobody has to
-            # wait for the tokens of a book
-            left = talk.room * self._longest_token
+    def _answer(self, conversations: list[Conversation]) -> list[Outcome]:
+        """Run the calls of each conversation and add their results to it."""
+        limit = self._context.args.max_tool_calling_iterations
+        for conversation in conversations:
+            conversation.over = limit is not None and conversation.rounds >= limit
+        conversations = [c for c in conversations if not c.over]
+        functions = [bind(c.toolbox, **call) for c in conversations for call in c.calls]
+        outcomes = run_tools(functions, self._image_tokens, self._context.args.tool_timeout)
+        remaining = iter(outcomes)
+        for conversation in conversations:
+            # longer results cannot fit, however they are split into tokens: cutting them first
+            # saves tokenizing a whole book
+            characters = conversation.room * self._longest_token
             messages = []
-            for call in talk.calls:
-                outcome = next(answers)
+            for call in conversation.calls:
+                outcome = next(remaining)
                 blocks = [
-                    block | {"text": block["text"][:left]} if "text" in block else block
+                    block | {"text": block["text"][:characters]} if "text" in block else block
                     for block in outcome.blocks
                 ]
-                left -= min(left, sum(len(block.get("text", "")) for block in blocks))
-                messages.append(result_message(call.name, blocks))
+                characters -= min(characters, sum(len(block.get("text", "")) for block in blocks))
+                messages.append(result_message(call["name"], blocks))
                 if outcome.timed_out and self.environments is not None:
-                    self.environments.drop(talk.environment)
-            end, tools = talk.ids[-1], schemas(talk.toolbox)
-            talk.add_results(messages, *self._template.results(messages, tools, end))
+                    self.environments.drop(conversation.environment)
+            end, tools = conversation.ids[-1], schemas(conversation.toolbox)
+            conversation.add_results(messages, *self._template.results(messages, tools, end))
         return outcomes

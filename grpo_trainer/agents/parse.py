@@ -14,7 +14,7 @@ import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.agents.response import ResponseReader
+from grpo_trainer.agents.response import response_reader
 from grpo_trainer.common import encodable, shortened
 from grpo_trainer.data import Prompt, decode_completions
 
@@ -22,16 +22,16 @@ Message = dict[str, Any]
 
 _FAMILIES = Path(__file__).with_name("families.yaml")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_CALLED = "</tool_call>"
-_DEPTH = 100  # of lists and dictionaries in a call: what reads a message may call itself for each
-_THINKS = "<think>"
-_OPENING = 16  # tokens that a generation prompt may open a thought with
-_THOUGHT = re.compile(rf"\s*{_THINKS}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
+_CALL_END = "</tool_call>"
+_MAX_DEPTH = 100  # of lists and dictionaries in a call: readers of messages may be recursive
+_THINK = "<think>"
+_OPENING_TOKENS = 16  # at the end of a prompt, where a generation prompt may open a thought
+_THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return the response template of the tokenizer's family; None: it is of none here."""
+def _family_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return the response template of the tokenizer's family; None: the family is not known."""
     if not tokenizer.chat_template:
         return None
     template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
@@ -44,10 +44,10 @@ def _of_family(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
 class TurnParser:
     """Reads a turn with the tokenizer's ``response_template``, where it has one.
 
-    With ``families``, that of the tokenizer's family will do. Otherwise calls are
-    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models write
-    them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A turn
-    with a call that cannot be read has no calls: it is text.
+    With ``families``, a tokenizer without one gets that of its family of models. Otherwise calls
+    are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models
+    write them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A
+    turn with a call that cannot be read has no calls: it is text.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class TurnParser:
         self._eos = set(eos_token_ids)
         template = getattr(tokenizer, "response_template", None)
         if template is None and families:
-            template = _of_family(tokenizer)
-        self._response = None if template is None else ResponseReader(tokenizer, template)
+            template = _family_template(tokenizer)
+        self._read_response = None if template is None else response_reader(tokenizer, template)
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
         """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
@@ -76,8 +76,8 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        before = decode(prefix if self._response else prefix[-_OPENING:])
-        message = self.read(text, end, before, tools)
+        prefix_text = decode(prefix if self._read_response else prefix[-_OPENING_TOKENS:])
+        message = self.read(text, end, prefix_text, tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
     def completions(
@@ -85,7 +85,7 @@ class TurnParser:
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
         completions = decode_completions(ids, prompts, self._tokenizer)
-        if self._response is None:
+        if self._read_response is None:
             return completions
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
@@ -93,11 +93,11 @@ class TurnParser:
         ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
-        """Read text. ``end`` closes the turn. None: it is no more than text."""
+        """Return the message of a turn that ``end`` closes; None: it is only text."""
         try:
-            if self._response is None:
+            if self._read_response is None:
                 return _clean(_tagged(text.removesuffix(end), prefix))
-            return _clean(_message(self._response.read(text, prefix, tools), end))
+            return _clean(_message(self._read_response(text, prefix, tools), end))
         except (ValueError, RecursionError):  # what a policy's text can cause
             return None
         except Exception as error:
@@ -135,19 +135,19 @@ def _calls(fields: Any) -> list[dict[str, Any]]:
 
 def _tagged(text: str, prefix: str) -> Message | None:
     message: Message = {"role": "assistant", "content": text}
-    if prefix.rstrip().endswith(_THINKS):  # a generation prompt may open the thought
-        text = _THINKS + text
+    if prefix.rstrip().endswith(_THINK):  # a generation prompt may open the thought
+        text = _THINK + text
     thought = _THOUGHT.match(text)
     if thought is not None:
         message["content"] = text = text[thought.end() :]
         if thought[1].strip():
             message["reasoning_content"] = thought[1].strip()
-    # behind the last end nothing matches, which would be found out from each begin anew
-    end = text.rfind(_CALLED) + len(_CALLED)
-    called, rest = text[:end], text[end:]
-    calls = [_call(json.loads(each)) for each in _CALL.findall(called)]
+    # nothing matches after the last end, but the pattern would search there from each beginning
+    end = text.rfind(_CALL_END) + len(_CALL_END)
+    before_end, rest = text[:end], text[end:]
+    calls = [_call(json.loads(function)) for function in _CALL.findall(before_end)]
     if calls:
-        message |= {"content": (_CALL.sub("", called) + rest).strip(), "tool_calls": calls}
+        message |= {"content": (_CALL.sub("", before_end) + rest).strip(), "tool_calls": calls}
     return message if calls or thought is not None else None
 
 
@@ -174,7 +174,7 @@ def _from_python(text: str) -> list[dict[str, Any]]:
     """Read ``name(key=value), ...``, whose values are Python's literals or JSON's.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``text`` is anything else.
     """
     try:
         with warnings.catch_warnings():
@@ -191,24 +191,24 @@ def _from_python(text: str) -> list[dict[str, Any]]:
 def _python_call(call: ast.expr) -> dict[str, Any]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError("tool call: expected a name and arguments")
-    if call.args or not all(each.arg for each in call.keywords):
+    if call.args or not all(keyword.arg for keyword in call.keywords):
         raise ValueError("tool call: expected named arguments")
     try:
-        values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         arguments = json.loads(json.dumps(values))
     except TypeError as error:  # what JSON does not have, and keys that cannot be hashed
         raise ValueError(f"tool call: expected values of JSON: {error}") from error
     return tool_call(call.func.id, arguments)
 
 
-def _clean(value: Any, depth: int = _DEPTH) -> Any:
-    """Return a copy with texts that a tokenizer takes. ValueError: it is nested too deep."""
+def _clean(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Return a copy with texts that UTF-8 can hold. ValueError: it is nested too deep."""
     if isinstance(value, str):
         return encodable(value)
     if not isinstance(value, dict | list):
         return value
     if depth == 0:
-        raise ValueError(f"tool call: expected at most {_DEPTH} levels")
+        raise ValueError(f"tool call: expected at most {_MAX_DEPTH} levels")
     if isinstance(value, dict):
         return {_clean(key): _clean(item, depth - 1) for key, item in value.items()}
     return [_clean(item, depth - 1) for item in value]

@@ -1,14 +1,15 @@
 """Turns read by a response template, with transformers' parser.
 
 The parser is new, and still changes from version to version. So what a text can make it raise is
-told apart from what a version of it raises that does not fit: the first is a ``ValueError`` when
-a turn is read, the second an error before any turn is.
+told apart from what an unsupported version raises: the first is a ``ValueError`` when a turn is
+read, the second an error before any turn is.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,39 +45,44 @@ _MESSAGE = {
 }
 
 
-class ResponseReader:
-    """Reads turns by ``template``.
+def response_reader(
+    tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
+) -> Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]:
+    """Return a function that reads the fields of a turn by ``template``.
+
+    Its arguments are the turn, the text before it, and the schemas of the tools. It raises a
+    ValueError if the turn does not fit the template.
 
     Raises:
-        ValueError: it is no response template, or the installed transformers reads none, or
-            reads them in a way of its own.
+        ValueError: ``template`` is no response template, or the installed transformers cannot read
+            response templates, or reads them differently.
     """
+    _check_transformers(tokenizer)
+    compiled = _in_one_pass(template)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]) -> None:
-        self._parse = tokenizer.parse_response
-        self._check_transformers()
-        self._template = _in_one_pass(template)
-
-    def read(self, text: str, prefix: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of a turn. ValueError: the text does not fit the template."""
+    def read(text: str, prefix: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
         try:
-            return self._parse(text, self._template, prefix=prefix, tools=tools)
+            return tokenizer.parse_response(text, compiled, prefix=prefix, tools=tools)
         except KeyError as error:  # a transform names what the text left out
             raise ValueError(f"response_template: {error}") from error
 
-    def _check_transformers(self) -> None:
-        try:
-            message = self._parse(_TURN, _in_one_pass(_PROBE), prefix="assistant:", tools=_TOOLS)
-        except Exception as error:  # of any kind: it is raised as one that names the version
-            raise _unsupported(f"which fails: {type(error).__name__}: {error}") from error
-        if message != _MESSAGE:
-            raise _unsupported(f"which reads {_TURN!r} as {message}")
+    return read
 
 
-def _unsupported(why: str) -> ValueError:
+def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
+    try:
+        template = _in_one_pass(_PROBE)
+        message = tokenizer.parse_response(_TURN, template, prefix="assistant:", tools=_TOOLS)
+    except Exception as error:  # of any kind: it is raised as one that names the version
+        raise _unsupported(f"which fails: {type(error).__name__}: {error}") from error
+    if message != _MESSAGE:
+        raise _unsupported(f"which reads {_TURN!r} as {message}")
+
+
+def _unsupported(reason: str) -> ValueError:
     return ValueError(
         "transformers: expected a version that reads response templates (5.15 or newer), got "
-        f"{transformers.__version__}, {why}"
+        f"{transformers.__version__}, {reason}"
     )
 
 

@@ -1,8 +1,9 @@
 """What a chat template writes between a turn that calls tools and the next turn, as tokens.
 
 Tokens of earlier turns are kept as they were sampled: rendering the whole conversation again could
-split them differently, and the loss would be on tokens that nobody drew. So the results are
-rendered behind a stand-in for the conversation, and what the template adds there is appended.
+split them differently, and the loss would be on tokens that the policy did not sample. So the
+results are rendered after a short stand-in for the conversation, and the tokens that the template
+adds there are appended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _USER: Message = {"role": "user", "content": "question"}
 # A thought that is not empty is written into both.
 _THOUGHTS: tuple[Message, ...] = ({}, {"reasoning_content": "thought"})
 _TURN: Message = {"role": "assistant", "content": "answer"}
-# tells the parts of a rendered call apart from a template's own words
+# arguments and a result that occur in no template
 _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
 
@@ -42,8 +43,8 @@ class ToolTemplate:
     processing_class: ProcessingClass
     eos_token_ids: Collection[int]
     options: dict[str, Any]  # further arguments of ``apply_chat_template``
-    _thought: Message = field(default_factory=dict, init=False)  # that a turn has, or none
-    _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of a call
+    _thought: Message = field(default_factory=dict, init=False)  # in the stand-in, one of _THOUGHTS
+    _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of the stand-in's calls
 
     def __post_init__(self) -> None:
         self._tokenizer = tokenizer_of(self.processing_class)
@@ -51,8 +52,8 @@ class ToolTemplate:
     def results(
         self, messages: list[Message], tools: Schemas, end: int | None = None
     ) -> tuple[Encoded, int]:
-        """Return a conversation with results up to the beginning of the assistant's next turn, and
-        where in it the end of the turn before stands.
+        """Return a conversation with results, up to the beginning of the assistant's next turn, and
+        the index of the first token after the turn with the calls.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
@@ -64,12 +65,12 @@ class ToolTemplate:
                 an image is to be shown that it leaves out, or for which there is no processor.
         """
         for thought in (self._thought, *_THOUGHTS):
-            whole, before = self._rendered(messages, tools, thought)
-            start = len(before)
-            if whole.ids[:start] == before:
+            encoded, prefix = self._encode(messages, tools, thought)
+            start = len(prefix)
+            if encoded.ids[:start] == prefix:
                 self._thought = thought
                 # GLM ends a turn with what the next message begins with
-                return whole, start + (whole.ids[start : start + 1] == [end])
+                return encoded, start + (encoded.ids[start : start + 1] == [end])
         raise ValueError(
             "processing_class: expected a chat template that only adds to a conversation when a "
             "tool answers, so that the next turn continues the tokens that were sampled, got one "
@@ -112,9 +113,9 @@ class ToolTemplate:
                 "writes them in a form of its own; set the tokenizer's response_template, which "
                 "says how (without one they are <tool_call>{JSON}</tool_call>)"
             )
-        answer = {"role": "tool", "name": name, "content": _RESULT}
-        self.results([answer], tools)
-        conversation = [*self._conversation([name], self._thought), answer]
+        result = result_message(name, [{"type": "text", "text": _RESULT}])
+        self.results([result], tools)
+        conversation = [*self._conversation([name], self._thought), result]
         prefix = self._text(conversation, tools, add_generation_prompt=True)
         if _RESULT not in prefix:
             raise _unsupported("one that leaves the results of tools out")
@@ -125,19 +126,19 @@ class ToolTemplate:
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _rendered(
+    def _encode(
         self, messages: list[Message], tools: Schemas, thought: Message
     ) -> tuple[Encoded, list[int]]:
-        """Return a conversation with the results, and the tokens that should stand before them."""
-        before = self._conversation([message["name"] for message in messages], thought)
-        prefix = self._ids(self._text(before, tools))
-        # The turn was sampled up to its end; a template may write more behind that. Other messages
+        """Return a conversation with the results, and the tokens that it should begin with."""
+        calling = self._conversation([message["name"] for message in messages], thought)
+        prefix = self._ids(self._text(calling, tools))
+        # The turn was sampled up to its end; a template may write more after that. Other messages
         # have ends, too: some models end a turn with what other messages begin with.
         turn = _shared(prefix, self._ids(self._text([_USER, _TURN | thought], tools)))
         end = next(
             (i for i in range(turn, len(prefix)) if prefix[i] in self.eos_token_ids), len(prefix)
         )
-        text = self._text([*before, *messages], tools, add_generation_prompt=True)
+        text = self._text([*calling, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
         if images and not isinstance(self.processing_class, ProcessorMixin):
             name = next(message["name"] for message in messages if images_of([message]))
@@ -146,8 +147,8 @@ class ToolTemplate:
                 "one; models that take images have a processor as processing_class, not a "
                 f"{type(self.processing_class).__name__}"
             )
-        by = self.processing_class if images else tokenizer_of(self.processing_class)
-        return encode_text(text, images, by), prefix[: end + 1]
+        encoder = self.processing_class if images else self._tokenizer
+        return encode_text(text, images, encoder), prefix[: end + 1]
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]
@@ -166,7 +167,7 @@ class ToolTemplate:
 
 
 def result_message(name: str, blocks: list[dict[str, Any]]) -> Message:
-    """Return what a tool answered, as chat templates take it: text alone is no list."""
+    """Return the result of a tool, as chat templates take it: text without images is no list."""
     texts = [block["text"] for block in blocks if "text" in block]
     content = "".join(texts) if len(texts) == len(blocks) else blocks
     return {"role": "tool", "name": name, "content": content}

@@ -22,9 +22,9 @@ from grpo_trainer.rewards import RewardFunction
 T = TypeVar("T")
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
-_EMPTY = [{"role": "user", "content": ""}]  # a prompt that `reset` says all of
-_OURS = ("reset", "get_reward")  # public methods that are no tools
-_BLOCKS = ("text", "image")  # that a tool may return
+_EMPTY = [{"role": "user", "content": ""}]  # a prompt to which `reset` adds everything
+_NO_TOOLS = ("reset", "get_reward")  # public methods that the model cannot call
+_BLOCK_TYPES = ("text", "image")  # that a tool may return
 
 
 class Tool(NamedTuple):
@@ -72,67 +72,64 @@ def schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
     return [tool.schema for tool in toolbox.values()]
 
 
-class Call(NamedTuple):
-    """What the model asked for."""
+def bind(toolbox: Toolbox, name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Return a tool with its arguments; without such a tool, a function that raises LookupError."""
 
-    name: str
-    function: Callable[[], Any]  # with its arguments; plain or ``async``
+    def missing() -> None:
+        raise LookupError(f"Tool {name} not found.")
 
-    @classmethod
-    def of(cls, toolbox: Toolbox, name: str, arguments: dict[str, Any]) -> Call:
-        def missing() -> None:
-            raise LookupError(f"Tool {name} not found.")
-
-        tool = toolbox.get(name)
-        return cls(name, missing if tool is None else partial(tool.function, **arguments))
+    return partial(toolbox[name].function, **arguments) if name in toolbox else missing
 
 
 class Outcome(NamedTuple):
-    """What the model gets."""
+    """The result of a call, as the model gets it."""
 
-    blocks: list[dict[str, Any]]  # of text, and of images that are open
+    blocks: list[dict[str, Any]]  # text, and open images
     failed: bool = False
     timed_out: bool = False
 
 
-def answer(
-    calls: list[Call], places: Collection[str] = (), timeout: float | None = None
+def run_tools(
+    functions: list[Callable[[], Any]],
+    image_tokens: Collection[str] = (),
+    timeout: float | None = None,
 ) -> list[Outcome]:
-    """Answer each call; a tool that raises or takes too long answers with its error.
+    """Return the result of each function; one that raises or takes too long results in its error.
 
     First the plain functions run, in order, then the ``async`` ones, all together. With a time
-    limit, plain functions run in threads of their own. One that takes too long cannot be stopped:
+    limit, each plain function runs in its own thread. One that takes too long cannot be stopped:
     its thread is left behind. Without a limit they run in the caller's thread.
 
     Args:
-        places: texts of tokens that stand for images: the model would look for one.
-        timeout: seconds for a call; None: any number.
+        functions: plain or ``async``, without arguments.
+        image_tokens: that stand for images, so no text may have them.
+        timeout: seconds for each function; None: any number.
     """
     outcomes: dict[int, Outcome | None] = {}
-    later: dict[int, Future[list[Outcome]]] = {}
-    waits = [inspect.iscoroutinefunction(call.function) for call in calls]
-    for index in sorted(range(len(calls)), key=waits.__getitem__):
-        function = calls[index].function
-        if waits[index]:
-            later[index] = start([_later(function)])
+    pending: dict[int, Future[list[Outcome]]] = {}
+    is_async = [inspect.iscoroutinefunction(function) for function in functions]
+    for index in sorted(range(len(functions)), key=is_async.__getitem__):
+        function = functions[index]
+        if is_async[index]:
+            pending[index] = start([_run_async(function)])
         elif timeout is None:
-            outcomes[index] = _now(function)
+            outcomes[index] = _run(function)
         else:
-            outcomes[index] = _within(in_thread(partial(_now, function), "tool"), timeout)
-    wait(later.values(), timeout)
-    for index, future in later.items():
-        answered = _within(future, 0)
-        outcomes[index] = answered[0] if answered else None
+            outcomes[index] = _within(in_thread(partial(_run, function), "tool"), timeout)
+    wait(pending.values(), timeout)
+    for index, future in pending.items():
+        finished = _within(future, 0)
+        outcomes[index] = finished[0] if finished else None
     late = _failed(f"No answer within {timeout or 0:g} seconds.")._replace(timed_out=True)
-    answers = [outcomes[index] or late for index in range(len(calls))]
-    for index, outcome in enumerate(answers):
+    results = [outcomes[index] or late for index in range(len(functions))]
+    for index, outcome in enumerate(results):
         texts = [block.get("text", "") for block in outcome.blocks]
-        if any(place in text for place in places for text in texts):
-            answers[index] = _failed("The answer has a token that stands for an image.")
-    return answers
+        if any(token in text for token in image_tokens for text in texts):
+            results[index] = _failed("The answer has a token that stands for an image.")
+    return results
 
 
-def _now(function: Callable[[], Any]) -> Outcome:
+def _run(function: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(_blocks(function()))
     except BaseException as error:  # a tool may run code that the model wrote
@@ -142,7 +139,7 @@ def _now(function: Callable[[], Any]) -> Outcome:
         return _failed(error)
 
 
-async def _later(function: Callable[[], Any]) -> Outcome:
+async def _run_async(function: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(_blocks(await function()))
     except BaseException as error:  # what leaves a task would end the loop of all of them
@@ -150,7 +147,7 @@ async def _later(function: Callable[[], Any]) -> Outcome:
 
 
 def _within(future: Future[T], seconds: float) -> T | None:
-    """Return what comes of it; None: not in time."""
+    """Return the result of ``future``; None: it took too long."""
     try:
         return future.result(seconds)
     except TimeoutError:
@@ -166,8 +163,8 @@ def _blocks(value: Any) -> list[dict[str, Any]]:
     """Return an image, the blocks of a message's content if it is one, or else the text."""
     blocks = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
     blocks = blocks if isinstance(blocks, list) else []
-    kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
-    if not kinds or any(kind not in _BLOCKS for kind in kinds):
+    types = [block.get("type") if isinstance(block, dict) else None for block in blocks]
+    if not types or any(block_type not in _BLOCK_TYPES for block_type in types):
         return [_text(str(value))]
     for image in [block.get("image") for block in blocks if block["type"] == "image"]:
         if not isinstance(image, Image.Image):  # the policy may have written the name of a file
@@ -198,15 +195,15 @@ def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableD
 
 
 class Environments:
-    """Gives each completion an environment of its own, and reuses them from batch to batch.
+    """Gives each completion its own environment, and reuses the environments for the next batch.
 
     ``toolboxes`` are the tools of each kind; ``rewards`` has one for each class that has
     ``get_reward``, under the name of the class.
 
     Args:
-        factory: makes one, or a dictionary of such functions: then a row's column ``environment``
-            names its own.
-        tools: what all completions have beside their environment's methods.
+        factory: makes an environment, or a dictionary of such functions, one of which a row names
+            in its column ``environment``.
+        tools: that all completions have in addition to their environment's methods.
 
     Raises:
         ValueError: an environment has no ``reset``, or a method that cannot be a tool.
@@ -223,10 +220,10 @@ class Environments:
         firsts = [pool[0] for pool in self._pools.values()]
         self.toolboxes = [toolbox for _, toolbox in firsts]
         classes = dict.fromkeys(type(environment) for environment, _ in firsts)
-        self.rewards = [_reward(one) for one in classes if hasattr(one, "get_reward")]
+        self.rewards = [_reward(kind) for kind in classes if hasattr(kind, "get_reward")]
 
     def take(self, samples: Sequence[Sample]) -> list[tuple[Any, Toolbox]]:
-        """Return an environment for each sample until the next call, and what it can call."""
+        """Return an environment for each sample, until the next call, and the sample's tools."""
         counts: Counter[str | None] = Counter()
         pairs = []
         for sample in samples:
@@ -283,7 +280,7 @@ class Environments:
         return open_images({"prompt": messages}, media)["prompt"]
 
     def _make(self, name: str | None) -> tuple[Any, Toolbox]:
-        """Return an environment and what can be called in it."""
+        """Return an environment and its tools."""
         make = self._factories[name]
         if not callable(make):
             raise ValueError(f"environment_factory: expected a function or a class, got {make!r}")
@@ -299,16 +296,16 @@ class Environments:
         methods = [
             getattr(environment, name)
             for name, _ in inspect.getmembers(kind, inspect.isfunction)
-            if not name.startswith("_") and name not in _OURS
+            if not name.startswith("_") and name not in _NO_TOOLS
         ]
-        own = make_toolbox(methods, f"environment_factory: {kind.__name__}")
-        twice = sorted(own.keys() & self._tools.keys())
-        if twice:
+        toolbox = make_toolbox(methods, f"environment_factory: {kind.__name__}")
+        duplicates = sorted(toolbox.keys() & self._tools.keys())
+        if duplicates:
             raise ValueError(
                 "environment_factory: expected other names than those of tools, got "
-                f"{twice[0]!r} twice"
+                f"{duplicates[0]!r} twice"
             )
-        return environment, self._tools | own
+        return environment, self._tools | toolbox
 
 
 def _is_content(value: Any) -> bool:
@@ -319,13 +316,13 @@ def _is_content(value: Any) -> bool:
 
 
 def _reward(kind: Any) -> RewardFunction:
-    """Make the reward; None for completions in environments of another class."""
+    """Return the reward of a class; it is None for completions in other environments."""
 
-    async def later(environments: list[Any], **kwargs: Any) -> list[Any]:
-        return [await one.get_reward() if type(one) is kind else None for one in environments]
+    def reward(environments: list[Any], **kwargs: Any) -> list[Any]:
+        return [env.get_reward() if type(env) is kind else None for env in environments]
 
-    def now(environments: list[Any], **kwargs: Any) -> list[Any]:
-        return [one.get_reward() if type(one) is kind else None for one in environments]
+    async def async_reward(environments: list[Any], **kwargs: Any) -> list[Any]:
+        return [await env.get_reward() if type(env) is kind else None for env in environments]
 
     is_async = inspect.iscoroutinefunction(kind.get_reward)
-    return RewardFunction(kind.__name__, later if is_async else now, is_async)
+    return RewardFunction(kind.__name__, async_reward if is_async else reward, is_async)
