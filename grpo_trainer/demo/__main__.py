@@ -1,4 +1,4 @@
-"""Writes the task and a tiny policy, trains it by ``grpo-train``, and prints what it has learned."""
+"""Train a tiny policy by ``grpo-train``, and print its reward before and after."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _VLLM = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train the policy and print its reward before and after."""
     parser = OneLineParser(prog="python -m grpo_trainer.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
     parser.add_argument("--steps", type=count, default=200, help="Optimizer steps.")

@@ -270,5 +270,5 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return zeros, for a policy that learns from its teacher alone."""
+    """Return zeros, for a policy that learns only from its teacher."""
     return [0.0] * len(completions)

@@ -1,4 +1,4 @@
-"""Call reward functions; log what they say."""
+"""Call reward functions, check their results, and keep what they log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric, valu
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
-_OF_MESSAGES = (AttributeError, KeyError, TypeError)  # of a reward that takes messages for text
-_LARGEST = 1e30  # of a reward, so that fp32 holds weighted sums and standard deviations
+# errors of a reward that expects text and gets messages
+_MESSAGE_ERRORS = (AttributeError, KeyError, TypeError)
+_MAX_REWARD = 1e30  # so that fp32 holds weighted sums and standard deviations
 
 
 class RewardError(RuntimeError):
@@ -79,8 +80,8 @@ class RewardLog:
         """Return this process's samples. All processes call it and get the same names."""
         samples = {name: self._metrics.get(name, []) for name in gather_object([*self._metrics])}
         return Metrics.merge(
-            value_metric(name, sum(each), accelerator.device, len(each))
-            for name, each in sorted(samples.items())
+            value_metric(name, sum(values), accelerator.device, len(values))
+            for name, values in sorted(samples.items())
         )
 
 
@@ -101,33 +102,32 @@ class RewardFunction:
 def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) -> Tensor:
     """Return rewards (count, F) fp32 on the CPU; NaN where a function does not apply.
 
-    Asynchronous functions run together in one event loop, in a thread of its own: also below a
-    caller that runs a loop itself, as a notebook does. The others run one after the other
-    meanwhile.
+    Asynchronous functions run together in an event loop in another thread, so that a caller may
+    itself run a loop, as a notebook does. Meanwhile the others run one after the other.
 
     Raises:
         ValueError: a function does not take what it is called with, or returned the wrong number
             or type of values.
         RewardError: a function raised.
     """
-    awaited = [reward for reward in rewards if reward.is_async]
-    pending = start([_await(reward, arguments) for reward in awaited])
-    answers: dict[str, Any] = {}
+    asynchronous = [reward for reward in rewards if reward.is_async]
+    pending = start([_await(reward, arguments) for reward in asynchronous])
+    results: dict[str, Any] = {}
     try:
         for reward in rewards:
             if not reward.is_async:
-                with _naming(reward, arguments):
-                    answers[reward.name] = reward.function(**arguments)
-        answers |= zip((reward.name for reward in awaited), pending.result(), strict=True)
+                with _explaining_errors(reward, arguments):
+                    results[reward.name] = reward.function(**arguments)
+        results |= zip((reward.name for reward in asynchronous), pending.result(), strict=True)
     finally:
         pending.cancel()  # when another function failed
-    columns = [_column(reward.name, answers[reward.name], count) for reward in rewards]
+    columns = [_column(reward.name, results[reward.name], count) for reward in rewards]
     scores = torch.tensor(columns, dtype=torch.float32).T
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if unscored:
         remarks = []
         for reward in rewards:
-            values = list(answers[reward.name])
+            values = list(results[reward.name])
             kinds = {"None" if values[row] is None else "NaN" for row in unscored}
             remarks.append(f"{reward.name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
         logger.warning(
@@ -142,12 +142,12 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
 
 
 async def _await(reward: RewardFunction, arguments: dict[str, Any]) -> Any:
-    with _naming(reward, arguments):
+    with _explaining_errors(reward, arguments):
         return await reward.function(**arguments)
 
 
 @contextmanager
-def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]:
+def _explaining_errors(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -161,7 +161,7 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
             frame, line = frames[2]
             message += f"in {Path(frame.f_code.co_filename).name}, line {line}; "
         messages = not isinstance(next(iter(arguments.get("completions", ())), ""), str)
-        if entered and messages and isinstance(error, _OF_MESSAGES):
+        if entered and messages and isinstance(error, _MESSAGE_ERRORS):
             message += (
                 "with prompts of messages a completion is a list of messages: its text is "
                 'completion[-1]["content"], or grpo_trainer.rewards.text_of(completion); '
@@ -173,22 +173,22 @@ def _naming(reward: RewardFunction, arguments: dict[str, Any]) -> Iterator[None]
         ]
         count = len(arguments.get("completions", ()))
         message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
-        kind = RewardError if entered else ValueError  # which the user can put right
-        raise kind(message) from error
+        error_class = RewardError if entered else ValueError  # the latter: a wrong signature
+        raise error_class(message) from error
 
 
 def _column(name: str, values: Any, count: int) -> list[float]:
-    """Return what a function answered as numbers, NaN for None."""
+    """Return the result of a function as numbers, NaN for None."""
 
-    def wrong(expected: str, got: Any) -> ValueError:
+    def unexpected(expected: str, got: Any) -> ValueError:
         return ValueError(f"reward function {name!r}: expected {expected}, got {got}")
 
     if hasattr(values, "tolist"):  # of torch or numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise wrong(f"a list of {count} numbers", type(values).__name__)
+        raise unexpected(f"a list of {count} numbers", type(values).__name__)
     if len(values) != count:
-        raise wrong(f"{count} rewards, one per completion", len(values))
+        raise unexpected(f"{count} rewards, one per completion", len(values))
     column = []
     for value in values:
         if value is None:
@@ -196,10 +196,10 @@ def _column(name: str, values: Any, count: int) -> list[float]:
         if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
             value = value.item()
         if not isinstance(value, numbers.Real):
-            raise wrong("numbers or None", type(value).__name__)
+            raise unexpected("numbers or None", type(value).__name__)
         size: Any = abs(value)
-        if size > _LARGEST:
+        if size > _MAX_REWARD:
             number = value if isinstance(value, float) else f"a larger {type(value).__name__}"
-            raise wrong(f"finite numbers up to {_LARGEST:g}", number)
+            raise unexpected(f"finite numbers up to {_MAX_REWARD:g}", number)
         column.append(float(value))
     return column

@@ -1,4 +1,4 @@
-"""From what a user names to reward functions: callables, names, and classifiers with one label."""
+"""Reward functions from what a user passes: callables, names, and classifiers with one label."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def resolve_rewards(
 
     Args:
         sources: one, or several.
-        processing_classes: tokenizers of reward models, one per source (None where the model's own
-            is meant or the source is no model).
-        args: where and in which batches reward models run.
+        processing_classes: tokenizers of reward models, one per source (None for the model's own,
+            and where the source is no model).
+        args: the device and the batch size of reward models.
 
     Raises:
-        ValueError: there is none, a name is unknown or does not lead to a callable, a reward model
-            has more than one label, or tokenizers and sources differ in number.
+        ValueError: there is no source, a name is unknown or does not lead to a callable, a reward
+            model has more than one label, or tokenizers and sources differ in number.
         ImportError: a package that a built-in reward needs is not installed.
     """
     if isinstance(sources, str) or callable(sources):
@@ -68,8 +68,9 @@ def resolve_rewards(
         function = _resolve(source, tokenizer, args)
         inner = _inner(function)
         name = getattr(inner, "__name__", type(inner).__name__)
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        name = next(each for each in itertools.chain([name], numbered) if each not in rewards)
+        if name in rewards:
+            numbered = (f"{name}_{number}" for number in itertools.count(2))
+            name = next(candidate for candidate in numbered if candidate not in rewards)
         # an object is asynchronous if its class defines `async def __call__`
         is_async = any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
         rewards[name] = RewardFunction(name, function, is_async)
@@ -157,8 +158,9 @@ class RewardModel:
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig
     ) -> None:
-        self.__name__ = _model_name(model)  # for logs
         config = getattr(model, "config", None)
+        source = getattr(config, "_name_or_path", "")
+        self.__name__ = Path(source).name or type(model).__name__  # for logs
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
             raise ValueError(
@@ -201,8 +203,8 @@ class RewardModel:
         inputs = self.tokenizer(
             texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
         ).to(self._args.device)
-        taken = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        logits = self.model(**taken).logits
+        used = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        logits = self.model(**used).logits
         if logits.shape != (len(texts), 1):
             raise ValueError(
                 f"expected logits of shape {(len(texts), 1)}, got {tuple(logits.shape)}"
@@ -218,20 +220,27 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
-    """Return the classifier in folder or hub id ``name``, and its revision.
+    """Return the classifier in the folder or of the hub id ``name``, and its revision.
 
-    It is loaded as ``model_init_kwargs`` says, in the dtype of its checkpoint if they name none. A
-    warning says so if its head is not trained, as that of a base or language model.
+    It is loaded with ``model_init_kwargs``, in the dtype of its checkpoint if they name none. Warns
+    if the head is not trained, as that of a base or language model.
     """
-    kind, what = AutoModelForSequenceClassification, f"reward_funcs: model {name!r}"
     settings = {"dtype": "auto"} | options("model_init_kwargs", args.model_init_kwargs)
-    wanted = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading_whole():
-        model, found = load_pretrained(kind, name, what, args, settings, **wanted)
-    for _, shape, _ in found["mismatched_keys"]:  # of the head
+        model, loading_info = load_pretrained(
+            AutoModelForSequenceClassification,
+            name,
+            f"reward_funcs: model {name!r}",
+            args,
+            settings,
+            num_labels=1,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    for _, shape, _ in loading_info["mismatched_keys"]:  # of the head
         model.config.num_labels = shape[0]  # which a RewardModel refuses
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"]))
+    if loading_info["missing_keys"]:
+        missing = ", ".join(sorted(loading_info["missing_keys"]))
         warnings.warn(
             f"reward_funcs: expected a trained reward model, got {name!r} without weights for "
             f"{missing}, which are random now, and so are its rewards",
@@ -248,12 +257,7 @@ def _load_tokenizer(
     if not source:
         raise ValueError(
             "reward_processing_classes: expected a tokenizer for the reward model "
-            f"{_model_name(model)!r}, which was not loaded by name; got None"
+            f"{type(model).__name__!r}, which was not loaded by name; got None"
         )
     what = f"reward_processing_classes: the tokenizer of {source!r}"
     return load_pretrained(AutoTokenizer, source, what, args, {}, revision=revision or "main")
-
-
-def _model_name(model: nn.Module) -> str:
-    source = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return Path(source).name or type(model).__name__
