@@ -13,7 +13,6 @@ from typing import Any
 from grpo_kernels.tools import install_command
 
 Reward = Callable[..., list[float]]
-OptionalReward = Callable[..., list[float | None]]
 LogExtra = Callable[[str, list[Any]], None]
 
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
@@ -160,7 +159,7 @@ def get_cosine_scaled_reward(
     max_value_wrong: float = -0.5,
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
-) -> OptionalReward:
+) -> Callable[..., list[float | None]]:
     """Return a reward that falls with length for correct answers, and rises with it for wrong ones.
 
     Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the one at

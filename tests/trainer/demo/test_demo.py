@@ -42,4 +42,3 @@ def test_short_run_leaves_its_files(tmp_path, monkeypatch, capsys):
     # otherwise another token that is left out would pass for the end
     texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
     assert [i for i, text in enumerate(texts) if not text] == [tokenizer.eos_token_id]
-
