@@ -7,13 +7,14 @@ Each part comes from one function of its own package, and exists only if the run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainerCallback
 
-from grpo_kernels.hf import add_fused_head
+from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.agents import (
     EnvironmentFactory,
     Environments,
@@ -56,6 +57,7 @@ from grpo_trainer.experience import (
     samples_by,
     teacher_advantages,
 )
+from grpo_trainer.monitor import LogprobDoubt
 from grpo_trainer.policy import (
     Placement,
     Reference,
@@ -63,12 +65,15 @@ from grpo_trainer.policy import (
     Teacher,
     TeacherSource,
     base_policy,
+    check_images_run,
     check_placement,
     check_processor,
+    make_pack,
     make_reference,
     placement_of,
     router_coef,
 )
+from grpo_trainer.report import ReportWriter
 from grpo_trainer.rewards import (
     RewardFunction,
     RewardSource,
@@ -99,6 +104,7 @@ class Inputs:
     prompts: MakePrompts | None
     columns: list[Column]
     terms: list[Term]
+    hooks: dict[str, Any]  # what a resumed run has to have as well
 
 
 def check_inputs(
@@ -149,6 +155,16 @@ def check_inputs(
         prompts=prompts,
         columns=list(columns),
         terms=list(terms),
+        hooks={
+            "tools": tools,
+            "environment_factory": environment_factory,
+            "rollout_func": rollout_func,
+            "advantages": advantages,
+            "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
+            "prompts": prompts,
+            "columns": list(columns),
+            "terms": list(terms),
+        },
     )
 
 
@@ -234,6 +250,25 @@ def _teacher(
     return Teacher(source, trainer.model, trainer.args, placement, tokens=tokens)
 
 
+def check_policy(trainer: Trainer, models: Models) -> list[Column]:
+    """Check the policy's head, its part for images and its positions once it can run; return the
+    columns of a micro-batch, packing among them where that works.
+
+    Raises:
+        ValueError: its head is not supported, or ``packing`` is ``packed`` and does not work.
+    """
+    policy, runs = base_policy(trainer.model), models.placement.runs(trainer.model)
+    check_fused_head(policy, runs)
+    check_images_run(trainer.processing_class, runs, trainer.accelerator.device)
+    run_forward = [(policy, nullcontext(runs))]
+    if models.teacher is not None:
+        run_forward += models.teacher.own_model(trainer.model)
+    images = isinstance(trainer.processing_class, ProcessorMixin)
+    routers = any("output_router_logits" in term.forward_options for term in models.terms)
+    pack = make_pack(trainer.args, run_forward, images, routers)
+    return models.columns if pack is None else [pack, *models.columns]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
     """What turns prompts into advantages, and these into micro-batches."""
@@ -288,6 +323,19 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
     elif inputs.toolbox or inputs.environments is not None:
         complete = ToolLoop(sampler, inputs.toolbox, inputs.environments)
     return Rollouts(sampler=sampler, complete=complete, compare=compare, plan=plan)
+
+
+def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
+    """Return what looks at a run, or moves its reference, between steps."""
+    args, loss = trainer.args, trainer.loss_config
+    callbacks: list[TrainerCallback] = []
+    if models.reference is not None and args.sync_ref_model:
+        callbacks.append(models.reference)
+    if loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None:
+        callbacks.append(LogprobDoubt(lambda: trainer.rollouts.sampling.most_gain))
+    if args.write_report:
+        callbacks.append(ReportWriter(trainer))
+    return callbacks
 
 
 def make_prompts(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from grpo_kernels import LossConfig, linear_policy_loss
-from grpo_kernels.hf import check_fused_head
 from grpo_kernels.losses import Metrics
 from grpo_trainer.agents import EnvironmentFactory
 from grpo_trainer.assemble import (
@@ -21,6 +19,8 @@ from grpo_trainer.assemble import (
     assemble_models,
     assemble_rollouts,
     check_inputs,
+    check_policy,
+    make_callbacks,
     make_prompts,
 )
 from grpo_trainer.base import BaseTrainer
@@ -53,9 +53,7 @@ from grpo_trainer.experience import (
     share,
 )
 from grpo_trainer.monitor import (
-    REWARD_PREFIX,
     CompletionLog,
-    LogprobDoubt,
     MetricLog,
     Recipe,
     close_progress,
@@ -65,14 +63,10 @@ from grpo_trainer.monitor import (
 )
 from grpo_trainer.policy import (
     TeacherSource,
-    base_policy,
-    check_images_run,
     load_policy,
     load_processing_class,
-    make_pack,
     policy_loss_of,
 )
-from grpo_trainer.report import ReportWriter
 from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, score
 from grpo_trainer.trl_names import TrlNames, check_overrides
 
@@ -197,37 +191,21 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         self._models = models = assemble_models(self, inputs, peft_config)
         self._placement = models.placement
         if not models.placement.late:
-            self._check_policy()
-        self._rollouts = rollouts = assemble_rollouts(self, inputs, models)
-        self.rollouts = rollouts.sampler
-        source = inputs.teacher
-        hooks = {
-            "tools": tools,
-            "environment_factory": environment_factory,
-            "rollout_func": rollout_func,
-            "advantages": advantages,
-            "teacher": getattr(source, "name_or_path", source),  # of a model
-            "prompts": prompts,
-            "columns": inputs.columns,
-            "terms": inputs.terms,
-        }
-        engine = rollouts.sampler.name
-        self.recipe = Recipe(rewards=rollouts.compare.weight_of, engine=engine, hooks=hooks)
-        self._add_callbacks()
-        self._start()
-
-    def _add_callbacks(self) -> None:
-        args, loss, reference = self.args, self.loss_config, self._models.reference
-        if reference is not None and args.sync_ref_model:
-            self.add_callback(reference)
-        if args.log_completions:
+            self._columns = check_policy(self, models)
+        self._rollouts = assemble_rollouts(self, inputs, models)
+        self.rollouts = self._rollouts.sampler
+        self.recipe = Recipe(
+            rewards=self._rollouts.compare.weight_of,
+            engine=self.rollouts.name,
+            hooks=inputs.hooks,
+        )
+        if args.log_completions:  # before other callbacks, which may read the files
             self._completions = CompletionLog(args)
-            self.add_callback(self._completions)
-        if loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None:
-            self.add_callback(LogprobDoubt(lambda: self.rollouts.sampling.most_gain))
-        if args.write_report:
-            self.add_callback(ReportWriter(self))
+            self.callback_handler.callbacks.insert(0, self._completions)
+        for callback in make_callbacks(self, models):
+            self.add_callback(callback)
         show_progress(self)
+        self._start()
 
     @property
     def loss_config(self) -> LossConfig:
@@ -353,7 +331,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         own = share(len(batch.rewards), self.accelerator)
         advantages = batch.compared.advantages[own]
         if self._completions is not None:
-            self._keep_completions(batch, advantages, self._completions)
+            self._completions.add(batch, own, self.reward_func_names, self.model.training)
         with phase("score"):
             batches, dealt = deal(batch.samples, advantages, plan, self.accelerator)
         metrics.add(dealt)
@@ -365,18 +343,6 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         if self.loss_config.exclude_zero_variance:
             leave_out_inactive(batches, plan, self.accelerator)
         return batches
-
-    def _keep_completions(self, batch: Scored, advantages: Tensor, log: CompletionLog) -> None:
-        """Add this process's completions to the table."""
-        own = share(len(batch.rewards), self.accelerator)
-        if advantages.dim() == 2:  # of a completion's tokens their mean
-            lengths = [len(sample.completion_ids) for sample in batch.samples]
-            advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
-        names = [f"{REWARD_PREFIX}{name}" for name in self.reward_func_names]
-        columns = [*batch.rewards[own].T, batch.compared.rewards[own], advantages]
-        values = torch.stack(columns).tolist()
-        table = dict(zip([*names, "reward", "advantage"], values, strict=True))
-        log.add(batch.samples, table, self.model.training)
 
     def _rate(self, samples: list[Sample]) -> Metrics:
         """Return the completions' tokens per second since the generation batch before."""
@@ -489,20 +455,5 @@ class GRPOTrainer(TrlNames, BaseTrainer):
 
     def _placed(self) -> None:
         self.rollouts.outdated()
-        self._check_policy()
-
-    def _check_policy(self) -> None:
-        """Check once, as soon as it can run, its head, its part for images and its positions."""
-        if self._columns is not None:
-            return
-        models = self._models
-        policy, runs = base_policy(self.model), models.placement.runs(self.model)
-        check_fused_head(policy, runs)
-        check_images_run(self.processing_class, runs, self.accelerator.device)
-        run_forward = [(policy, nullcontext(runs))]
-        if models.teacher is not None:
-            run_forward += models.teacher.own_model(self.model)
-        images = isinstance(self.processing_class, ProcessorMixin)
-        routers = any("output_router_logits" in term.forward_options for term in models.terms)
-        pack = make_pack(self.args, run_forward, images, routers)
-        self._columns = models.columns if pack is None else [pack, *models.columns]
+        if self._columns is None:
+            self._columns = check_policy(self, self._models)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import torch
 from accelerate.utils import gather_object
 from pyarrow import parquet
 from rich.console import Console
@@ -18,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Sample, data_url
+from grpo_trainer.data import Scored, data_url
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -46,7 +47,10 @@ class CompletionLog(TrainerCallback):
         self._folder = _folder(args)
         self._rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training or not
 
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._control = control
         if state.global_step == 0 and state.is_world_process_zero:
             set_earlier_aside(self._args)
 
@@ -56,18 +60,8 @@ class CompletionLog(TrainerCallback):
         if "loss" in logs or "train_loss" in logs:
             self._flush(state, training=True)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if control.should_training_stop:  # a longer run would write them once more
-            self._flush(state, training=True)
-
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._flush(state, training=False)
-        if state.global_step > 0:  # it may have ended the run
-            self.on_step_end(args, state, control)
 
     on_predict = on_evaluate
 
@@ -75,12 +69,17 @@ class CompletionLog(TrainerCallback):
         """Drop what is not written yet."""
         self._rows = {True: [], False: []}
 
-    def add(
-        self, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]], training: bool
-    ) -> None:
-        """Add a row per completion; ``columns`` are its rewards and its advantage."""
+    def add(self, batch: Scored, own: slice, reward_names: Sequence[str], training: bool) -> None:
+        """Add a row for each completion of this process, which are ``own`` among all."""
+        advantages = batch.compared.advantages[own]
+        if advantages.dim() == 2:  # of a completion's tokens their mean
+            lengths = [len(sample.completion_ids) for sample in batch.samples]
+            advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
+        names = [*(f"{REWARD_PREFIX}{name}" for name in reward_names), "reward", "advantage"]
+        tensors = [*batch.rewards[own].T, batch.compared.rewards[own], advantages]
+        columns = dict(zip(names, torch.stack(tensors).tolist(), strict=True))
         with unfailing(f"completions in {self._folder}"):
-            for index, sample in enumerate(samples):
+            for index, sample in enumerate(batch.samples):
                 row = {
                     "prompt": encodable(_as_text(sample.prompt)),
                     "completion": encodable(_as_text(sample.completion)),
@@ -97,8 +96,8 @@ class CompletionLog(TrainerCallback):
                 self._rows[training].append(row | sample.extra)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the rows of training that are not written yet."""
-        return list(self._rows[True])
+        """Return the rows of training that are not written when the run ends."""
+        return [] if self._control.should_training_stop else list(self._rows[True])
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows[True] = list(state)
