@@ -4,6 +4,7 @@ from grpo_trainer.monitor.card import CARD_NAME, may_write, write_card
 from grpo_trainer.monitor.charts import (
     CHARTS,
     EVERY_CHART,
+    REWARD_PREFIX,
     WITHOUT_SIGNAL,
     Chart,
     is_own_metric,
@@ -13,7 +14,6 @@ from grpo_trainer.monitor.completions import (
     EVAL_PREFIX,
     IMAGES,
     OWN_COLUMNS,
-    REWARD_PREFIX,
     CompletionLog,
 )
 from grpo_trainer.monitor.metrics import (
@@ -24,6 +24,5 @@ from grpo_trainer.monitor.metrics import (
     token_rate,
     value_metric,
 )
-from grpo_trainer.monitor.progress import close_progress, show_progress
 from grpo_trainer.monitor.run_file import History, Recipe, RunRecord, load_run
-from grpo_trainer.monitor.view import RichProgressCallback
+from grpo_trainer.monitor.view import RichProgressCallback, close_progress, show_progress

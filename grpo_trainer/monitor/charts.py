@@ -74,6 +74,8 @@ _OWN = {*_NOT_DRAWN, *(name for chart in EVERY_CHART for name in chart.metrics()
 
 
 WITHOUT_SIGNAL = "frac_reward_zero_std"
+REWARD_PREFIX = "rewards/"
+_MEAN = "/mean"  # how the names of rewards of single functions end
 
 
 def nothing_to_learn(shares: Sequence[float], logged: Container[str]) -> bool:
@@ -89,3 +91,20 @@ def nothing_to_learn(shares: Sequence[float], logged: Container[str]) -> bool:
 def is_own_metric(name: str) -> bool:
     """Return whether the trainer gives this name, or one that begins so, to a metric of its own."""
     return name in _OWN or name.startswith(_FAMILIES)
+
+
+def numbers_of(logs: dict[str, float]) -> dict[str, str]:
+    """Return what charts have a label for; rewards of several functions stand behind their sum."""
+    numbers: dict[str, str] = {}
+    for chart in EVERY_CHART:
+        name = chart.first(logs)
+        if not chart.label or name is None:
+            continue
+        numbers[chart.label] = f"{logs[name]:.3g}"
+        if name == "reward":
+            if "reward_std" in logs:
+                numbers["reward"] += f" \u00b1 {logs['reward_std']:.2g}"
+            means = [n for n in logs if n.startswith(REWARD_PREFIX) and n.endswith(_MEAN)]
+            if len(means) > 1:
+                numbers |= {n.removesuffix(_MEAN): f"{logs[n]:.3g}" for n in means}
+    return numbers

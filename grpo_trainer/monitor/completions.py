@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from grpo_trainer.common import encodable, printable, unfailing
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Scored, data_url
+from grpo_trainer.monitor.charts import REWARD_PREFIX
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -28,7 +29,6 @@ IMAGES = "images"  # of the prompt and of what tools answered, as data URLs
 OWN_COLUMNS = (
     "step", "prompt", IMAGES, "completion", "tokens", "truncated", "reward", "advantage",
 )  # fmt: skip
-REWARD_PREFIX = "rewards/"
 EVAL_PREFIX = "eval_"  # of the files of evaluations
 
 _TEXTS = {"prompt": 2, "completion": 3}  # columns -> how wide they are printed
