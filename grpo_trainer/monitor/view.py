@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -23,13 +24,15 @@ _LEAST_SHARE = 0.005  # of a step's time; below it a phase is not shown
 
 
 class _Bar(Progress):
-    """A bar of steps with lines of text under it."""
+    """A bar of steps, and under it the numbers and the phases of the last log call."""
 
-    text = ""
+    numbers: Sequence[str] = ()
+    phases: Sequence[str] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.text)
+        yield Columns(map(Text, self.numbers), padding=(0, 2))
+        yield Text("  ".join(self.phases))
 
 
 class RichProgressCallback(TrainerCallback):
@@ -79,7 +82,7 @@ class RichProgressCallback(TrainerCallback):
                 prefix = runtime.removesuffix(_RUNTIME)
                 own = {name.removeprefix(f"{prefix}_"): value for name, value in logs.items()}
                 step = f"{prefix} step {state.global_step}"
-                self._say(step, _joined(numbers_of(own)), _time(logs[runtime]))
+                self._say(step, *_pairs(numbers_of(own)), _time(logs[runtime]))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Give the terminal back."""
@@ -95,12 +98,12 @@ class RichProgressCallback(TrainerCallback):
         total = logs.get("step_time", 0.0)
         shares = {name: logs.get(f"profiling/{name}", 0.0) / total for name in PHASES if total}
         phases = {name: f"{share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE}
-        self.bar.text = f"{_joined(numbers)}\n{_joined(phases)}"
+        self.bar.numbers, self.bar.phases = _pairs(numbers), _pairs(phases)
         if self.bar.disable:
             seconds = self.bar.tasks[0].time_remaining
             left = [] if seconds is None else [f"{_time(seconds)} left"]
             step = f"step {state.global_step}/{state.max_steps}"
-            self._say(step, _joined(numbers), _joined(phases), *left)
+            self._say(step, *self.bar.numbers, *self.bar.phases, *left)
 
     def _show_end(self, state: TrainerState, logs: dict[str, float]) -> None:
         steps, time = state.global_step - self._first_step, _time(logs["train_runtime"])
@@ -114,7 +117,7 @@ class RichProgressCallback(TrainerCallback):
 
     def _say(self, *words: str) -> None:
         """Print a line, above the bar."""
-        self.bar.console.print(Text("  ".join(words)), soft_wrap=True)
+        self.bar.console.print(Text("  ".join(words)), soft_wrap=self.bar.disable)
 
 
 def show_progress(trainer: Trainer) -> None:
@@ -147,5 +150,5 @@ def _time(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _joined(numbers: dict[str, str]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in numbers.items())
+def _pairs(numbers: dict[str, str]) -> list[str]:
+    return [f"{name} {value}" for name, value in numbers.items()]
