@@ -10,16 +10,13 @@ import io
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
-from unittest import mock
 
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from grpo_trainer import GRPOConfig
+from grpo_trainer import GRPOConfig, RichProgressCallback
 from grpo_trainer.monitor import load_run
-from grpo_trainer.monitor.view import RunView
 from grpo_trainer.report.page import write_report
 from tests.support.browser import open_page
 
@@ -41,18 +38,19 @@ def main(runs: list[Path]) -> None:
 def live_view(folder: Path) -> str:
     """Return what a terminal shows four fifths into the run, by its log."""
     history = [row for row in load_run(folder).history if "num_tokens" in row]
-    args = GRPOConfig(output_dir=str(folder), use_cpu=True)
-    state = TrainerState(max_steps=history[-1]["step"], is_world_process_zero=False)
-    view = RunView(Console(file=io.StringIO()))
-    began = time.perf_counter()
-    view.on_train_begin(args, state, TrainerControl())
+    now = 0.0
+    view = RichProgressCallback(Console(file=io.StringIO(), get_time=lambda: now))
+    args, control = GRPOConfig(output_dir=str(folder), use_cpu=True), TrainerControl()
+    state = TrainerState(max_steps=history[-1]["step"], is_world_process_zero=True)
+    view.on_train_begin(args, state, control)
     for row in history[: len(history) * 4 // 5]:
+        now += (row["step"] - state.global_step) * row["step_time"]
         state.global_step = row["step"]
-        now = began + row["step"] * row["step_time"]
-        with mock.patch("time.perf_counter", return_value=now):
-            view.note(args, state, row)
+        state.log_history.append(row)
+        view.on_step_end(args, state, control)
+        view.on_log(args, state, control, logs=row)
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
-    console.print(view.picture(state))
+    console.print(view.bar)
     return console.export_svg(title="grpo-train")
 
 
