@@ -21,14 +21,20 @@ def zeros_reward(prompts, completions, **kwargs):
     ]
 
 
-def more_when_ready(prompts, completions, rewards, metas):
-    """Return one new prompt per old one; ``rewards`` are the means of their groups."""
-    counts = [
-        min(int(prompt.rstrip("=")) + (reward > ENOUGH), MOST)
-        for prompt, reward in zip(prompts, rewards, strict=True)
-    ]
-    print(f"asks for {sum(counts) / len(counts):.2f} zeros")
-    return [f"{count}=" for count in counts]
+class MoreWhenReady:
+    """Asks for one zero more once the current number of them is mastered."""
+
+    def __init__(self) -> None:
+        self.zeros = 1
+
+    def __call__(self, prompts, completions, rewards, metas):
+        """Return one prompt per completion; the row in ``metas`` has the one that was completed."""
+        asked = f"{self.zeros}="
+        current = [r for r, row in zip(rewards, metas, strict=True) if row["prompt"] == asked]
+        if current and sum(current) / len(current) > ENOUGH:
+            self.zeros = min(self.zeros + 1, MOST)
+            print(f"asks for {self.zeros} zeros")
+        return [f"{self.zeros}="] * len(prompts)
 
 
 def main() -> None:
@@ -39,8 +45,7 @@ def main() -> None:
         reward_funcs=zeros_reward,
         args=GRPOConfig(
             output_dir="out/curriculum",
-            dynamic_prompts_fn=more_when_ready,
-            dynamic_prompts_form="groups",
+            dynamic_prompts_fn=MoreWhenReady(),
             per_device_train_batch_size=64,
             num_generations=8,
             max_completion_length=MOST + 1,

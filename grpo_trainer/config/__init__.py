@@ -1,7 +1,7 @@
 """GRPOConfig, its checks, and what the user names by an import path."""
 
 from grpo_trainer.config.checks import NEWER_NAMES
-from grpo_trainer.config.fields import AGGREGATIONS, PROMPT_FORMS, SCALES, check_url, options
+from grpo_trainer.config.fields import AGGREGATIONS, SCALES, check_url, options
 from grpo_trainer.config.grpo_config import (
     GRPOConfig,
     check_arguments,

@@ -86,7 +86,6 @@ _RELATIONS = {
     "current completions are scored",
     "top_entropy_quantile with max_tokens_per_micro_batch": "whose micro-batches have rows of much "
     "the same length, while the quantile is that of a micro-batch",
-    "dynamic_prompts_form without dynamic_prompts_fn": "whose form it is",
 }
 # what generation shares with the loss is set once, in the field named here
 _SHARED_WITH_THE_LOSS = {

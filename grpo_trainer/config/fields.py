@@ -127,7 +127,6 @@ Served = Annotated[T, "server"]
 # the advantages have a function for each of them
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-PROMPT_FORMS = ("samples", "groups")  # dynamic_prompts_fn has one entry for each of them
 
 PromptsFunction = Annotated[
     Callable[..., Any] | str,
@@ -214,7 +213,6 @@ class GRPOFields:
     max_tool_calling_iterations: Count | None = None
     tool_timeout: Positive | None = 60.0  # seconds
     dynamic_prompts_fn: PromptsFunction | None = None
-    dynamic_prompts_form: Annotated[str, choice(PROMPT_FORMS)] = "samples"
 
     reward_weights: Annotated[list[float] | None, numbers] = None
     scale_rewards: Annotated[str, choice(SCALES)] = "group"

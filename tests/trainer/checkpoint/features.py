@@ -120,11 +120,6 @@ def talking(completions, log_extra, log_metric, luck, **kwargs):
     return rewards
 
 
-def harder(prompts, completions, rewards, metas):
-    """Let the first prompt grow; the others make room for the dataset's next."""
-    return [f"9{prompts[0]}"[-6:], *[None] * (len(prompts) - 1)]
-
-
 def hint(prompts, completions, rewards, metas):
     """Prefix prompts that went badly with one number, those that went well with another."""
     return [f"{1 + (r > 4)}{prompt}" for r, prompt in zip(rewards, prompts, strict=True)]
@@ -239,10 +234,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "streamed rows, replaced": lambda: stream(dynamic_sampling=True, num_iterations=2),
     "mixed streams": mixed,
     "dynamic sampling": {"dynamic_sampling": True, "max_resampling_rounds": 3, "logging_steps": 3},
-    "curriculum of groups": {
-        "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups", "num_iterations": 3,
-    },
-    "curriculum of samples": {"dynamic_prompts_fn": hint, "num_iterations": 4},
+    "curriculum": {"dynamic_prompts_fn": hint, "num_iterations": 4},
     "curriculum, replaced": {"dynamic_prompts_fn": hint, "dynamic_sampling": True},
     # what generates
     "sampling mask": FILTERS | {"use_sampling_mask": True, "beta": 0.1, "num_iterations": 2},

@@ -22,7 +22,7 @@ from grpo_trainer.checkpoint.files import MANIFEST_NAME
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from tests.support.trainer import logged, parameters
 from tests.trainer.checkpoint import features
-from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, harder
+from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, hint
 
 pytestmark = pytest.mark.slow
 
@@ -74,8 +74,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train_dataset": Dataset.from_list([{"prompt": "1="}] * 7)}, "rows of .* = 11, got 7"),
     ({"model": make_policy(make_tokenizer(), seed=0).bfloat16()}, "dtypes of .*32.*, got .*bf"),
     ({"peft_config": LORA}, "peft_config.* = None, got "),
-    ({"dynamic_prompts_fn": harder}, "dynamic_prompts_fn = None, got '.*harder'"),
-    ({"rollout_func": harder}, "rollout_func"),
+    ({"dynamic_prompts_fn": hint}, "dynamic_prompts_fn = None, got '.*hint'"),
+    ({"rollout_func": hint}, "rollout_func"),
     (features.engine(), "engine = 'transformers', got 'BackgroundEngine'"),
     *(({name: value}, f"{name} = ") for name, value in {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "beta": 0.1,
@@ -107,9 +107,9 @@ def test_what_is_trained_otherwise_is_refused(make, checkpoint):
 
 
 def test_a_part_that_is_gone_is_refused(make):
-    changes = {"peft_config": LORA, "dynamic_prompts_fn": harder, "dynamic_prompts_form": "groups"}
+    changes = {"peft_config": LORA, "dynamic_prompts_fn": hint}
     make(**changes).train()
-    for gone in ("peft_config", "dynamic_prompts_form"):
+    for gone in changes:
         left = {name: value for name, value in changes.items() if name != gone}
         with pytest.raises(ValueError, match=f"was written with {gone}.* = .*, got "):
             make(**left).train(resume_from_checkpoint=True)

@@ -16,13 +16,7 @@ from grpo_trainer.experience import Curriculum
 from tests.support.trainer import BackgroundEngine, MuteError
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
-GROUPS = {"dynamic_prompts_form": "groups"}
 MESSAGES = [{"role": "user", "content": "1"}]
-
-
-def harder(prompts, completions, rewards, metas):
-    """Let the first prompt grow; the second makes room for the dataset's next."""
-    return [f"9{prompts[0]}", None]
 
 
 def hint(prompts, completions, rewards, metas):
@@ -54,22 +48,16 @@ def train(make_trainer, tokenizer, dataset):
     return run
 
 
-# form -> a function, and the prompts of its steps; rewards are 0 to 3, and 4 to 7
-STEPS = {
-    "samples": (hint, ["000= 037=", "1000= 2037=", "074= 111=", "1074= 2111=", "148= 185="]),
-    "groups": (harder, ["000= 037=", "9000= 074=", "99000= 111=", "999000= 148="]),
-}
+# the prompts of the steps of hint; rewards are 0 to 3, and 4 to 7
+STEPS = ["000= 037=", "1000= 2037=", "074= 111=", "1074= 2111=", "148= 185="]
 
 
-@pytest.mark.parametrize("form", STEPS)
-def test_which_prompts_come_next(train, form):
-    function, steps = STEPS[form]
-    assert train(function, max_steps=len(steps), dynamic_prompts_form=form) == steps
+def test_which_prompts_come_next(train):
+    assert train(hint, max_steps=len(STEPS)) == STEPS
 
 
-@pytest.mark.parametrize("form", STEPS)
-def test_what_a_function_is_given(train, form):
-    """Copies of the dataset's prompts with their rows: one for each sample, or for each group."""
+def test_what_a_function_is_given(train):
+    """Copies of the dataset's prompts with their rows, one for each sample."""
     calls = []
 
     def record(prompts, completions, rewards, metas):
@@ -77,20 +65,14 @@ def test_what_a_function_is_given(train, form):
         metas[0]["answer"] = prompts[0] = "changed"
         return [f"1{calls[-1][0][0]}"] * (len(metas) // 2) + [None] * (len(metas) // 2)
 
-    seen = train(record, max_steps=2, dynamic_prompts_form=form)
+    seen = train(record, max_steps=2)
     assert seen == ["000= 037=", "1000= 074="]
     first, second = {"answer": "000"}, {"answer": "730"}
     (prompts, completions, rewards, metas), (later, *_, after) = calls
-    if form == "samples":
-        assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
-        assert metas == [first | {"prompt": "000="}] * 4 + [second | {"prompt": "037="}] * 4
-        assert later == ["000="] * 4 + ["074="] * 4 and after[0]["prompt"] == "1000="
-        texts = completions
-    else:
-        assert prompts == ["000=", "037="] and rewards == [1.5, 5.5] and metas == [first, second]
-        assert [len(group) for group in completions] == [4, 4] and later == ["1000=", "074="]
-        texts = [text for group in completions for text in group]
-    assert len(texts) == 8 and all(isinstance(text, str) for text in texts)
+    assert prompts == ["000="] * 4 + ["037="] * 4 and rewards == [*map(float, range(8))]
+    assert metas == [first | {"prompt": "000="}] * 4 + [second | {"prompt": "037="}] * 4
+    assert later == ["000="] * 4 + ["074="] * 4 and after[0]["prompt"] == "1000="
+    assert len(completions) == 8 and all(isinstance(text, str) for text in completions)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +87,7 @@ def test_what_a_function_is_given(train, form):
 )
 def test_what_most_samples_of_a_prompt_got(returned, following):
     prompt = [{"role": "user", "content": "0"}] if following is MESSAGES else "000="
-    curriculum = ask(lambda *given: returned, prompt=prompt, form="samples", group_size=4)
+    curriculum = ask(lambda *given: returned, prompt=prompt, group_size=4)
     assert curriculum.take(1) == [{"prompt": following}]
 
 
@@ -113,12 +95,12 @@ def test_once_per_generation_batch_and_never_in_evaluation(train):
     calls = []
 
     def record(prompts, completions, rewards, metas):
-        calls.append(prompts)
+        calls.append(prompts[::4])
         return prompts
 
     changes = {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
-    train(record, max_steps=4, per_device_eval_batch_size=4, **changes, **GROUPS)
-    assert calls == [["000=", "037="]] * 2
+    train(record, max_steps=4, per_device_eval_batch_size=4, **changes)
+    assert calls == [["000=", "037="], ["074=", "111="]]
 
 
 def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
@@ -129,22 +111,22 @@ def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
         odd = [int(prompt[:-1]) % 2 for prompt in prompts]
         return [float(row * useful) for row, useful in enumerate(odd)]
 
-    def stay(prompts, completions, rewards, metas):
-        given.append(prompts)
-        return prompts
+    def record(prompts, completions, rewards, metas):
+        given.append(prompts[::4])
+        return [f"1{prompt}" for prompt in prompts]
 
-    changes = {"dynamic_sampling": True, "max_steps": 2} | TWO_PROMPTS | GROUPS
+    changes = {"dynamic_sampling": True, "max_steps": 2} | TWO_PROMPTS
     engine = BackgroundEngine(tokenizer)
-    make_trainer(reward, engine=engine, dynamic_prompts_fn=stay, **changes).train()
+    make_trainer(reward, engine=engine, dynamic_prompts_fn=record, **changes).train()
     assert given[0] == ["037=", "111="]  # those that are trained on
-    assert asked == [["000=", "037="], ["074="], ["111="], ["037=", "111="]]
+    assert asked == [["000=", "037="], ["074="], ["111="], ["1037=", "1111="]]
 
 
-def ask(function, prompt="12=", form="groups", group_size=1, **columns):
+def ask(function, prompt="12=", group_size=1, **columns):
     """Return a curriculum that asked ``function`` after two prompts, or after one's samples."""
     count = max(group_size, 2)
     stream = PromptStream(Dataset.from_list([{"prompt": "037="}]))
-    curriculum = Curriculum(stream, function, Accelerator(cpu=True), form)
+    curriculum = Curriculum(stream, function, Accelerator(cpu=True))
     row = {"prompt": prompt} | columns
     rollouts = [Sample(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
     rewards = torch.tensor([torch.nan] + [1.0] * (count - 1))
@@ -164,9 +146,8 @@ def ask(function, prompt="12=", form="groups", group_size=1, **columns):
     ],
 )
 def test_wrong_answers(answer, message):
-    for form in STEPS:
-        with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
-            ask(lambda *given: answer, form=form)
+    with pytest.raises(ValueError, match=f"dynamic_prompts_fn: .*{message}"):
+        ask(lambda *given: answer)
 
 
 def test_other_errors():
@@ -181,19 +162,19 @@ def test_other_errors():
     with pytest.raises(RuntimeError, match="raised MuteError: MuteError; it was called with 2"):
         ask(mute)
     with pytest.raises(ValueError, match="which a checkpoint can hold, got date in 'day'"):
-        ask(lambda prompts, *given: prompts, day=datetime.date.today())
+        ask(lambda *given: ["1="] * 2, day=datetime.date.today())
     rewards = []
-    assert ask(lambda p, c, r, m: rewards.extend(r) or p).take(2) == [{"prompt": "12="}] * 2
+    assert ask(lambda p, c, r, m: rewards.extend(r) or ["1="] * 2).take(2) == [{"prompt": "1="}] * 2
     assert rewards[0] != rewards[0] and rewards[1] == 1.0
 
 
-PATH = f"{__name__}.harder"
+PATH = f"{__name__}.hint"
 
 
 def test_the_config_takes_a_function_or_its_path(make_args, train):
-    assert train(PATH, max_steps=2, **GROUPS) == STEPS["groups"][1][:2]
-    assert make_args(dynamic_prompts_fn=harder).to_dict()["dynamic_prompts_fn"] == PATH
-    assert PATH in make_args(dynamic_prompts_fn=harder).to_json_string()
+    assert train(PATH, max_steps=2) == STEPS[:2]
+    assert make_args(dynamic_prompts_fn=hint).to_dict()["dynamic_prompts_fn"] == PATH
+    assert PATH in make_args(dynamic_prompts_fn=hint).to_json_string()
     local = make_args(dynamic_prompts_fn=lambda *given: given)  # which has no pickle
     assert "lambda" in pickle.loads(pickle.dumps(local)).dynamic_prompts_fn
 
@@ -204,10 +185,8 @@ def test_the_config_takes_a_function_or_its_path(make_args, train):
         (3, {}, "fn: expected a function or its import path, got 3"),
         ("nowhere.at.all", {}, "fn: module 'nowhere.at' cannot be imported"),
         (f"{__name__}.nothing", {}, f"fn: module '{__name__}' has no 'nothing'"),
-        ("harder", {}, "fn: expected package.module.function, got 'harder'"),
-        (harder, {"dynamic_prompts_form": "prompts"}, "form: expected one of groups, samples"),
-        (None, GROUPS, "form: expected 'samples' without dynamic_prompts_fn"),
-        (harder, {"generation_batches_ahead": 1}, "fn: .* with generation_batches_ahead"),
+        ("hint", {}, "fn: expected package.module.function, got 'hint'"),
+        (hint, {"generation_batches_ahead": 1}, "fn: .* with generation_batches_ahead"),
     ],
 )
 def test_wrong_settings(train, function, changes, message):

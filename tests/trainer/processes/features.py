@@ -107,9 +107,9 @@ def rare_reward(prompts, completion_ids, **kwargs):
 
 
 def longer_prompts(prompts, completions, rewards, metas):
-    """Let the first prompt grow; the second is one of the dataset, others stay."""
-    assert all(len(group) == 4 for group in completions) and len(set(rewards)) > 1
-    return [f"1{prompts[0]}", None, *prompts[2:]]
+    """Let the first prompt grow; the others make room for those of the dataset."""
+    assert len(completions) == ROWS and len(set(rewards)) > 1
+    return [f"1{prompt}" for prompt in prompts[:4]] + [None] * 4 + prompts[8:]
 
 
 def stream() -> Changes:
@@ -229,7 +229,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         for name in ("prompt_mean", "sequence_mean")
     },
     "groups over processes": {"num_generations": 16},
-    "curriculum": {"dynamic_prompts_fn": longer_prompts, "dynamic_prompts_form": "groups"},
+    "curriculum": {"dynamic_prompts_fn": longer_prompts},
     "stream": stream,
     "overlap": overlap,
     "two batches ahead": lambda: overlap() | {
