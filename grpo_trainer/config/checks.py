@@ -30,12 +30,9 @@ from grpo_trainer.masking import cut_at_secret
 
 # deprecated fields, and those that took their place
 OLD_NAMES = {
-    "overlap_generation": "generation_batches_ahead",
     "wandb_log_unique_prompts": "log_unique_prompts",
     "use_liger_loss": None,
-    "use_transformers_paged": "use_transformers_continuous_batching",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }
 # fields that transformers has renamed; both names have the value of the one that is set
 NEWER_NAMES = {
@@ -64,28 +61,42 @@ _INHERITED: dict[str, Rule] = {
     "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
     "train_sampling_strategy": _only("random", "prompts are sampled in groups"),
 }
-# where a field keeps its default: with another one that is set, or has a value, or without; and why
-_RELATIONS = {
-    "sync_ref_model without beta": "where there is no reference model",
-    "backward_tolerance without backward=sparse": "where all gradients are exact",
-    "backward_exact_weight without backward=sparse": "where all gradients are exact",
-    "cache_implementation with use_vllm": "which has a cache of its own",
-    "cache_implementation with use_transformers_continuous_batching": "which has its own",
-    "use_vllm with use_transformers_continuous_batching": "which is an engine, too",
-    "use_vllm with rollout_engine": "which is an engine, too",
-    "use_transformers_continuous_batching with rollout_engine": "which is an engine, too",
-    "transformers_continuous_batching_config without use_transformers_continuous_batching": "whose "
-    "settings they are",
-    "use_sampling_mask with use_transformers_continuous_batching": "which does not report what its "
-    "filters left",
-    "generation_batches_ahead without vllm_importance_sampling_correction": "which corrects for "
-    "completions of older weights",
-    "on_bad_image with generation_batches_ahead": "which draws the rows of a checkpoint's "
-    "completions once more and has to find the same ones",
-    "dynamic_prompts_fn with generation_batches_ahead": "which needs the next prompts before the "
-    "current completions are scored",
-    "top_entropy_quantile with max_tokens_per_micro_batch": "whose micro-batches have rows of much "
-    "the same length, while the quantile is that of a micro-batch",
+# fields that keep their defaults where another field is set, and why
+_EXCLUDED_BY = {
+    "use_vllm": {"cache_implementation": "which has its own cache"},
+    "use_transformers_continuous_batching": {
+        "cache_implementation": "which has its own cache",
+        "use_vllm": "which is an engine, too",
+        "use_sampling_mask": "which does not report what its filters left",
+    },
+    "rollout_engine": {
+        "use_vllm": "which is an engine, too",
+        "use_transformers_continuous_batching": "which is an engine, too",
+    },
+    "generation_batches_ahead": {
+        "on_bad_image": "which draws the rows of a checkpoint's completions once more and has to "
+        "find the same ones",
+        "dynamic_prompts_fn": "which needs the next prompts before the current completions are "
+        "scored",
+    },
+    "max_tokens_per_micro_batch": {
+        "top_entropy_quantile": "whose micro-batches have rows of much the same length, while the "
+        "quantile is that of a micro-batch",
+    },
+}
+# fields that keep their defaults unless another field is set, or has this value, and why
+_DEPENDENT_ON = {
+    "beta": {"sync_ref_model": "where there is no reference model"},
+    "backward=sparse": {
+        "backward_tolerance": "where all gradients are exact",
+        "backward_exact_weight": "where all gradients are exact",
+    },
+    "use_transformers_continuous_batching": {
+        "transformers_continuous_batching_config": "whose settings they are",
+    },
+    "vllm_importance_sampling_correction": {
+        "generation_batches_ahead": "which corrects for completions of older weights",
+    },
 }
 # what generation shares with the loss is set once, in the field named here
 _SHARED_WITH_THE_LOSS = {
@@ -109,18 +120,31 @@ def check_fields(args: TrainingArguments) -> None:
             continue
         for rule in filter(callable, (_INHERITED.get(name), *marks)):
             rule(name, value)
-    for relation, why in _RELATIONS.items():
-        name, how, other = relation.split()
-        value, default = getattr(args, name), _default(args, name)
-        field, _, wanted = other.partition("=")
-        is_set = getattr(args, field) == wanted if wanted else bool(getattr(args, field))
-        if value != default and is_set is (how == "with"):
-            got = cut_at_secret(repr(value))
-            raise ValueError(f"{name}: expected {default!r} {how} {other}, {why}; got {got}")
+    for condition, excluded in _EXCLUDED_BY.items():
+        if _holds(args, condition):
+            _check_defaults(args, excluded, f"with {condition}")
+    for condition, dependent in _DEPENDENT_ON.items():
+        if not _holds(args, condition):
+            _check_defaults(args, dependent, f"without {condition}")
     low, high = args.entropy_coef_min, args.entropy_coef_max
     number(low)("entropy_coef_max", high)
     if args.use_adaptive_entropy:
         number(low, high)("entropy_coef", args.entropy_coef)
+
+
+def _holds(args: TrainingArguments, condition: str) -> bool:
+    """Return whether a field is set, or for ``field=value`` has that value."""
+    name, _, expected = condition.partition("=")
+    value = getattr(args, name)
+    return value == expected if expected else bool(value)
+
+
+def _check_defaults(args: TrainingArguments, reasons: dict[str, str], condition: str) -> None:
+    for name, reason in reasons.items():
+        value, default = getattr(args, name), _default(args, name)
+        if value != default:
+            got = cut_at_secret(repr(value))
+            raise ValueError(f"{name}: expected {default!r} {condition}, {reason}; got {got}")
 
 
 def _default(args: TrainingArguments, name: str) -> Any:
@@ -189,8 +213,7 @@ def adopt_old_names(args: TrainingArguments) -> None:
                 f"{name}, {new}: expected one of them (they are the same), "
                 f"got {value!r} and {getattr(args, new)!r}"
             )
-        counts = type(_default(args, new)) is int
-        setattr(args, new, int(value) if counts and isinstance(value, bool) else value)
+        setattr(args, new, value)
     if args.top_k is None:
         deprecated("top_k", "use 0 for None")
         args.top_k = 0

@@ -253,12 +253,9 @@ class GRPOFields:
     write_report: bool = True
 
     # OLD_NAMES; each is None after construction
-    overlap_generation: bool | None = None
     wandb_log_unique_prompts: bool | None = None
     use_liger_loss: bool | None = None
-    use_transformers_paged: bool | None = None
     vllm_guided_decoding_regex: str | None = None
-    vllm_importance_sampling_cap: float | None = None
 
 
 @cache

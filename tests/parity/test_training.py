@@ -104,7 +104,6 @@ UNTESTED = {
     "draws random numbers: tests/trainer/policy/test_peft.py": "disable_dropout",
     "TRL needs vLLM for it; its modes are in the table of losses": """
         vllm_importance_sampling_correction""",
-    "an old name": "vllm_importance_sampling_cap use_transformers_paged",
     "before the loss: how a prompt is written, and completions are sampled": """
         cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs
         max_tool_calling_iterations min_p model_init_kwargs num_generations_eval repetition_penalty

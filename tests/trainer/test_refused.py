@@ -108,7 +108,6 @@ REFUSED = [
      "generation_batches_ahead: .*importance_sampling_correction"),
     ({"generation_batches_ahead": -1}, "batches_ahead: expected an integer >= 0, got -1"),
     ({"generation_batches_ahead": 1.5}, "batches_ahead: expected an integer >= 0, got 1.5"),
-    ({"overlap_generation": "sometimes"}, "batches_ahead: expected an .* got 'sometimes'"),
     ({"generation_batches_ahead": 3}, "batches_ahead: expected 0, or .* got TransformersEngine"),
     ({"rollout_func": later}, "rollout_func: expected a plain function"),
     ({"rollout_func": 3}, "rollout_func: expected a plain function"),

@@ -269,8 +269,6 @@ def test_warnings(make_args, recwarn, changes, message):
     [
         ({"wandb_log_unique_prompts": True}, {"log_unique_prompts": True}),
         ({"use_liger_loss": True}, {}),
-        ({"overlap_generation": True}, {"generation_batches_ahead": 1}),
-        ({"use_transformers_paged": True}, {"use_transformers_continuous_batching": True}),
         ({"top_k": None}, {"top_k": 0}),
     ],
 )
@@ -322,8 +320,10 @@ def test_the_old_name_of_dtype(make_args):
     ("both", "message"),
     [
         ({"wandb_log_unique_prompts": False, "log_unique_prompts": True}, "one of them"),
-        ({"overlap_generation": True, "generation_batches_ahead": 2}, "one of .* got True and 2"),
-        ({"overlap_generation": False, "generation_batches_ahead": 1}, "one of .* got False and 1"),
+        (
+            {"vllm_guided_decoding_regex": "a", "vllm_structured_outputs_regex": "b"},
+            "one of .* got 'a' and 'b'",
+        ),
     ],
 )
 def test_an_old_name_beside_the_new_one(make_args, both, message):
@@ -333,9 +333,9 @@ def test_an_old_name_beside_the_new_one(make_args, both, message):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_old_name_beside_the_new_one_that_says_the_same(make_args):
-    for old, new in (True, 1), (False, 0):
-        args = make_args(overlap_generation=old, generation_batches_ahead=new)
-        assert type(args.generation_batches_ahead) is int and args.generation_batches_ahead == new
+    for value in (True, False):
+        args = make_args(wandb_log_unique_prompts=value, log_unique_prompts=value)
+        assert args.log_unique_prompts is value and args.wandb_log_unique_prompts is None
 
 
 def test_defaults_in_the_documents():
@@ -355,7 +355,6 @@ def test_values_of_trl():
         "importance_sampling_level",  # None: that of the named loss
         "gradient_checkpointing",  # None: on, unless its newer name says otherwise
         "logging_nan_inf_filter",  # True would wait for the device in every step
-        "use_transformers_paged",  # None: not set
         "vllm_server_host",  # theirs is an address to bind to, not one to connect to
     }
     both = DEFAULTS.keys() & theirs.keys()

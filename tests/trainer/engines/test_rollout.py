@@ -254,6 +254,3 @@ def test_no_vllm(make_trainer, tokenizer, monkeypatch):
 def test_settings_without_effect_are_reported(make_args):
     with pytest.warns(UserWarning, match="vllm_mode|vllm_server_port: no effect without use_vllm"):
         make_args(vllm_server_port=9000)
-    with pytest.warns(FutureWarning, match="vllm_importance_sampling_clip_max"):  # an old name
-        args = make_args(vllm_importance_sampling_cap=2.0)
-    assert args.vllm_importance_sampling_clip_max == 2.0
