@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_trainer.cli.arguments import (
-        DatasetMixtureConfig,
         ModelConfig,
         ScriptArguments,
-        get_dataset,
         get_peft_config,
         get_quantization_config,
     )
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from grpo_trainer.vllm import VLLMClient
 
 __all__ = [
-    "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
     "ModelConfig",
@@ -29,7 +26,6 @@ __all__ = [
     "ScriptArguments",
     "TrlParser",
     "VLLMClient",
-    "get_dataset",
     "get_peft_config",
     "get_quantization_config",
 ]

@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
 from collections.abc import Iterable
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -86,11 +85,8 @@ def _is_allowed(value: Any, action: Action, hint: Any) -> bool:
         return type(None) in get_args(hint)
     if isinstance(value, dict):
         return re.search(r"\bdict\b", str(hint)) is not None
-    # a list of several words has been read by now, unless it is empty or nested
-    if action.nargs != "+" or not value:
-        return "list" in str(hint)
-    described = [is_dataclass(kind) for kind in get_args(hint)]
-    return any(described) and all(isinstance(item, dict) for item in value)
+    # a list of several words has been read by now, unless it is empty
+    return (action.nargs != "+" or not value) and "list" in str(hint)
 
 
 class TrlParser(HfArgumentParser):

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import logging
 
 from grpo_kernels.tools import read_in_part
 from grpo_trainer.checkpoint import CheckpointError, StartError, find_checkpoint
 from grpo_trainer.cli.arguments import (
     RunArguments,
-    get_dataset,
     get_peft_config,
     get_quantization_config,
     loading_options,
@@ -31,8 +29,6 @@ from grpo_trainer.report import main as report
 from grpo_trainer.rewards import RewardError
 from grpo_trainer.trainer import GRPOTrainer
 from grpo_trainer.vllm import ServerError
-
-logger = logging.get_logger(__name__)
 
 _FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError, RewardError)
 _HOOKS = ("rollout_func", "environment_factory", "advantages")  # given by import paths
@@ -111,7 +107,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     # whether a run can begin or go on there, before anything is loaded
     find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint, args.overwrite_output_dir)
     train, evaluation = _datasets(run, args)
-    names = [run.dataset_name, run.eval_dataset_name, *(item.path for item in run.datasets)]
+    names = (run.dataset_name, run.eval_dataset_name)
     if any(name is not None and not Path(name).exists() for name in names):
         distrust_rows(args)
     paths = {name: getattr(run, name) for name in _HOOKS}
@@ -134,8 +130,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         tools=[load_function(path, "--tools") for path in run.tools or ()],
         **hooks,
     )
-    name = ", ".join(item.path for item in run.datasets) or run.dataset_name
-    trainer.recipe = replace(trainer.recipe, dataset=name)
+    trainer.recipe = replace(trainer.recipe, dataset=run.dataset_name)
     return trainer
 
 
@@ -175,12 +170,7 @@ def _datasets(
     """Load what is trained on, and what is evaluated on."""
     config, streaming = run.dataset_config, run.dataset_streaming
     train = evaluation = None
-    if run.datasets:
-        if run.dataset_name is not None:
-            logger.warning("dataset_name: %s is not read: datasets are", run.dataset_name)
-        loaded = get_dataset(run, args.seed)
-        train, evaluation = loaded["train"], loaded.get("test")
-    elif run.dataset_name is not None:
+    if run.dataset_name is not None:
         train = load_prompts(run.dataset_name, run.dataset_train_split, config, streaming=streaming)
         if args.eval_strategy != "no" and not Path(run.dataset_name).is_file():
             run = replace(run, eval_dataset_name=run.eval_dataset_name or run.dataset_name)

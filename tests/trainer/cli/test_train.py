@@ -76,8 +76,7 @@ def test_config_file_and_reward_beside_the_data():
     a_judge("judge", labels=1)
     Path("run.yaml").write_text(
         "model_name_or_path: model\nreward_model_name_or_path: judge\n"
-        "datasets: [{path: rows.jsonl, fraction: 0.75}, {path: rows.jsonl, fraction: 0.25}]\n"
-        "test_split_size: 4\neval_strategy: steps\n"
+        "dataset_name: rows.jsonl\n"
         "reward_funcs: [beside.one, think_format_reward]\nlearning_rate: 1e-3\nnum_generations: 2\n"
         "per_device_train_batch_size: 4\nuse_cpu: true\nbeta: 0.5\n"
     )
@@ -88,7 +87,6 @@ def test_config_file_and_reward_beside_the_data():
     assert trainer.args.num_generations == 4
     assert (trainer.args.learning_rate, trainer.args.beta) == (1e-3, 0.5)
     assert trainer.reward_func_names == ["judge", "one", "think_format_reward"]
-    assert len(trainer.eval_dataset) == 4 and len(trainer.train_dataset) + 4 == 25 + 8
 
 
 def test_a_function_compares_the_completions():
