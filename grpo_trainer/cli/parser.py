@@ -20,7 +20,6 @@ from grpo_trainer.common import hint, no_such_option, printable
 
 Words = dict[str, list[str]]  # of arguments, by name
 
-_MOST_VALUES = 100_000  # aliases of aliases grow exponentially in all that is made of them
 _FOLDER = Path(__file__).parents[1] / "accelerate_configs"
 _NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours
 _LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # is set for the processes that are started
@@ -44,7 +43,6 @@ def _nodes(path: str) -> dict[str, yaml.Node]:
         raise ValueError(f"--config: no such file {path!r}")
     try:
         root = yaml.compose(Path(path).read_text(), Loader=_Loader)
-        _check_size(root)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from error
     except RecursionError as error:
@@ -58,19 +56,6 @@ def _nodes(path: str) -> dict[str, yaml.Node]:
             raise ValueError(f"--config: {path} has {key.value} more than once")
         nodes[key.value] = node
     return nodes
-
-
-def _check_size(root: yaml.Node | None) -> None:
-    """Raise YAMLError if there is more in a file, with what aliases repeat, than anybody writes."""
-    left, seen = [root], 0
-    while left:
-        node = left.pop()
-        seen += 1
-        if isinstance(node, yaml.CollectionNode):
-            for item in node.value:
-                left += item if isinstance(item, tuple) else [item]
-        if seen + len(left) > _MOST_VALUES:
-            raise yaml.YAMLError(f"expected at most {_MOST_VALUES:,} values, aliases included")
 
 
 def _environment(path: str, node: yaml.Node) -> dict[str, str]:

@@ -114,13 +114,6 @@ def test_words_stay_words_and_numbers_numbers():
     assert (args.run_name, args.reward_weights) == ("-foo", [-1e-3])
 
 
-# 9 levels of 9 aliases each
-ALIASES = "loss_kwargs:\n  a: &a [x, x]\n" + "".join(
-    f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -131,8 +124,7 @@ ALIASES = "loss_kwargs:\n  a: &a [x, x]\n" + "".join(
         ("- seed", "expected `name: value` lines in run.yaml"),
         ("a: [", " is not YAML"),
         (f"reward_funcs: {'[' * 3000}{']' * 3000}", " is nested too deep"),
-        (ALIASES, " is not YAML: expected at most 100,000 values, aliases included"),
-        ("loss_kwargs: &a [*a]", "expected at most 100,000 values"),
+        ("reward_funcs: [[a]]", ": reward_funcs cannot be a list"),
         ("seed: !!python/name:os.getpid", ": seed cannot be read: could not determine"),
         ("generation_kwargs: {[1]: 2}", ": generation_kwargs cannot be read: while"),
         ("generation_kwargs: '{1'", "generation_kwargs: expected JSON, got '{1'"),
