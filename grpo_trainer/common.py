@@ -7,7 +7,6 @@ It imports no room, and nothing heavy: a server imports it beside the guard.
 from __future__ import annotations
 
 import asyncio
-import copy
 import difflib
 import functools
 import importlib
@@ -18,10 +17,10 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from importlib.util import find_spec
+from dataclasses import field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -104,17 +103,6 @@ def hint(name: str, known: Collection[str]) -> str:
     return f" (is it {found[0]}?)" if found else ""
 
 
-def name_of(word: str) -> str:
-    """Return the field that a word of a command line names, as ``lr`` for ``--lr=1``."""
-    return word.partition("=")[0].removeprefix("--").replace("-", "_")
-
-
-def no_such_option(word: str, known: Collection[str]) -> str:
-    """Say of a word of a command line that it names none of the ``known`` fields."""
-    option = word.partition("=")[0]
-    return f"{option}: there is no such argument{hint(name_of(word), known)}"
-
-
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` is this machine and cannot be reached from another one."""
     try:
@@ -123,56 +111,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# The arguments of ``grpo-train``, as the file has them that ``--help-all`` prints.
-
-HELP = Path(__file__).with_name("help.txt")
-# where other packages name options: those of another version are not in the file
-_ELSEWHERE = {"transformers": "training_args.py", "accelerate": "commands/launch.py"}
+# Fields of dataclasses that a parser reads.
 
 
-def short_help() -> str:
-    """Return the usage and the first two sections of the file: what one needs first."""
-    return "".join(re.split(r"^(?=\S.*:$)", HELP.read_text(), flags=re.M)[:3]).rstrip() + "\n"
-
-
-def descriptions() -> dict[str, str]:
-    """Return what the file says of each argument, without the default; mostly no text of others."""
-    entries = re.findall(r"^  --(\w+).*?(?:  +(.+))?$((?:\n {24}.+)*)", HELP.read_text(), re.M)
-    texts = {name: " ".join(f"{start}{rest}".split()) for name, start, rest in entries}
-    return {name: re.sub(r" ?\(default: .*\)$", "", text) for name, text in texts.items()}
-
-
-def describe_fields(kind: Any) -> None:
-    """Give the fields of a dataclass the texts of the file, which a parser shows."""
-    for name, text in descriptions().items():
-        if text and name in kind.__dataclass_fields__:
-            field = copy.copy(kind.__dataclass_fields__[name])  # a base class may share it
-            field.metadata = {**field.metadata, "help": text.replace("%", "%%")}
-            kind.__dataclass_fields__[name] = field
-
-
-def check_options(words: Sequence[str]) -> None:
-    """Raise ValueError if one of the words of a command line looks like an option and is none.
-
-    It imports none of the trainer, which takes seconds.
-    """
-    known = descriptions()
-    # words with a space are values to argparse
-    for word in (word for word in words if re.match(r"--\S+$", word)):
-        name = name_of(word)
-        if not any(_exists(each, known) for each in (name, name.removeprefix("no_"))):
-            raise ValueError(no_such_option(word, known))
-
-
-def _exists(name: str, known: dict[str, str]) -> bool:
-    option = re.compile(rf'^    {re.escape(name)}:|"--{re.escape(name)}"', re.M)
-    return name in known or any(option.search(_source(*place)) for place in _ELSEWHERE.items())
-
-
-def _source(package: str, file: str) -> str:
-    spec = find_spec(package)  # imports nothing
-    folders = spec.submodule_search_locations if spec else None
-    return Path(folders[0], file).read_text() if folders else ""
+def setting(default: Any, text: str, **metadata: Any) -> Any:
+    """Return a dataclass field that a parser describes by ``text``; a percent sign is ``%%``."""
+    return field(default=default, metadata={"help": text, **metadata})
 
 
 # Modules of the user's, and the functions in them that an import path names.

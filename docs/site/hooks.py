@@ -27,7 +27,6 @@ ELSEWHERE = {
     "SECURITY.md": "security.md",
 }
 PICTURES = "benchmarks/results/*/*.png"
-HELP = ROOT / "grpo_trainer" / "help.txt"
 
 log = logging.getLogger("mkdocs.site")
 
@@ -62,8 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = pages.as_site_reads(pages.without_markers(markdown))
     markdown = re.sub(r"^<!-- help: (.+?) -->$", _help, markdown, flags=re.M)
     if "<!-- settings -->" in markdown:
-        described = pages.settings(HELP.read_text(encoding="utf-8"))
-        markdown = markdown.replace("<!-- settings -->\n", described + "\n")
+        markdown = markdown.replace("<!-- settings -->\n", _settings() + "\n")
     built = [file for file in files if not file.inclusion.is_excluded()]
     here = {place: file for file in built if (place := _source(file)) is not None}
 
@@ -107,6 +105,26 @@ def _help(found: re.Match[str]) -> str:
         if columns is not None:
             os.environ["COLUMNS"] = columns
     return f"```text\n{said.getvalue().rstrip()}\n```"
+
+
+def _settings() -> str:
+    """Describe the arguments of a run by the classes that have them."""
+    from transformers import TrainingArguments
+
+    from grpo_trainer.cli.arguments import ModelConfig, RunArguments, ScriptArguments
+    from grpo_trainer.cli.train import run_parser
+    from grpo_trainer.config.fields import GRPOFields
+    from grpo_trainer.config.loss import LossFields
+
+    actions = {action.dest: action for action in reversed(run_parser()._actions)}
+    parts = []
+    for owner in (ModelConfig, ScriptArguments, RunArguments, GRPOFields, LossFields):
+        title = owner.__doc__.partition("\n")[0].rstrip(".")
+        names = [name for name in owner.__dataclass_fields__ if name in actions]
+        parts.append(pages.settings(title, [actions.pop(name) for name in names]))
+    names = [f"`{name}`" for name in TrainingArguments.__dataclass_fields__ if name in actions]
+    parts.append(f"## Of transformers\n\n`grpo-train --help-all` describes {', '.join(names)}.")
+    return "\n\n".join(parts)
 
 
 def _main(command: str) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from argparse import Action
+from collections.abc import Callable, Iterator, Sequence
 
 # a link that is found in Markdown, or with True in HTML: what stands in its place
 Resolve = Callable[[str, bool], str]
@@ -74,52 +74,16 @@ def _nested(text: str) -> Iterator[str]:
         before = line if not fence else ""
 
 
-class Option(NamedTuple):
-    """What a help says of an argument."""
-
-    name: str
-    kind: str
-    words: str
-    default: str
-
-
-def sections(text: str) -> dict[str, list[Option]]:
-    """Return the arguments that a help describes, by the line above them."""
-    found: dict[str, list[Option]] = {}
-    for part in re.split(r"^(?=\S.*:$)", text, flags=re.M)[1:]:
-        title, _, body = part.partition("\n")
-        options = re.split(r"^  (?=--\w)", body, flags=re.M)[1:]
-        found[title.removesuffix(":")] = [_option(x) for x in options]
-    return {title: options for title, options in found.items() if options}
-
-
-def _option(text: str) -> Option:
-    head, *lines = text.rstrip().split("\n")
-    flag, _, first = head.partition("  ")
-    name, _, kind = flag.partition(" ")
-    words = " ".join(line.strip() for line in (first, *lines)).strip()
-    default = re.search(r" ?\(default: (.*)\)$", words)
-    words = words if default is None else words[: default.start()]
-    return Option(name.removeprefix("--"), kind, words, default[1] if default else "")
-
-
-def settings(text: str) -> str:
-    """Write the arguments of a help, each with an anchor of its name."""
-    parts = []
-    for title, options in sections(text).items():
-        parts.append(f"## {title}")
-        if not any(option.words for option in options):
-            parts.append(", ".join(f"`{option.name}`" for option in options))
-            continue
-        for option in options:
-            default = f", default `{option.default}`" if option.default else ""
-            words = f"`{option.kind or 'FLAG'}`{default}. {_sentence(option.words)}"
-            parts += [f"#### `{option.name}`", words]
+def settings(title: str, actions: Sequence[Action]) -> str:
+    """Describe arguments of a parser under a heading, each with an anchor of its name."""
+    parts = [f"## {title}"]
+    for action in actions:
+        kind = action.metavar or " or ".join(action.choices)
+        kind += " ..." if action.nargs == "+" else ""
+        default = "" if action.default is None else f", default `{action.default}`"
+        text = action.help.replace("%%", "%")
+        parts += [f"#### `{action.dest}`", f"`{kind}`{default}. {text[:1].upper()}{text[1:]}"]
     return "\n\n".join(parts)
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:] if not words.startswith("``") else words
 
 
 def notebook(text: str) -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from grpo_trainer.common import HELP, check_options, short_help
+from grpo_trainer.cli.usage import USAGE
 
 _ENDED_BY_SIGINT = 130  # as a shell says
 
@@ -45,17 +45,9 @@ def _run(words: Sequence[str]) -> None:
 
             _print_for_a_reader(f"grpo-train {VERSION}\n")
             return
-        if "--help-all" in words:
-            _print_for_a_reader(HELP.read_text())
-            return
         if "--help" in words or "-h" in words:
-            _print_for_a_reader(short_help())
+            _print_for_a_reader(f"usage: {USAGE}")
             return
-        try:
-            check_options(words)
-        except ValueError as error:
-            print(f"grpo-train: error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
     try:
         from grpo_trainer.cli.train import main as run
     except ModuleNotFoundError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import BitsAndBytesConfig
@@ -12,7 +12,7 @@ from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from grpo_kernels.arguments import check_name
 from grpo_kernels.tools import install_command
-from grpo_trainer.common import describe_fields, load_module
+from grpo_trainer.common import load_module, setting
 from grpo_trainer.config import GRPOConfig, options
 
 
@@ -20,11 +20,13 @@ from grpo_trainer.config import GRPOConfig, options
 class ScriptArguments:
     """The dataset of a script."""
 
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_train_split: str = "train"
-    dataset_test_split: str = "test"
-    dataset_streaming: bool = False
+    dataset_name: str | None = setting(
+        None, "Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
+    )
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = setting("train", "Split for training, of a folder or a hub dataset.")
+    dataset_test_split: str = setting("test", "Split for evaluation, of a folder or a hub dataset.")
+    dataset_streaming: bool = setting(False, "Read the dataset while training; needs max_steps.")
 
 
 @dataclass
@@ -35,27 +37,41 @@ class ModelConfig:
         ValueError: an argument has no effect without another one, or a package is missing.
     """
 
-    model_name_or_path: str | None = None
-    model_revision: str = "main"
-    dtype: str | None = field(
-        default="float32", metadata={"choices": ["auto", "bfloat16", "float16", "float32"]}
+    model_name_or_path: str | None = setting(None, "Model folder or hub id.")
+    model_revision: str = setting("main", "Branch, tag or commit of a model from the hub.")
+    dtype: str | None = setting(
+        "float32",
+        "Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
+        choices=["auto", "bfloat16", "float16", "float32"],
     )
-    attn_implementation: str | None = None
-    use_peft: bool = False
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.05
-    lora_target_modules: list[str] | None = None
-    lora_target_parameters: list[str] | None = None
-    lora_modules_to_save: list[str] | None = None
-    lora_task_type: str = "CAUSAL_LM"
-    use_rslora: bool = False
-    use_dora: bool = False
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    bnb_4bit_quant_type: str = "nf4"
-    use_bnb_nested_quant: bool = False
-    bnb_4bit_quant_storage: str | None = None
+    attn_implementation: str | None = setting(
+        None, "Kind of attention, such as sdpa or flash_attention_2."
+    )
+    use_peft: bool = setting(False, "Train a LoRA adapter instead of the whole model.")
+    lora_r: int = setting(16, "Rank of the adapter.")
+    lora_alpha: int = setting(32, "The update is scaled by lora_alpha / lora_r.")
+    lora_dropout: float = setting(
+        0.05, "Dropout on the adapter's input; 0 with an adapter on the LM head."
+    )
+    lora_target_modules: list[str] | None = setting(
+        None, "Names of adapted layers, or all-linear; None: peft's choice for the model."
+    )
+    lora_target_parameters: list[str] | None = setting(
+        None, "Names of adapted parameters, such as those of experts."
+    )
+    lora_modules_to_save: list[str] | None = setting(
+        None, "Layers that are trained and saved as a whole."
+    )
+    lora_task_type: str = setting("CAUSAL_LM", "The adapter's task for peft.")
+    use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(lora_r) instead.")
+    use_dora: bool = setting(False, "Train magnitudes apart from directions (DoRA).")
+    load_in_8bit: bool = setting(False, "Keep the frozen weights in 8 bits; needs use_peft.")
+    load_in_4bit: bool = setting(False, "Keep the frozen weights in 4 bits; needs use_peft.")
+    bnb_4bit_quant_type: str = setting("nf4", "Number format of 4 bits: nf4 or fp4.")
+    use_bnb_nested_quant: bool = setting(False, "Quantize the scales of 4-bit weights too.")
+    bnb_4bit_quant_storage: str | None = setting(
+        None, "Dtype in which 4-bit weights are stored; None: uint8."
+    )
 
     def __post_init__(self) -> None:
         changed = [f.name for f in fields(ModelConfig) if getattr(self, f.name) != f.default]
@@ -143,14 +159,32 @@ class RunArguments(ScriptArguments, ModelConfig):
     the losses that are registered by then.
     """
 
-    reward_funcs: list[str] | None = None
-    reward_model_name_or_path: str | None = None
-    tools: list[str] | None = None
-    environment_factory: str | None = None
-    rollout_func: str | None = None
-    advantages: str | None = None
-    import_modules: list[str] | None = None
-    eval_dataset_name: str | None = None
+    reward_funcs: list[str] | None = setting(
+        None,
+        "Built-in rewards, import paths module.function or reward models; settings in parentheses: "
+        "name(key=value, ...).",
+    )
+    reward_model_name_or_path: str | None = setting(
+        None, "A reward model: a folder or a hub id. It comes before reward_funcs."
+    )
+    tools: list[str] | None = setting(None, "Import paths of functions that the model can call.")
+    environment_factory: str | None = setting(
+        None, "Import path of a class: each completion acts upon one of its objects."
+    )
+    rollout_func: str | None = setting(
+        None, "Import path of a function (prompts, trainer) that makes completions."
+    )
+    advantages: str | None = setting(
+        None,
+        "How completions are compared: rloo, reinforce_plus_plus, maxrl, pass_at_K, or the import "
+        "path of a function (rewards, weights, group_size, ...).",
+    )
+    import_modules: list[str] | None = setting(
+        None, "Modules to import first: they register losses that loss_type may name."
+    )
+    eval_dataset_name: str | None = setting(
+        None, "Prompts for evaluation, named like dataset_name; None: its dataset_test_split."
+    )
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -169,6 +203,3 @@ class RunArguments(ScriptArguments, ModelConfig):
         """Reward functions and models, by name."""
         first = self.reward_model_name_or_path
         return ([first] if first else []) + (self.reward_funcs or [])
-
-
-describe_fields(RunArguments)

@@ -16,12 +16,13 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from grpo_kernels.tools import OneLineParser
-from grpo_trainer.common import hint, no_such_option, printable
+from grpo_trainer.common import hint, printable
 
 Words = dict[str, list[str]]  # of arguments, by name
 
 _FOLDER = Path(__file__).parents[1] / "accelerate_configs"
 _NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours
+_METAVARS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
 _LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # is set for the processes that are started
 _OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # are set by torchrun and accelerate
 
@@ -94,9 +95,13 @@ class TrlParser(HfArgumentParser):
                 )
         known = self._option_string_actions
         for action in self._actions[:]:
+            if action.metavar is None and action.choices is None and action.nargs != 0:
+                action.metavar = _METAVARS.get(action.type, "TEXT")
             if action.type is string_to_bool:
                 action.nargs, action.const = "?", True
-                if (opposite := f"--no_{action.dest}") not in known:
+                if (opposite := f"--no_{action.dest}") in known:
+                    known[opposite].help = SUPPRESS
+                else:
                     self.add_argument(
                         opposite,
                         opposite.replace("_", "-"),
@@ -130,15 +135,7 @@ class TrlParser(HfArgumentParser):
         path, unknown, words = self.read(args)
         rest = self.parse_known_args(words)[1]
         if not return_remaining_strings:
-            known = [action.dest for action in self._actions]
-            for name in unknown if fail_with_unknown_args else ():
-                raise ValueError(
-                    f"--config: {path} has an unknown argument: {name}{hint(name, known)}"
-                )
-            for word in rest[:1]:
-                if not word.startswith("--"):
-                    raise ValueError(f"expected --name value, got {word!r}")
-                raise ValueError(no_such_option(word, known))
+            self._check_known(path, unknown if fail_with_unknown_args else {}, rest)
         *found, _, _ = self.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
@@ -173,6 +170,18 @@ class TrlParser(HfArgumentParser):
                 items = node.value if isinstance(node, yaml.SequenceNode) else [node]
                 unknown[name] = [str(item.value) for item in items]
         return path, unknown, words
+
+    def _check_known(self, path: str, unknown: Words, rest: list[str]) -> None:
+        """Raise ValueError if there are unknown names in a file, or words on the command line."""
+        known = [action.dest for action in self._actions]
+        for name in unknown:
+            raise ValueError(f"--config: {path} has an unknown argument: {name}{hint(name, known)}")
+        for word in rest[:1]:
+            if not word.startswith("--"):
+                raise ValueError(f"expected --name value, got {word!r}")
+            option = word.partition("=")[0]
+            meant = hint(option.removeprefix("--").replace("-", "_"), known)
+            raise ValueError(f"{option}: there is no such argument{meant}")
 
     def _value(self, path: str, node: yaml.Node, action: Action, hint: Any) -> Any:
         try:
@@ -225,9 +234,10 @@ class LaunchParser(TrlParser):
 
     def start_if_asked(self, args: Iterable[str]) -> None:
         """Become ``accelerate launch`` of the same run, if there is something for it."""
-        path, _, words = self.read(args)
+        path, unknown, words = self.read(args)
         if not self.launch or any(name in os.environ for name in (_LAUNCHED, *_OTHERS)):
             return
+        self._check_known(path, unknown, self.parse_known_args(words)[1])
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         config = ["--config", path] if path else []
         command += [*self.launch, "-m", "grpo_trainer.cli", *config, *words]

@@ -21,6 +21,7 @@ from grpo_trainer.cli.arguments import (
     loading_options,
 )
 from grpo_trainer.cli.parser import LaunchParser
+from grpo_trainer.cli.usage import USAGE
 from grpo_trainer.common import load_function
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import PromptDataset, distrust_rows, load_prompts, looks_local
@@ -52,6 +53,9 @@ def main(argv: Sequence[str]) -> None:
             return serve(argv[1:])
     parser, trainer = run_parser(), None
     try:
+        if "--help-all" in argv:
+            with read_in_part():
+                return parser.print_help()
         if argv and argv[0] == "report":
             with read_in_part():
                 return report(argv[1:])
@@ -161,7 +165,7 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
 
 def run_parser() -> LaunchParser:
     """Return what reads the arguments of a run."""
-    return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train")
+    return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train", usage=USAGE)
 
 
 def _datasets(

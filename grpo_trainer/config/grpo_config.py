@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from grpo_trainer.common import describe_fields, hint
+from grpo_trainer.common import hint
 from grpo_trainer.config.checks import (
     adopt_old_names,
     check_engine,
@@ -169,9 +169,6 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
                 f"over all processes ({self.world_size}) makes whole groups of {group} "
                 f"completions per prompt, got {size}"
             )
-
-
-describe_fields(GRPOConfig)
 
 
 def check_arguments(args: Any, processing_class: Any) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
+from collections import defaultdict
 from dataclasses import make_dataclass
+from inspect import cleandoc
 from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
 
 from grpo_kernels import Bounded, LossConfig
 from grpo_kernels.losses import LOSSES
+from grpo_trainer.common import setting
 from grpo_trainer.config.fields import options
 
 # fields of LossConfig, whatever the loss; GRPOConfig has other names for those of the correction
@@ -28,15 +32,40 @@ OF_TRL = (
 
 
 def _mirrored() -> list[tuple[str, Any, Any]]:
-    """Return names, types and defaults of the fields of LossConfig and of the surrogates."""
-    mirrored: dict[str, tuple[str, Any, Any]] = {}
-    owners: list[Any] = [LossConfig, *(loss.surrogate for loss in LOSSES.values())]
-    for owner in owners:
-        hints = get_type_hints(owner)
+    """Return names, types and fields like those of LossConfig and of the surrogates.
+
+    Each is described as in the docstrings of the losses that have it.
+    """
+    mirrored: dict[str, tuple[Any, Any]] = {}  # type and default
+    # the losses of each description, by field
+    losses: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    owners: dict[str, Any] = {"": LossConfig}
+    owners |= {name: loss.surrogate for name, loss in LOSSES.items()}
+    for loss, owner in owners.items():
+        hints, texts = get_type_hints(owner), _descriptions(owner)
         for item in dataclasses.fields(owner):
             if owner is not LossConfig or item.name in _GENERAL:
-                mirrored.setdefault(item.name, (item.name, hints[item.name], item.default))
-    return list(mirrored.values())
+                mirrored.setdefault(item.name, (hints[item.name], item.default))
+                losses[item.name][texts.get(item.name, "")].append(loss)
+    return [
+        (name, kind, setting(default, _joined(losses[name])))
+        for name, (kind, default) in mirrored.items()
+    ]
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say of its arguments."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", cleandoc(base.__doc__ or ""), re.M)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
+
+
+def _joined(losses: dict[str, list[str]]) -> str:
+    """Return descriptions with the losses that each is about; a general one has none."""
+    parts = [f"{', '.join(names)}: {text}".removeprefix(": ") for text, names in losses.items()]
+    return " ".join(parts).replace("``", "`").replace("%", "%%")
 
 
 LossFields: Any = make_dataclass(

@@ -191,7 +191,7 @@ def launched(words: list[str]) -> tuple[list[str], list[str]]:
     return words[4 : at - 1], words[at + 1 :]
 
 
-def test_arguments_of_the_launcher(started, monkeypatch):
+def test_arguments_of_the_launcher(started, monkeypatch, capsys):
     run = arguments()
     more = ["--num_processes", "2", *run[4:], "--multi-gpu", "--main_process_port=29501"]
     _, words, environment = started([*run[:4], *more])
@@ -214,6 +214,10 @@ def test_arguments_of_the_launcher(started, monkeypatch):
     monkeypatch.setenv(parser._LAUNCHED, "1")
     assert parse(run)[1].num_generations == 4  # what the started processes do
     monkeypatch.delenv(parser._LAUNCHED)
+    for wrong, said in (["--learning_rat", "1"], "--learning_rat: "), (["x"], "expected --name"):
+        with pytest.raises(SystemExit):  # before the launcher is started
+            main([*run, *wrong])
+        assert said in capsys.readouterr().err
     Path("mine.yaml").write_text("num_processes: 2\n")
     words = started([*arguments(), "--accelerate_config", "mine.yaml"])[1]
     assert launched(words)[0] == ["--config_file", "mine.yaml"]
