@@ -14,16 +14,23 @@ if TYPE_CHECKING:
     )
     from grpo_trainer.cli.parser import TrlParser
     from grpo_trainer.config import GRPOConfig
+    from grpo_trainer.data import Column, MicroBatch, Prompts, Sample, Scored, Term
     from grpo_trainer.monitor import RichProgressCallback
     from grpo_trainer.trainer import GRPOTrainer
     from grpo_trainer.vllm import VLLMClient
 
 __all__ = [
+    "Column",
     "GRPOConfig",
     "GRPOTrainer",
+    "MicroBatch",
     "ModelConfig",
+    "Prompts",
     "RichProgressCallback",
+    "Sample",
+    "Scored",
     "ScriptArguments",
+    "Term",
     "TrlParser",
     "VLLMClient",
     "get_peft_config",
@@ -31,6 +38,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    **dict.fromkeys(("Column", "MicroBatch", "Prompts", "Sample", "Scored", "Term"), "data"),
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
     "RichProgressCallback": "monitor",

@@ -135,6 +135,11 @@ def check_inputs(
         environments = Environments(environment_factory, toolbox)
     check_rollout_func(rollout_func, args, bool(toolbox or environments))
     _check_extensions(prompts, columns, terms, args)
+    if prompts is not None and train_dataset is None and args.max_steps < 1:
+        raise ValueError(
+            "max_steps: expected how many steps to take, since prompts without a train_dataset "
+            f"have no length, got {args.max_steps}"
+        )
     teacher = args.teacher if teacher is None else teacher
     rewards = [] if environments is None else environments.rewards
     if teacher is not None and not (reward_funcs or rewards):

@@ -43,6 +43,7 @@ from grpo_trainer.data import (
     PROMPT_COLUMNS,
     Numbered,
     PromptDataset,
+    Prompts,
     RepeatedStream,
     repeated,
     unopened,
@@ -69,6 +70,7 @@ class BaseTrainer(Trainer):
 
     args: GRPOConfig
     _placement: Placement
+    _prompts: Prompts | None = None  # what decides what a run trains on, once that began
     _metrics: dict[bool, MetricLog]  # of training (True) and of evaluations (False)
     _states: dict[str, Stateful]  # what a checkpoint holds, by name, and differs between processes
     _shared_states: dict[str, Stateful]  # what is the same on all, and saved once
@@ -114,7 +116,7 @@ class BaseTrainer(Trainer):
     def _micro_steps(self) -> int:
         """Return those of a pass over the training prompts; of a stream all that there are."""
         args, dataset = self.args, self.train_dataset
-        if isinstance(dataset, IterableDataset):
+        if dataset is None or isinstance(dataset, IterableDataset):
             return args.max_steps * args.gradient_accumulation_steps
         return len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
 
@@ -124,10 +126,10 @@ class BaseTrainer(Trainer):
         Raises:
             ValueError: there is no dataset to train on.
         """
-        if self.train_dataset is None:
+        if self._prompts is None:
             raise ValueError(
-                "train_dataset: expected prompts to train on (or one environment_factory, and "
-                "max_steps), got None"
+                "train_dataset: expected prompts to train on (or, with max_steps, one "
+                "environment_factory or prompts), got None"
             )
         size = self.args.per_device_train_batch_size * self.args.world_size
         items: Any = range(self._micro_steps() * size)

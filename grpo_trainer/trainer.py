@@ -31,7 +31,6 @@ from grpo_trainer.data import (
     MicroBatch,
     ProcessingClass,
     PromptDataset,
-    Prompts,
     RolloutBuffer,
     Row,
     Sample,
@@ -123,7 +122,6 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         ValueError: an argument is wrong, or an unsupported combination is asked for.
     """
 
-    _prompts: Prompts | None = None  # what decides what a run trains on, once that began
     _buffer: RolloutBuffer  # of the current generation batch
     _columns: list[Column] | None = None  # in this order; None: the policy was not checked yet
     _entropy: AdaptiveEntropy | None = None

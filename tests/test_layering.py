@@ -54,7 +54,10 @@ TRAINER = {
     "vllm": "common masking config data policy monitor engines",
     "generation": "vllm",
     "agents": "common config data monitor rewards engines",
-    "experience": "common config data monitor rewards engines agents",
+    "experience": "common config data policy monitor rewards engines agents",
+    "base": "common config data policy monitor checkpoint",
+    "assemble": "common config data policy monitor report rewards engines vllm agents experience",
+    "trl_names": "config rewards assemble",
 }
 ROOMS = {
     f"{package}.{name}": {f"{package}.{below}" for below in known.split()}

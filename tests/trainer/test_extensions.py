@@ -1,0 +1,200 @@
+"""Prompts, columns and terms of the user's: the examples of the guide, and errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_trainer import GRPOTrainer, Prompts, Sample
+from tests.support.documents import ROOT, python_block
+from tests.support.trainer import BackgroundEngine, parameters
+from tests.trainer.checkpoint.features import engine
+from tests.trainer.checkpoint.features import trainer as make
+
+PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
+
+
+def example(name: str) -> Any:
+    """Return a class of the guide: its block without the trainer, of fewer than 40 lines."""
+    code = python_block(PAGE, f"class {name}")
+    assert len(code.splitlines()) < 40
+    names: dict[str, Any] = {}
+    exec(code.partition("\ntrainer = ")[0], names)
+    return names[name]
+
+
+Replay = example("Replay")
+
+
+def test_the_blocks_pass_them_to_the_trainer(make_args, policy, tokenizer, dataset):
+    context = {
+        "model": policy, "args": make_args(max_steps=1), "dataset": dataset,
+        "reward": lambda completions, **_: [float(len(text)) for text in completions],
+    }  # fmt: skip
+    for name in ("Replay", "ProcessReward", "ImitateTheBest"):
+        code = python_block(PAGE, f"class {name}")
+        names = context | {"GRPOTrainer": None}
+        code = re.sub(r"GRPOTrainer\(", "GRPOTrainer(processing_class=tokenizer, ", code)
+        exec(code, names | {"tokenizer": tokenizer})
+
+
+def watched(seen: list[list[tuple[str, list[int]]]]) -> type[GRPOTrainer]:
+    """Return a trainer that notes prompts and completions of each generation batch."""
+
+    class Watched(GRPOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            seen.append(list(zip(prompts, completion_ids_list, strict=True)))
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    return Watched
+
+
+def test_groups_are_replayed(make_trainer):
+    """With their completions, and the columns that rewards read."""
+    seen: list[list[tuple[str, list[int]]]] = []
+
+    def reward(completion_ids, answer, **columns):
+        return [float(row % 2) for row, _ in enumerate(completion_ids)]
+
+    trainer = make_trainer(
+        reward,
+        kind=watched(seen),
+        prompts=Replay,
+        num_generations=2,
+        max_steps=3,
+        **engine(),
+    )
+    trainer.train()
+    first, second, third = seen
+    assert second[2:] == first[:2] and third[2:] == first[2:]
+    fresh = [prompt for prompt, _ in (*first, *second[:2], *third[:2])]
+    assert len(set(fresh)) == 4  # the dataset goes on after them
+    [batch] = trainer._buffer.batches
+    assert batch.rollout_logprobs is not None  # by which the loss corrects
+    assert batch.advantages.abs().min() > 0
+
+
+def replayed(folder: Path, **changes: Any) -> GRPOTrainer:
+    return make(engine(prompts=Replay, **changes), folder)
+
+
+def test_a_resumed_run_replays_the_same(tmp_path):
+    straight = replayed(tmp_path / "a")
+    straight.train()
+    resumed = replayed(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert torch.equal(parameters(resumed.model), parameters(straight.model))
+    other = make(engine(), tmp_path / "c")
+    with pytest.raises(ValueError, match="was written with prompts = .*Replay"):
+        other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+
+
+class OwnPrompts(Prompts):
+    """Prompts without a dataset."""
+
+    def __init__(self, fresh):
+        assert fresh is None
+        self.number = 0
+
+    def next(self, count):
+        self.number += count
+        return [Sample(f"{self.number + i // 4}=") for i in range(4 * count)]
+
+    def state(self):
+        return {"number": self.number}
+
+    def restore(self, state):
+        self.number = state["number"]
+
+
+def test_prompts_without_a_dataset(make_trainer):
+    seen: list[list[tuple[str, list[int]]]] = []
+    reward = lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids]  # noqa: E731
+    changes = {"prompts": OwnPrompts, "train_dataset": None, "eval_dataset": None, "max_steps": 2}
+    trainer = make_trainer(reward, kind=watched(seen), **changes)
+    trainer.train()
+    assert [[prompt for prompt, _ in batch] for batch in seen] == [["1="] * 4, ["2="] * 4]
+
+
+def test_rewards_of_steps_are_added(make_trainer):
+    """Two tokens of each completion get an advantage, though all rewards are equal."""
+    column = example("ProcessReward")(score=lambda ids: [float(i < 2) for i in range(len(ids))])
+    trainer = make_trainer(lambda completions, **_: [1.0] * 4, columns=[column], max_steps=1)
+    trainer.train()
+    [batch] = trainer._buffer.batches
+    assert batch.advantages.shape == batch.target.shape
+    for row, target in zip(batch.advantages, batch.target, strict=True):
+        values = row[target >= 0].tolist()
+        assert values == pytest.approx([0.1, 0.1, 0.0, 0.0][: len(values)])
+    logged = trainer.state.log_history[0]["process_reward"]
+    assert logged == pytest.approx(10 * batch.advantages[batch.target >= 0].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_term_is_a_mean_over_the_tokens_of_a_step(make_trainer, steps):
+    """Of its value and its gradient: those of torch's cross-entropy on the logits."""
+    trainer = make_trainer(
+        lambda completion_ids, **_: [float(row) for row, _ in enumerate(completion_ids)],
+        terms=[example("ImitateTheBest")(weight=0.5)],
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+    )
+    trainer.current_gradient_accumulation_steps = steps
+    batches = trainer._generation_batch()
+    plain = make_trainer(model=trainer.model)
+    plain.current_gradient_accumulation_steps = steps
+    for batch in batches:
+        added = trainer.compute_loss(trainer.model, batch) - plain.compute_loss(plain.model, batch)
+        output = trainer.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        best = (batch.target >= 0) & (batch.advantages > 0)[:, None]
+        logits, targets = output.logits[best].double(), batch.target[best]
+        nll = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        expected = 0.5 * nll / batch.num_items / steps
+        assert added.item() == pytest.approx(expected.item(), rel=1e-4)
+        weight = trainer.model.lm_head.weight
+        found, exact = (torch.autograd.grad(x, weight)[0] for x in (added, expected))
+        assert (found - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompts": Dataset.from_list([])},
+            "prompts: expected a class or function .* got Dataset",
+        ),
+        (
+            {"prompts": lambda fresh: None},
+            "prompts: expected an object with next, .* NoneType with",
+        ),
+        (
+            {"prompts": Replay, "generation_batches_ahead": 1},
+            "batches_ahead: expected 0 with prompts",
+        ),
+        (
+            {"prompts": OwnPrompts, "train_dataset": None, "max_steps": -1},
+            "max_steps: expected how many steps to take",
+        ),
+        (
+            {"columns": ["kl"]},
+            "columns: expected functions of a micro-batch and the policy, got 'kl'",
+        ),
+        ({"terms": [len]}, "terms: expected objects of classes that inherit Term, got <built-in"),
+    ],
+)
+def test_what_is_none(make_trainer, tokenizer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(engine=BackgroundEngine(tokenizer), **changes)
+
+
+def test_a_sample_with_a_column_that_no_checkpoint_holds():
+    row = {"prompt": "1=", "when": object()}
+    with pytest.raises(
+        ValueError, match="Sample.state: column 'when': expected numbers, .* object"
+    ):
+        Sample("1=", row=row).state()
