@@ -36,6 +36,7 @@ from grpo_trainer.data import (
     Sample,
     Scored,
     Term,
+    own_copy,
 )
 from grpo_trainer.engines import RolloutEngine
 from grpo_trainer.experience import (
@@ -241,7 +242,14 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         self._follow_settings()
 
         def next_scored(count: int) -> Scored:
-            return self._scored(prompts.next(count), args.num_generations)
+            samples = prompts.next(count)
+            expected = count * args.num_generations // self.accelerator.num_processes
+            if len(samples) != expected:
+                raise ValueError(
+                    f"prompts: expected {expected} samples of this process from next({count}), got "
+                    f"{len(samples)}"
+                )
+            return self._scored(samples, args.num_generations)
 
         with phase("score"):
             batch = next_scored(args.prompts_per_generation)
@@ -275,7 +283,8 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         if self._any_process(bool(new)):
             metrics.add(self._rollouts.complete(new))
         for sample in samples:
-            sample.inputs = sample.inputs or dict(sample.row or {})  # of one completed before
+            if not sample.inputs and sample.row is not None:  # it was completed before
+                sample.inputs = own_copy(sample.row)
         self._reward_log = log = RewardLog(len(samples))
         rewards = self._calculate_rewards(
             [sample.inputs for sample in samples],

@@ -121,6 +121,17 @@ def test_prompts_without_a_dataset(make_trainer):
     assert [[prompt for prompt, _ in batch] for batch in seen] == [["1="] * 4, ["2="] * 4]
 
 
+def test_a_wrong_number_of_samples(make_trainer):
+    class Fewer(OwnPrompts):
+        def next(self, count):
+            return super().next(count)[1:]
+
+    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
+    message = r"prompts: expected 4 samples of this process from next\(1\), got 3"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(prompts=Fewer, **changes).train()
+
+
 def test_rewards_of_steps_are_added(make_trainer):
     """Two tokens of each completion get an advantage, though all rewards are equal."""
     column = example("ProcessReward")(score=lambda ids: [float(i < 2) for i in range(len(ids))])

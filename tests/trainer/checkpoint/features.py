@@ -19,8 +19,10 @@ from datasets import Dataset, interleave_datasets
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, MixtralConfig
 
-from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_kernels import linear_logprobs
+from grpo_trainer import GRPOConfig, GRPOTrainer, Term
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from grpo_trainer.monitor import value_metric
 from tests.support import tools, vision
 from tests.support.trainer import BackgroundEngine, adapted
 
@@ -125,6 +127,23 @@ def hint(prompts, completions, rewards, metas):
     return [f"{1 + (r > 4)}{prompt}" for r, prompt in zip(rewards, prompts, strict=True)]
 
 
+def first_token_counts(batch, policy):
+    """Add to the advantage of each completion's first token."""
+    first = (batch.target >= 0).long().cumsum(1) == 1
+    batch.add_to_advantages(0.3 * first)
+
+
+class Likelihood(Term):
+    """Adds the log-likelihood of all completions."""
+
+    def on_head(self, batch, policy):
+        def loss(hidden, head):
+            value = linear_logprobs(hidden, head, batch.target).logprobs.sum() / batch.num_items
+            return 0.1 * value, value_metric("likelihood", value, hidden.device)
+
+        return loss
+
+
 def agents(**changes: Any) -> Changes:
     """Return a policy that calls a tool as often as the prompt says; every fourth call fails."""
 
@@ -227,6 +246,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "length in epochs": {"num_train_epochs": 7 / 4, "max_steps": -1, "generation_batch_size": 8},
     "a teacher's log-probabilities": lambda: taught("logprobs", steps_per_generation=3),
     "a teacher's distributions": lambda: taught("jsd", steps_per_generation=3),
+    "columns and terms": {
+        "columns": [first_token_counts], "terms": [Likelihood()], "num_iterations": 2,
+    },
     "a mean over prompts": {"loss_aggregation": "prompt_mean", "steps_per_generation": 3},
     "another comparison": {"advantages": "reinforce_plus_plus"},
     "the dataset's order": {"shuffle_dataset": False},
