@@ -59,11 +59,11 @@ class CompletionLog(TrainerCallback):
     ) -> None:
         if "loss" in logs or "train_loss" in logs:
             self._flush(state, training=True)
+        elif any(name.endswith("_runtime") for name in logs):  # an evaluation's row
+            self._flush(state, training=False)
 
-    def on_evaluate(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_predict(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._flush(state, training=False)
-
-    on_predict = on_evaluate
 
     def clear(self) -> None:
         """Drop what is not written yet."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import datetime
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from grpo_trainer.data import PromptStream, Sample
+from grpo_trainer import GRPOConfig
+from grpo_trainer.data import Sample
 from grpo_trainer.experience import Curriculum
 from tests.support.trainer import BackgroundEngine, MuteError
 
@@ -88,7 +90,7 @@ def test_what_a_function_is_given(train):
 def test_what_most_samples_of_a_prompt_got(returned, following):
     prompt = [{"role": "user", "content": "0"}] if following is MESSAGES else "000="
     curriculum = ask(lambda *given: returned, prompt=prompt, group_size=4)
-    assert curriculum.take(1) == [{"prompt": following}]
+    assert curriculum.rows(1) == [{"prompt": following}]
 
 
 def test_once_per_generation_batch_and_never_in_evaluation(train):
@@ -125,19 +127,20 @@ def test_dynamic_sampling_draws_from_the_dataset(make_trainer, tokenizer):
 def ask(function, prompt="12=", group_size=1, **columns):
     """Return a curriculum that asked ``function`` after two prompts, or after one's samples."""
     count = max(group_size, 2)
-    stream = PromptStream(Dataset.from_list([{"prompt": "037="}]))
-    curriculum = Curriculum(stream, function, Accelerator(cpu=True))
+    args = GRPOConfig(use_cpu=True, report_to="none", dynamic_prompts_fn=function)
+    args.num_generations = args.generation_batch_size = group_size  # a run has at least two
+    curriculum = Curriculum(Dataset.from_list([{"prompt": "037="}]), args, Accelerator(cpu=True))
     row = {"prompt": prompt} | columns
-    rollouts = [Sample(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
-    rewards = torch.tensor([torch.nan] + [1.0] * (count - 1))
-    curriculum.rewrite(rollouts, rewards, group_size)
+    samples = [Sample(prompt, [3], "4", [4], False, row=dict(row)) for _ in range(count)]
+    totals = torch.tensor([torch.nan] + [1.0] * (count - 1))
+    curriculum.scored(SimpleNamespace(samples=samples, compared=SimpleNamespace(rewards=totals)))
     return curriculum
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (["1="], "expected a list of 2 prompts, one per prompt that it was given, got 1"),
+        (["1="], "expected a list of 2 prompts, one per completion, got 1"),
         (["1="] * 3, "got 3"),
         ("12", "got str"),
         (None, "got NoneType"),
@@ -161,10 +164,12 @@ def test_other_errors():
 
     with pytest.raises(RuntimeError, match="raised MuteError: MuteError; it was called with 2"):
         ask(mute)
-    with pytest.raises(ValueError, match="which a checkpoint can hold, got date in 'day'"):
+    with pytest.raises(
+        ValueError, match="column 'day': expected .*which a checkpoint can hold, got date"
+    ):
         ask(lambda *given: ["1="] * 2, day=datetime.date.today())
     rewards = []
-    assert ask(lambda p, c, r, m: rewards.extend(r) or ["1="] * 2).take(2) == [{"prompt": "1="}] * 2
+    assert ask(lambda p, c, r, m: rewards.extend(r) or ["1="] * 2).rows(2) == [{"prompt": "1="}] * 2
     assert rewards[0] != rewards[0] and rewards[1] == 1.0
 
 
