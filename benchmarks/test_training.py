@@ -58,13 +58,14 @@ PROVIDERS = (
 
 
 def _our_inputs(batch: training.Batch) -> Any:
-    from grpo_trainer.data import Sample, collate
+    from grpo_trainer.data import Divisors, Sample, collate
 
     prompts, completions = batch["prompt_ids"], batch["completion_ids"]
     count = torch.tensor(float(completions.numel()), device=completions.device)
     pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
     rollouts = [Sample("", prompt, "", completion) for prompt, completion in pairs]
-    inputs = collate(rollouts, batch["advantages"], count, count, pad_token_id=training.PAD)
+    divisors = Divisors(num_items=count, num_tokens=count)
+    inputs = collate(rollouts, batch["advantages"], divisors, pad_token_id=training.PAD)
     first = prompts.shape[1] - 1  # the position that predicts the first token
     inputs.old_logprobs = torch.zeros_like(inputs.target, dtype=torch.float32)
     inputs.old_logprobs[:, first : first + completions.shape[1]] = batch["old_per_token_logps"]
