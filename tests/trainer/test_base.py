@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 
 import pytest
 from transformers import Trainer
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.base import BaseTrainer
+from tests.support.documents import ROOT
 from tests.support.import_graph import modules
 
 # method of Trainer -> its parameters after self
@@ -60,6 +62,14 @@ def test_one_class_overrides_private_methods() -> None:
     between = [kind for kind in GRPOTrainer.__mro__ if kind is not BaseTrainer]
     ours = between[: between.index(Trainer)]
     assert [private(overridden(kind)) for kind in ours] == [set()] * len(ours)
+
+
+def test_the_core_is_as_long_as_the_guide_says() -> None:
+    page = (ROOT / "docs" / "guides" / "inside-the-trainer.md").read_text()
+    files = re.findall(r"^\| \[(\S+)\]\(\.\./\.\./grpo_trainer", page, re.MULTILINE)
+    lines = sum(len((ROOT / "grpo_trainer" / name).read_text().splitlines()) for name in files)
+    [about] = re.findall(r"^About ([\d,]+) lines", page, re.MULTILINE)
+    assert len(files) == 9 and lines == pytest.approx(int(about.replace(",", "")), rel=0.05)
 
 
 def test_no_method_is_overridden_twice() -> None:
