@@ -23,7 +23,7 @@ from grpo_trainer.agents import (
     make_toolbox,
     prompts_by_reset,
 )
-from grpo_trainer.config import GRPOConfig, loss_config
+from grpo_trainer.config import GRPOConfig, import_path, loss_config
 from grpo_trainer.data import (
     Column,
     PromptDataset,
@@ -167,8 +167,8 @@ def check_inputs(
             "advantages": advantages,
             "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
             "prompts": prompts,
-            "columns": list(columns),
-            "terms": list(terms),
+            "columns": [import_path(column) for column in columns] or None,
+            "terms": [import_path(type(term)) for term in terms] or None,
         },
     )
 
@@ -186,13 +186,17 @@ def _check_extensions(
             "generation_batches_ahead: expected 0 with prompts, whose next ones may depend on how "
             f"this batch is scored, got {args.generation_batches_ahead}"
         )
+    for name, values in {"columns": columns, "terms": terms}.items():
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"{name}: expected a list, got {values!r}")
     for column in columns:
-        if not callable(column):
+        if not callable(column) or isinstance(column, type):
             raise ValueError(
-                f"columns: expected functions of a micro-batch and the policy, got {column!r}"
+                "columns: expected functions of a micro-batch and the policy, or objects to call, "
+                f"got {column!r}"
             )
     for term in terms:
-        if not isinstance(term, Term):
+        if not isinstance(term, Term) or isinstance(term, type):
             raise ValueError(f"terms: expected objects of classes that inherit Term, got {term!r}")
 
 
@@ -360,10 +364,9 @@ def make_prompts(
     if inputs.prompts is None:
         return prompts
     own = inputs.prompts(prompts)
-    missing = [name for name in ("next", "scored", "state", "restore") if not hasattr(own, name)]
-    if missing:
+    if not isinstance(own, Prompts):
         raise ValueError(
-            f"prompts: expected an object with next, scored, state and restore, as a class that "
-            f"inherits Prompts has them, got {type(own).__name__} without {', '.join(missing)}"
+            "prompts: expected an object with next, scored, state and restore, as of a class that "
+            f"inherits Prompts, got {own!r}"
         )
     return own

@@ -401,6 +401,9 @@ class BaseTrainer(Trainer):
             if not path.exists():
                 raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
             states = torch.load(path, map_location=where, weights_only=True)
+            if "ahead" in states:  # 1.0.0 had two parts
+                begun = states.pop("ahead")
+                states["prompts"] = {"prompts": states["prompts"], "begun": begun}
             for name, part in parts.items():
                 if name in states:  # what is only logged may be switched on later
                     part.restore(states[name])

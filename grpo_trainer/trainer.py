@@ -44,8 +44,12 @@ from grpo_trainer.experience import (
     AdvantageFunction,
     Plan,
     RolloutFunction,
+    align_columns,
+    any_process,
+    check_samples,
     deal,
     fill,
+    fill_columns,
     leave_out_inactive,
     measure,
     rollout_metrics,
@@ -68,7 +72,7 @@ from grpo_trainer.policy import (
     policy_loss_of,
 )
 from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, score
-from grpo_trainer.trl_names import TrlNames, check_overrides
+from grpo_trainer.trl_names import ALIASES, TrlNames, check_overrides
 
 # passed to reward functions under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -222,7 +226,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         Raises:
             ValueError: the run cannot go on with a value, or a setting cannot change.
         """
-        self.settings.change(**values)
+        self.settings.change(**{ALIASES.get(name, name): value for name, value in values.items()})
 
     # The experience: next prompts, completions, rewards, advantages, micro-batches. A generation
     # batch is made once; its micro-batches are used num_iterations times.
@@ -243,12 +247,10 @@ class GRPOTrainer(TrlNames, BaseTrainer):
 
         def next_scored(count: int) -> Scored:
             samples = prompts.next(count)
-            expected = count * args.num_generations // self.accelerator.num_processes
-            if len(samples) != expected:
-                raise ValueError(
-                    f"prompts: expected {expected} samples of this process from next({count}), got "
-                    f"{len(samples)}"
-                )
+            if self._inputs.prompts is not None:
+                expected = count * args.num_generations // self.accelerator.num_processes
+                environments = self._inputs.environments is not None
+                check_samples(samples, expected, self.rollouts, environments)
             return self._scored(samples, args.num_generations)
 
         with phase("score"):
@@ -280,11 +282,14 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         """Complete the samples that need it, score all, and compare each with its group."""
         accelerator, metrics = self.accelerator, self._metrics[self.model.training]
         new = [sample for sample in samples if not sample.completion_ids]
-        if self._any_process(bool(new)):
-            metrics.add(self._rollouts.complete(new))
         for sample in samples:
-            if not sample.inputs and sample.row is not None:  # it was completed before
-                sample.inputs = own_copy(sample.row)
+            if not sample.inputs and sample.row is not None:  # it is the user's, or replayed
+                sample.inputs = own_copy(sample.row) | sample.columns
+        if any_process(bool(new), accelerator):
+            with phase("generate"):
+                metrics.add(self._rollouts.complete(new))
+        if self._inputs.prompts is not None:
+            align_columns(samples, self.args.use_sampling_mask, accelerator)
         self._reward_log = log = RewardLog(len(samples))
         rewards = self._calculate_rewards(
             [sample.inputs for sample in samples],
@@ -302,13 +307,8 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         names = self.reward_func_names
         metrics.add(rollout_metrics(names, rewards, compared, lengths, truncated))
         metrics.add(log.metrics(accelerator))
-        return Scored(samples, rewards, compared, prompts.sum() + lengths.sum())
-
-    def _any_process(self, here: bool) -> bool:
-        if self.accelerator.num_processes == 1:
-            return here
-        flag = torch.tensor([here], device=self.accelerator.device)
-        return bool(self.accelerator.gather(flag).any())
+        own = share(len(rewards), accelerator)
+        return Scored(samples, rewards, compared, prompts.sum() + lengths.sum(), own)
 
     def _calculate_rewards(
         self,
@@ -319,6 +319,11 @@ class GRPOTrainer(TrlNames, BaseTrainer):
     ) -> Tensor:  # (N, F)
         """Return the rewards of all processes' completions by each function; NaN: it does not
         apply. A subclass may change them; its arguments are this process's."""
+        if any(row.keys() != inputs[0].keys() for row in inputs):
+            raise ValueError(
+                "prompts: expected the same columns in the rows of all samples, got "
+                f"{'; '.join(sorted({', '.join(sorted(row)) or 'none' for row in inputs}))}"
+            )
         names = [name for name in inputs[0] if name not in _NOT_COLUMNS]
         columns: dict[str, Any] = {name: [row[name] for row in inputs] for name in names}
         arguments = columns | {
@@ -335,18 +340,14 @@ class GRPOTrainer(TrlNames, BaseTrainer):
     def _micro_batches(self, batch: Scored, plan: Plan) -> list[MicroBatch]:
         """Deal a scored batch to micro-batches, and compute their columns."""
         metrics = self._metrics[self.model.training]
-        own = share(len(batch.rewards), self.accelerator)
-        advantages = batch.compared.advantages[own]
         if self._completions is not None:
-            self._completions.add(batch, own, self.reward_func_names, self.model.training)
+            self._completions.add(batch, self.reward_func_names, self.model.training)
         with phase("score"):
-            batches, dealt = deal(batch.samples, advantages, plan, self.accelerator)
+            batches, dealt = deal(batch, plan, self.accelerator)
         metrics.add(dealt)
         assert self._columns is not None  # the policy is checked before it runs
         for micro_batch in batches:
-            for column in self._columns:
-                if (logged := column(micro_batch, self.model)) is not None:
-                    metrics.add(logged)
+            metrics.add(fill_columns(micro_batch, self._columns, self.model))
         if self.loss_config.exclude_zero_variance:
             leave_out_inactive(batches, plan, self.accelerator)
         return batches

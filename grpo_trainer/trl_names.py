@@ -11,32 +11,48 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.assemble import Inputs, Models
 from grpo_trainer.config import CHANGEABLE, GRPOConfig, Settings
+from grpo_trainer.experience import AdaptiveEntropy
 from grpo_trainer.rewards import RewardModel
 
-_ALIASES = {"epsilon_low": "epsilon"}  # TRL's attribute: the field
+ALIASES = {"epsilon_low": "epsilon"}  # TRL's attribute: the field
 
 
 class TrlNames:
     """Fields of the configuration, and what TRL's trainer has besides, as attributes to read."""
 
     settings: Settings
+    _entropy: AdaptiveEntropy | None
     _inputs: Inputs
     _models: Models
 
     def __getattr__(self, name: str) -> Any:  # called only where there is no attribute
-        field = _ALIASES.get(name, name)
+        if isinstance(getattr(type(self), name, None), property):
+            return object.__getattribute__(self, name)  # what its code lacks is the error
+        field = ALIASES.get(name, name)
         if field in GRPOConfig.__dataclass_fields__ and "settings" in vars(self):
             return getattr(self.settings.args, field)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        field = _ALIASES.get(name, name)
+        field = ALIASES.get(name, name)
         if field in CHANGEABLE:  # nothing would read it
             raise AttributeError(
                 f"{name}: expected trainer.change({field}={value!r}), which takes effect with the "
                 "next generation batch, got an assignment"
             )
         super().__setattr__(name, value)
+
+    @property
+    def epsilon_high(self) -> float:
+        """The upper bound of the ratio less 1."""
+        args = self.settings.args
+        return args.epsilon if args.epsilon_high is None else args.epsilon_high
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus now; with use_adaptive_entropy it moves."""
+        moving = self._entropy
+        return self.settings.args.entropy_coef if moving is None else moving.state()["coef"]
 
     @property
     def ref_model(self) -> PreTrainedModel | None:

@@ -187,5 +187,6 @@ def import_path(function: Callable[..., Any] | str | None) -> str | None:
     """Return the import path of a function, where only text can stand."""
     if function is None or isinstance(function, str):
         return function
+    function = getattr(function, "func", function)  # of a partial
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{function.__module__}.{name}"

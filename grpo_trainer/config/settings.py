@@ -52,13 +52,13 @@ class Settings:
             self.loss = _loss_of(self.args)
 
     def state(self) -> dict[str, Any]:
-        return {"changed": self._changed, "in_effect": self._changed_in_effect}
+        return {"set": self._changed, "in_effect": self._changed_in_effect}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.args, self._changed = self._began, {}
         self.change(**state["in_effect"])
         self.take_effect()
-        self.change(**state["changed"])
+        self.change(**state["set"])
 
     def _check(self, name: str, value: Any) -> None:
         if name not in CHANGEABLE:

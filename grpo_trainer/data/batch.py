@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import SamplingMask, TokenBatch
+from grpo_kernels import Metrics, SamplingMask, TokenBatch
 from grpo_kernels.batch import IGNORE_INDEX
+from grpo_kernels.losses import Stat
 from grpo_trainer.data.images import ImageInputs, model_inputs
 from grpo_trainer.data.prompts import Prompt
 from grpo_trainer.data.rows import DatasetRow, Row, check_plain
@@ -34,6 +35,7 @@ class Sample:
     row: Row | None = None  # of the dataset
     # a copy of it for functions to edit, with what made the completion; empty once it is scored
     inputs: Row = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)  # of a rollout_func, for rewards
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
 
@@ -46,7 +48,7 @@ class Sample:
         if self.images is not None:
             raise ValueError("Sample.state: expected a prompt without a processor, got images")
         row = self.row
-        for name, value in (row or {}).items():
+        for name, value in (self.columns | (row or {})).items():
             check_plain(f"Sample.state: column {name!r}", value)
         kept = {name: getattr(self, name) for name in _KEPT}
         original = getattr(row, "original", None)
@@ -78,7 +80,7 @@ class Sample:
 # fields of a sample that a checkpoint holds as they are
 _KEPT = (
     *("prompt", "prompt_ids", "completion", "completion_ids", "truncated"),
-    *("logprobs", "sampling_mask", "env_mask"),
+    *("logprobs", "sampling_mask", "env_mask", "columns"),
 )
 
 
@@ -93,12 +95,29 @@ class Advantages(NamedTuple):
 
 class Scored(NamedTuple):
     """A generation batch: n completions of this process, and what all N completions of all
-    processes are worth. Process p has the p-th of the equal parts of N; groups are consecutive."""
+    processes are worth. Groups are consecutive."""
 
     samples: list[Sample]  # n
     rewards: Tensor  # (N, F) NaN: the reward does not apply
     compared: Advantages  # of N completions
     num_tokens: Tensor  # () of prompts and completions, all processes'
+    own: slice  # which of the N are this process's
+
+    def groups(self) -> list[tuple[list[Sample], bool]]:
+        """Return this process's groups, and whether their completions have different advantages.
+
+        Raises:
+            ValueError: a group is split between processes.
+        """
+        size = len(self.rewards) // len(self.compared.signal)
+        if self.own.start % size or len(self.samples) % size:
+            raise ValueError(
+                f"per_device_train_batch_size: expected whole groups of {size} completions on "
+                f"each process, got {len(self.samples)} completions"
+            )
+        first, signal = self.own.start // size, self.compared.signal.tolist()
+        parts = [self.samples[i : i + size] for i in range(0, len(self.samples), size)]
+        return [(part, signal[first + index]) for index, part in enumerate(parts)]
 
 
 class Divisors(NamedTuple):
@@ -145,6 +164,29 @@ class MicroBatch:
     # those of them whose advantage is not 0; None: the host does not know
     lengths: list[int] | None = None
     active_lengths: list[int] | None = None
+    samples: Sequence[Sample] | None = None  # of its rows, while columns run
+
+    def at_targets(self, rows: Sequence[Sequence[float]]) -> Tensor:  # (B, L) fp32
+        """Put a number for each completion token of each row where ``target`` has the token; 0
+        elsewhere. Columns can call it."""
+        assert self.samples is not None  # while columns run
+        placed = torch.zeros(self.target.shape)
+        for place, sample, values in zip(placed, self.samples, rows, strict=True):
+            if len(values) != len(sample.completion_ids):
+                raise ValueError(
+                    f"at_targets: expected {len(sample.completion_ids)} numbers, one per token of "
+                    f"the completion, got {len(values)}"
+                )
+            start = len(sample.prompt_ids) - 1
+            place[start : start + len(values)] = torch.as_tensor(values)
+        return placed.to(self.target.device)
+
+    def token_mean(self, name: str, values: Tensor, places: Tensor | None = None) -> Metrics:
+        """Return what logs the mean of ``values``, (B, L), over the tokens in the loss, or over
+        ``places``, (B, L) bool."""
+        places = self.target != IGNORE_INDEX if places is None else places
+        total = values.detach().where(places, 0.0).double().sum()
+        return Metrics({name: Stat("mean", total, places.double().sum())})
 
     def add_to_advantages(self, values: Tensor) -> None:  # (B, L), at the places of `target`
         """Add a number to the advantage of each token in the loss."""
@@ -237,6 +279,7 @@ def collate(
         prompts=torch.stack([starts, torch.tensor(first)]).to(device),
         lengths=in_loss.sum(1).tolist(),
         active_lengths=active.sum(1).tolist(),
+        samples=samples,
     )
 
 
@@ -297,8 +340,11 @@ def _plain(batch: MicroBatch) -> dict[str, Any]:
     return vars(batch) | {"sampling_mask": csr}
 
 
-def _batch(sampling_mask: dict[str, Tensor] | None, **fields: Any) -> MicroBatch:
-    if sampling_mask is None:
-        return MicroBatch(**fields)
-    indices, offsets = sampling_mask["indices"], sampling_mask["offsets"]
-    return MicroBatch(sampling_mask=SamplingMask.from_csr(indices, offsets), **fields)
+def _batch(sampling_mask: dict[str, Tensor] | None, **attributes: Any) -> MicroBatch:
+    known = MicroBatch.__dataclass_fields__
+    batch = MicroBatch(**{name: attributes[name] for name in attributes if name in known})
+    vars(batch).update(attributes)  # those of columns, too
+    if sampling_mask is not None:
+        indices, offsets = sampling_mask["indices"], sampling_mask["offsets"]
+        batch.sampling_mask = SamplingMask.from_csr(indices, offsets)
+    return batch

@@ -7,6 +7,7 @@ calls every one of them.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -22,28 +23,35 @@ LossAndMetrics: TypeAlias = tuple[Tensor, Metrics]
 HeadTerm: TypeAlias = Callable[[Tensor, Head], LossAndMetrics]
 
 
+@runtime_checkable
 class Prompts(Protocol):
     """Decides what is trained on next. A class that inherits from it defines ``next``, ``state``
     and ``restore``."""
 
+    @abstractmethod
     def next(self, count: int) -> list[Sample]:
         """Return this process's samples for the next ``count`` prompts.
 
         A prompt has ``num_generations`` consecutive samples. All processes together have ``count *
         num_generations``, in equal parts in the order of their ranks. A sample that has
         ``completion_ids`` is trained on as it is; the engine completes the others.
+
+        With ``dynamic_sampling`` it is called again for groups without signal, before ``scored``.
         """
         ...
 
     def scored(self, batch: Scored) -> None:
-        """Look at a generation batch that is scored and not trained on yet."""
+        """Look at a generation batch that is scored and not trained on yet. With
+        ``dynamic_sampling`` it is a selection of the samples, in another order."""
         return
 
+    @abstractmethod
     def state(self) -> Any:
         """Return what a checkpoint needs to go on exactly: numbers, text, tensors, lists and
         dictionaries of them."""
         ...
 
+    @abstractmethod
     def restore(self, state: Any) -> None:
         """Go on from where :meth:`state` was taken."""
         ...
@@ -53,11 +61,12 @@ class Column(Protocol):
     """Computes something for a micro-batch before its loss: a function, or an object to call."""
 
     def __call__(self, batch: MicroBatch, policy: nn.Module) -> Metrics | None:
-        """Set fields of ``batch``, and return what to log.
+        """Set fields of ``batch``, or attributes that a term reads, and return what to log.
 
-        It runs once for each micro-batch of a generation batch, after the log-probabilities of the
-        old policy and of the reference, which ``batch`` has if the run needs them.
-        ``policy.training`` is False in evaluation.
+        It runs once for each micro-batch of a generation batch, without gradients, after the
+        log-probabilities of the old policy and of the reference, which ``batch`` has if the run
+        needs them. ``batch.samples`` are its rows' samples while columns run. ``policy`` has no
+        wrappers; ``policy.training`` is False in evaluation.
         """
         ...
 
@@ -76,10 +85,11 @@ class Term(Protocol):
     def on_head(self, batch: MicroBatch, policy: nn.Module) -> HeadTerm | None:
         """Return what to compute inside the policy's forward, where a sharded head is whole.
 
-        It is called before each forward, where other models can run.
+        It is called before each forward, in training and evaluation; other models can run here.
         """
         return None
 
     def on_output(self, batch: MicroBatch, output: Any) -> LossAndMetrics | None:
-        """Return the loss of what the forward returned, which has ``aux_loss``."""
+        """Return a loss of ``output.aux_loss``, which a mixture of experts has with the forward
+        option ``output_router_logits``."""
         return None

@@ -7,6 +7,7 @@ from grpo_trainer.experience.advantages import (
     rollout_metrics,
 )
 from grpo_trainer.experience.columns import (
+    fill_columns,
     old_logprobs,
     reference_logprobs,
     teacher_advantages,
@@ -18,6 +19,7 @@ from grpo_trainer.experience.comparisons import (
     reinforce_plus_plus,
     rloo,
 )
+from grpo_trainer.experience.completed import align_columns, any_process, check_samples
 from grpo_trainer.experience.curriculum import Curriculum
 from grpo_trainer.experience.deal import Plan, deal, leave_out_inactive
 from grpo_trainer.experience.overlap import BatchesAhead

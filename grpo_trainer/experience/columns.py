@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from grpo_kernels import Metrics
-from grpo_trainer.config import Settings
+from grpo_trainer.common import shortened
+from grpo_trainer.config import Settings, import_path
 from grpo_trainer.data import Column, MicroBatch
 from grpo_trainer.monitor import phase
 from grpo_trainer.policy import Placement, Reference, Teacher, target_logprobs
+
+
+def fill_columns(batch: MicroBatch, columns: Sequence[Column], policy: nn.Module) -> Metrics:
+    """Compute the columns of a micro-batch in their order, and return what is logged.
+
+    Raises:
+        ValueError: one returns something other than metrics or None.
+    """
+    logged = []
+    for column in columns:
+        advantages, target = batch.advantages, batch.target
+        versions = advantages._version, target._version
+        with torch.no_grad():
+            metrics = column(batch, policy)
+        if metrics is not None and not isinstance(metrics, Metrics):
+            raise ValueError(
+                f"columns: expected Metrics or None from {import_path(column)}, got "
+                f"{shortened(metrics)}"
+            )
+        logged += [] if metrics is None else [metrics]
+        unchanged = batch.advantages is advantages and batch.target is target
+        if not unchanged or versions != (advantages._version, target._version):
+            batch.lengths = batch.active_lengths = None  # they counted what was active before
+    batch.samples = None
+    return Metrics.merge(logged)
 
 
 def old_logprobs(placement: Placement, settings: Settings, in_evaluation: bool) -> Column:

@@ -61,6 +61,8 @@ class Curriculum(DatasetPrompts):
     def scored(self, batch: Scored) -> None:
         mine = [(sample.row, sample.completion) for sample in batch.samples]
         rows, completions = map(list, zip(*gather_object(mine), strict=True))
+        if None in rows:
+            raise ValueError("dynamic_prompts_fn: expected samples with a row, got one without")
         totals = batch.compared.rewards.tolist()  # NaN where none applied
         self._next = on_first_process(
             self._accelerator, False, lambda _: self._planned(rows, completions, totals)

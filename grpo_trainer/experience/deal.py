@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.data import Divisors, MicroBatch, Sample, collate, padded_length
+from grpo_trainer.data import Divisors, MicroBatch, Sample, Scored, collate, padded_length
 from grpo_trainer.monitor import value_metric
 
 Part: TypeAlias = list[int]  # indices of the completions of a micro-batch
@@ -37,9 +36,7 @@ class Plan:
         return math.gcd(self.steps, self.accumulated) if self.budget else 1
 
 
-def deal(
-    samples: Sequence[Sample], advantages: Tensor, plan: Plan, accelerator: Accelerator
-) -> tuple[list[MicroBatch], Metrics]:
+def deal(batch: Scored, plan: Plan, accelerator: Accelerator) -> tuple[list[MicroBatch], Metrics]:
     """Return the micro-batches of this process in the order of training, equally many for each
     micro-step, and what is logged.
 
@@ -47,14 +44,14 @@ def deal(
     the processes, as gradients are.
 
     Args:
-        samples: n completions.
-        advantages: (n,), or (n, C) one per completion token, on the device of the micro-batches.
+        batch: the completions and their advantages, on the device of the micro-batches.
         plan: says which completions go together.
         accelerator: joins the processes.
 
     Raises:
         ValueError: a completion with its prompt has more tokens than the budget; on all processes.
     """
+    samples, advantages = batch.samples, batch.compared.advantages[batch.own]
     device = advantages.device
     order = torch.randperm(len(samples)) if plan.steps > 1 else torch.arange(len(samples))
     pools = [pool.tolist() for pool in order.chunk(plan.steps // plan.pooled)]
@@ -70,8 +67,7 @@ def deal(
     if plan.by_prompt:
         everyone = accelerator.gather(torch.tensor(in_loss, device=device))
         groups = everyone.view(-1, plan.group_size).sum(1)
-        first = accelerator.process_index * len(samples)
-        prompt_tokens = groups.repeat_interleave(plan.group_size)[first : first + len(samples)]
+        prompt_tokens = groups.repeat_interleave(plan.group_size)[batch.own]
         num_prompts = (groups > 0).sum() / (plan.steps * accelerator.num_processes)
     batches = []
     for pool, tokens in zip(parts, num_tokens, strict=True):
@@ -84,7 +80,7 @@ def deal(
                 num_prompts=num_prompts,
                 share=plan.pooled / len(pool),
             )
-            batch = collate(
+            micro_batch = collate(
                 [samples[i] for i in part],
                 advantages[index],
                 divisors,
@@ -92,7 +88,7 @@ def deal(
                 pad_to_multiple_of=plan.pad_to_multiple_of,
                 prompt_tokens=None if prompt_tokens is None else prompt_tokens[index],
             )
-            batches.append(batch)
+            batches.append(micro_batch)
     return batches, metrics
 
 

@@ -71,12 +71,26 @@ def samples_by(
             _complete(sample, sampler, **row)
         except ValueError as error:
             raise ValueError(f"rollout_func: completion {number}: {error}") from error
-        sample.inputs |= {name: column[number] for name, column in fields.items()}
+        sample.columns = {name: column[number] for name, column in fields.items()}
+        sample.inputs |= sample.columns
     ids = [sample.completion_ids for sample in samples]
     texts = decode_completions(ids, prompts, context.tokenizer)
     for sample, text in zip(samples, texts, strict=True):
         sample.completed(text, sample.completion_ids, sampler.eos_token_ids)
     return Metrics({})
+
+
+def check_completion(sample: Sample, sampler: Sampler) -> None:
+    """Raise ValueError unless a completed sample is one that a ``rollout_func`` could return."""
+    _complete(
+        sample,
+        sampler,
+        prompt_ids=sample.prompt_ids,
+        completion_ids=sample.completion_ids,
+        logprobs=sample.logprobs,
+        env_mask=sample.env_mask,
+        logprob_token_ids=None,
+    )
 
 
 def _complete(

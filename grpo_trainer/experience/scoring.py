@@ -178,4 +178,5 @@ def fill(
     rewards = rewards[torch.tensor(places, device=rewards.device)]
     samples = [everyone[place] for place in places[share(len(places), accelerator)]]
     num_tokens = torch.stack([part.num_tokens for part in rounds]).sum()
-    return Scored(samples, rewards, compare(rewards, samples, size), num_tokens), metrics
+    own = share(len(places), accelerator)
+    return Scored(samples, rewards, compare(rewards, samples, size), num_tokens, own), metrics

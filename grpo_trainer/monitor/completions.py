@@ -62,6 +62,12 @@ class CompletionLog(TrainerCallback):
         elif any(name.endswith("_runtime") for name in logs):  # an evaluation's row
             self._flush(state, training=False)
 
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_training_stop:  # the checkpoint has no rows
+            self._flush(state, training=True)
+
     def on_predict(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._flush(state, training=False)
 
@@ -69,15 +75,15 @@ class CompletionLog(TrainerCallback):
         """Drop what is not written yet."""
         self._rows = {True: [], False: []}
 
-    def add(self, batch: Scored, own: slice, reward_names: Sequence[str], training: bool) -> None:
-        """Add a row for each completion of this process, which are ``own`` among all."""
-        advantages = batch.compared.advantages[own]
+    def add(self, batch: Scored, reward_names: Sequence[str], training: bool) -> None:
+        """Add a row for each completion of this process."""
+        advantages = batch.compared.advantages[batch.own]
         if advantages.dim() == 2:  # of a completion's tokens their mean
             lengths = [len(sample.completion_ids) for sample in batch.samples]
             advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
         names = [*(f"{REWARD_PREFIX}{name}" for name in reward_names), "reward", "advantage"]
-        tensors = [*batch.rewards[own].T, batch.compared.rewards[own], advantages]
-        columns = dict(zip(names, torch.stack(tensors).tolist(), strict=True))
+        rewards = [*batch.rewards[batch.own].T, batch.compared.rewards[batch.own]]
+        columns = dict(zip(names, torch.stack([*rewards, advantages]).tolist(), strict=True))
         with unfailing(f"completions in {self._folder}"):
             for index, sample in enumerate(batch.samples):
                 row = {

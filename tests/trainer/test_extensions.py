@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_trainer import GRPOTrainer, Prompts, Sample
+from grpo_trainer import GRPOTrainer, Prompts, Sample, Term
 from tests.support.documents import ROOT, python_block
 from tests.support.trainer import BackgroundEngine, parameters
 from tests.trainer.checkpoint.features import engine
@@ -127,14 +127,19 @@ def test_a_wrong_number_of_samples(make_trainer):
             return super().next(count)[1:]
 
     changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
-    message = r"prompts: expected 4 samples of this process from next\(1\), got 3"
+    message = r"prompts: expected 4 different samples of this process from next, got 3"
     with pytest.raises(ValueError, match=message):
         make_trainer(prompts=Fewer, **changes).train()
 
 
+def first_tokens_count(sample):
+    assert sample.row["answer"] and sample.completion is not None
+    return [float(position < 2) for position, _ in enumerate(sample.completion_ids)]
+
+
 def test_rewards_of_steps_are_added(make_trainer):
     """Two tokens of each completion get an advantage, though all rewards are equal."""
-    column = example("ProcessReward")(score=lambda ids: [float(i < 2) for i in range(len(ids))])
+    column = example("ProcessReward")(first_tokens_count)
     trainer = make_trainer(lambda completions, **_: [1.0] * 4, columns=[column], max_steps=1)
     trainer.train()
     [batch] = trainer._buffer.batches
@@ -144,6 +149,96 @@ def test_rewards_of_steps_are_added(make_trainer):
         assert values == pytest.approx([0.1, 0.1, 0.0, 0.0][: len(values)])
     logged = trainer.state.log_history[0]["process_reward"]
     assert logged == pytest.approx(10 * batch.advantages[batch.target >= 0].mean().item(), rel=1e-5)
+
+
+def counts(batch, policy):
+    """Set a column of its own, and change advantages in place."""
+    batch.mine = batch.target + 1
+    batch.advantages *= 2
+
+
+class ReadsMine(Term):
+    def on_head(self, batch, policy):
+        assert torch.equal(batch.mine, batch.target + 1)
+
+
+def test_a_term_reads_what_a_column_set_also_after_a_resume(tmp_path):
+    changes = {"columns": [counts], "terms": [ReadsMine()], "num_iterations": 2}
+    straight = make(changes | {"save_steps": 3}, tmp_path / "a")
+    straight.train()
+    resumed = make(changes, tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert torch.equal(parameters(resumed.model), parameters(straight.model))
+
+
+class Demonstrations(OwnPrompts):
+    """One of four completions is the user's: tokens only, without log-probabilities."""
+
+    def next(self, count):
+        samples = super().next(count)
+        samples[0].completion_ids = [3, 4, 1]
+        return samples
+
+
+def test_completions_that_the_user_has(make_trainer):
+    """They count as new ones next to those that the engine reports log-probabilities of."""
+    seen: list[list[tuple[str, list[int]]]] = []
+    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
+    trainer = make_trainer(
+        lambda completions, **_: [float(len(text)) for text in completions],
+        kind=watched(seen), prompts=Demonstrations, **changes, **engine(),
+    )  # fmt: skip
+    trainer.train()
+    assert seen[0][0] == ("1=", [3, 4, 1])
+    [batch] = trainer._buffer.batches
+    known = ~batch.rollout_logprobs.isnan() & (batch.target >= 0)
+    assert known.any(1).tolist() == [row[2:5].tolist() != [3, 4, 1] for row in batch.input_ids]
+
+
+def test_replayed_samples_keep_the_columns_of_a_rollout_func(make_trainer):
+    def rollout(prompts, trainer):
+        ids = [[3 + row, 4, 1] for row, _ in enumerate(prompts)]
+        encoded = trainer.processing_class(prompts)["input_ids"]
+        luck = [float(row) for row, _ in enumerate(prompts)]
+        return {"prompt_ids": encoded, "completion_ids": ids, "logprobs": None, "luck": luck}
+
+    seen = []
+
+    def reward(luck, **columns):
+        seen.append(luck)
+        return luck
+
+    changes = {"num_generations": 2, "max_steps": 2}
+    make_trainer(reward, prompts=Replay, rollout_func=rollout, **changes).train()
+    assert seen == [[0, 1, 2, 3], [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (lambda: Sample("1=", completion_ids=[99]), "sample 0: expected completion_ids 0 <= id"),
+        (lambda: Sample("1=", completion_ids=[3] * 9), "sample 0: expected 1 to 4 tokens, got 9"),
+        (lambda: Sample("1=", row={"other": 1}), "expected the same columns in the rows of all"),
+        (lambda: {"prompt": "1="}, "prompts: expected a list of Samples from next"),
+    ],
+)
+def test_samples_that_are_none(make_trainer, sample, message):
+    class Wrong(OwnPrompts):
+        def next(self, count):
+            return [sample(), *super().next(count)[1:]]
+
+    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
+    with pytest.raises(ValueError, match=message):
+        make_trainer(prompts=Wrong, **changes).train()
+
+
+def test_a_class_without_its_methods_cannot_be_made(make_trainer):
+    class Forgetful(Prompts):
+        def next(self, count):
+            return []
+
+    with pytest.raises(TypeError, match="abstract class Forgetful .*restore"):
+        make_trainer(prompts=lambda fresh: Forgetful())
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -181,7 +276,7 @@ def test_a_term_is_a_mean_over_the_tokens_of_a_step(make_trainer, steps):
         ),
         (
             {"prompts": lambda fresh: None},
-            "prompts: expected an object with next, .* NoneType with",
+            "prompts: expected an object with next, .* got None",
         ),
         (
             {"prompts": Replay, "generation_batches_ahead": 1},
@@ -193,8 +288,10 @@ def test_a_term_is_a_mean_over_the_tokens_of_a_step(make_trainer, steps):
         ),
         (
             {"columns": ["kl"]},
-            "columns: expected functions of a micro-batch and the policy, got 'kl'",
+            "columns: expected functions of a micro-batch .* got 'kl'",
         ),
+        ({"terms": [Term]}, "terms: expected objects of classes that inherit Term"),
+        ({"terms": Term}, "terms: expected a list, got"),
         ({"terms": [len]}, "terms: expected objects of classes that inherit Term, got <built-in"),
     ],
 )
