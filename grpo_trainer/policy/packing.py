@@ -7,7 +7,6 @@ each row, or, for flash attention, lengths of what one row holds.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,7 +34,6 @@ Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 _LENGTHS = (13, 5, 16, 1, 7)  # of the rows that are tried
 # kinds of layers that tell rows apart by their positions
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_SHARE = 0.25  # of what changes if rows see each other
 # by how much rows may change with the tokens of other rows, in units of rounding of the largest
 # hidden state: experts sum in another order when they get other tokens
 _ROUNDINGS = {torch.float32: 16}
@@ -142,41 +140,36 @@ def _try_both(
     if is_flash_attention_requested(model.config) != one_row:
         attention = model.config._attn_implementation
         return f"{name}, whose attention ({attention}) is not the policy's", False
-    batch, other = _tried(model), _tried(model, skip=1)
+    batch = _tried(model)
     assert batch.prompts is not None  # collate says so
     width, device = max(_LENGTHS), batch.input_ids.device
-    packed = packed_rows(_LENGTHS, width, one_row).to(device)
+    packed = replace(batch, packed=packed_rows(_LENGTHS, width, one_row).to(device))
     once = packed_rows(_LENGTHS, width, prompts=batch.prompts.tolist()).to(device)
-    ids = batch.input_ids[batch.attention_mask.bool()][None]  # rows that see each other
-    joined = replace(batch, input_ids=ids, attention_mask=torch.ones_like(ids))
-    shared = None
     with runs as called, evaluating(called):
-        padded, mixed = _hidden(called, batch), _hidden(called, joined)
+        padded = _hidden(called, batch)
         try:
-            hidden = _hidden(called, replace(batch, packed=packed))
-            leak = 0.0
-            if not _only_attention(model):
-                leak = _leak(called, replace(batch, packed=packed), other.input_ids, hidden)
+            hidden = _hidden(called, packed)
+            leak = 0.0 if _only_attention(model) else _leak(called, packed, hidden)
+            shared = None
             if _takes_masks(model):
                 shared = _hidden(called, replace(batch, packed=once, shares_prompts=True))
         except torch.OutOfMemoryError:
             raise
         except MISMATCH as error:
             return f"{name}, which fails without padding: {type(error).__name__}: {error}", False
-    largest = padded.abs().max().float()
+    largest, dtype = float(padded.abs().max()), padded.dtype
 
     def error_of(x: Tensor) -> float:
-        return float((x - padded).abs().max() / largest)
+        return float((x - padded).abs().max()) / largest
 
-    unit = torch.finfo(padded.dtype).eps * float(largest)
-    if leak > _ROUNDINGS.get(padded.dtype, 0) * unit:
+    if leak > _ROUNDINGS.get(dtype, 0) * torch.finfo(dtype).eps * largest:
         why = f"their tokens change the next row's hidden states by up to {leak:.1e}"
         return f"{name}, whose layers read across the ends of rows: {why}", False
-    allowed = min(TOLERANCE[padded.dtype], _SHARE * error_of(mixed))
-    if (wrong := error_of(hidden)) <= allowed:
-        return None, shared is not None and error_of(shared) <= allowed
-    found = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
-    return f"{name}, whose positions do not keep rows apart: {found}", False
+    allowed, error = TOLERANCE[dtype], error_of(hidden)
+    if error > allowed:
+        why = f"expected errors of hidden states of at most {allowed:.1e}, got {error:.1e}"
+        return f"{name}, whose positions do not keep rows apart: {why}", False
+    return None, shared is not None and error_of(shared) <= allowed
 
 
 def _only_attention(model: PreTrainedModel) -> bool:
@@ -189,20 +182,19 @@ def _only_attention(model: PreTrainedModel) -> bool:
     return not convolves and {*(kinds or _ATTENTION)} <= _ATTENTION
 
 
-def _leak(model: nn.Module, batch: MicroBatch, other_ids: Tensor, hidden: Tensor) -> float:
+def _leak(model: nn.Module, batch: MicroBatch, hidden: Tensor) -> float:
     """Return by how much packed rows change at most when the tokens of rows next to them do."""
     assert batch.packed is not None
-    width, rows = batch.input_ids.shape[1], len(batch.input_ids)
+    rows, width = batch.input_ids.shape
     order = (batch.packed.flatten() // width).unique_consecutive()
-    row_of = batch.attention_mask.nonzero()[:, 0]
     leaks = []
     for first in (0, 1):  # every second row changes, then the others
         changes = torch.zeros(rows + 1, dtype=torch.bool, device=order.device)
         changes[order[first::2]] = True
-        changes = changes[:rows]
-        ids = torch.where(changes[:, None], other_ids, batch.input_ids)
+        changes = changes[:-1]  # what fills up is no row
+        ids = batch.input_ids.masked_fill(changes[:, None], int(batch.input_ids.max()))
         moved = (_hidden(model, replace(batch, input_ids=ids)) - hidden).abs().amax(1)
-        leaks.append(moved[~changes[row_of]].max())
+        leaks.append(moved[~changes[batch.attention_mask.nonzero()[:, 0]]].max())
     return float(torch.stack(leaks).max())
 
 
@@ -226,17 +218,14 @@ def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
     return kept[0]
 
 
-def _tried(model: PreTrainedModel, skip: int = 0) -> MicroBatch:
-    """Return rows of different lengths, of tokens that stand for text after the first ``skip``."""
+def _tried(model: PreTrainedModel) -> MicroBatch:
+    """Return rows of different lengths, which begin alike, of tokens that stand for text."""
     configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
     special = [config[name] for config in configs for name in config if "_token_i" in name]
-    words = cycle(i for i in range(min(64, configs[1]["vocab_size"])) if i not in special)
-    deque(islice(words, skip), maxlen=0)
-    prompt = [*islice(words, 5)]  # of all rows that are longer
+    words = [i for i in range(min(64, configs[1]["vocab_size"])) if i not in special]
+    prompt, more = words[:5], cycle(words)
     rows = [
-        Sample("", prompt, completion_ids=[*islice(words, length - 5)])
-        if length > 5
-        else Sample("", [*islice(words, length)])
+        Sample("", prompt[:length], completion_ids=[*islice(more, max(length - 5, 0))])
         for length in _LENGTHS
     ]
     one = torch.ones((), device=model.get_input_embeddings().weight.device)
