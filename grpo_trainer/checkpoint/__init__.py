@@ -11,5 +11,10 @@ from grpo_trainer.checkpoint.files import (
     rotate,
     written_aside,
 )
-from grpo_trainer.checkpoint.interrupt import ctrl_c_noted, where_it_stopped
-from grpo_trainer.checkpoint.resuming import check_checkpoint, find_checkpoint, settings_of
+from grpo_trainer.checkpoint.resuming import (
+    check_checkpoint,
+    ctrl_c_noted,
+    find_checkpoint,
+    settings_of,
+    where_it_stopped,
+)

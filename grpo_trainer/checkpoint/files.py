@@ -59,9 +59,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
     list is missing, or that is damaged."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        raise ValueError(
-            f"{folder} has no {MANIFEST_NAME} (of earlier versions' checksums.json none is read)"
-        )
+        raise ValueError(f"{folder} has no {MANIFEST_NAME}")
     checksums = {}
     for line in path.read_text(errors="replace").splitlines():
         entry = _LINE.fullmatch(line)

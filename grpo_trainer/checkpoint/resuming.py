@@ -1,11 +1,17 @@
-"""Which checkpoint a run resumes from, and whether it can go on from there exactly."""
+"""Where a run stops, and from which checkpoint it can go on exactly."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -76,6 +82,9 @@ _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_pl
 _ADAPTER = "peft_config["  # before the name of one
 # fields of an adapter's config that say where it is from, and how it was loaded
 _ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "peft_version")
+_NAME = "resume_from_checkpoint"
+_NOTICE = b"\nCtrl-C: this step ends and is saved first; another Ctrl-C ends the run at once\n"
+_STDERR = 2
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
@@ -117,9 +126,6 @@ def _plain(value: Any) -> Any:
     if type(value).__repr__ is object.__repr__:  # which tells an address, another one in each run
         return type(value).__qualname__
     return str(value)
-
-
-_NAME = "resume_from_checkpoint"
 
 
 def find_checkpoint(run_dir: Path, asked: str | Path | bool | None, overwrite: bool) -> Path | None:
@@ -195,3 +201,40 @@ def _check_settings(folder: Path, args: GRPOConfig, settings: dict[str, Any], st
             f"for {steps}: with lr_scheduler_type={schedule!r} the steps taken would have "
             "had other learning rates; a constant one lets a run become longer"
         )
+
+
+@contextmanager
+def ctrl_c_noted(is_main_process: bool) -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C inside sets; the next one raises KeyboardInterrupt.
+
+    Outside the main thread, and where SIGINT is ignored or has another handler, it stays so.
+    """
+    interrupted = threading.Event()
+    usual = signal.default_int_handler
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, usual)
+        if is_main_process:
+            os.write(_STDERR, _NOTICE)  # what it interrupts may be in the middle of a print
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) != usual:
+        yield interrupted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def where_it_stopped(step: int, run_dir: Path, resumable: bool) -> str:
+    """Return what an interrupted run says: its step, and how to go on."""
+    stopped, written = f"stopped after step {step}", checkpoints(run_dir)
+    if not written or not resumable:
+        return f"{stopped}; there is no checkpoint to go on from"
+    return (
+        f"{stopped}; newest checkpoint: {written[-1]}; --resume_from_checkpoint true, in Python "
+        "train(resume_from_checkpoint=True), goes on from it"
+    )

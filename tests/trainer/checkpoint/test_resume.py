@@ -178,15 +178,11 @@ def test_sha256sum_reads_the_list(checkpoint):
     subprocess.run(command, cwd=checkpoint, check=True)
 
 
-def test_a_list_that_is_cut_off_or_of_earlier_versions_is_refused(make, checkpoint):
+def test_a_list_that_is_cut_off_is_refused(make, checkpoint):
     path = checkpoint / MANIFEST_NAME
     *lines, _ = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines))
     with pytest.raises(ValueError, match="checkpoint-2 has no grpo_settings.json"):
-        make(max_steps=3).train(resume_from_checkpoint=checkpoint)
-    path.rename(checkpoint / "checksums.json")
-    message = f"checkpoint-2 has no {MANIFEST_NAME} .*earlier versions' checksums.json"
-    with pytest.raises(ValueError, match=message):
         make(max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
