@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import re
@@ -52,13 +51,6 @@ def _parts(completion: str | list[dict[str, Any]]) -> tuple[str | None, str]:
     return thought, text_of(completion)
 
 
-def _with_settings(reward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Return a reward function with its settings, which has its name and can be pickled."""
-    made = functools.partial(reward, **settings)
-    made.__name__ = reward.__name__  # type: ignore[attr-defined]  # for logs
-    return made
-
-
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Reward:
     """Return a reward that falls from 0 to -1 over the last tokens before a length limit.
 
@@ -73,17 +65,14 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             "soft_punish_cache: expected a number between 0 and max_completion_len = "
             f"{max_completion_len!r}, got {soft_punish_cache!r}"
         )
-    return _with_settings(
-        soft_overlong_punishment_reward, limit=max_completion_len, cache=soft_punish_cache
-    )
+    start, length = max_completion_len - soft_punish_cache, soft_punish_cache or 1
 
+    def soft_overlong_punishment_reward(
+        completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float]:
+        return [max(min(start - len(ids), 0) / length, -1.0) for ids in completion_ids]
 
-def soft_overlong_punishment_reward(
-    completion_ids: list[list[int]], *, limit: int, cache: int, **kwargs: Any
-) -> list[float]:
-    """Return what :func:`get_soft_overlong_punishment` says, for its settings."""
-    start = limit - cache
-    return [max(min(start - len(ids), 0) / (cache or 1), -1.0) for ids in completion_ids]
+    return soft_overlong_punishment_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
@@ -100,20 +89,15 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {max_penalty!r}")
 
-    return _with_settings(repetition_penalty_reward, size=ngram_size, most=max_penalty)
-
-
-def repetition_penalty_reward(
-    completion_ids: list[list[int]], *, size: int, most: float, **kwargs: Any
-) -> list[float]:
-    """Return what :func:`get_repetition_penalty_reward` says, for its settings."""
-
     def penalty(ids: list[int]) -> float:
-        total = len(ids) - size + 1
-        different = {tuple(ids[start : start + size]) for start in range(total)}
-        return (total - len(different)) / total * most if total > 0 else 0.0
+        total = len(ids) - ngram_size + 1
+        different = {tuple(ids[start : start + ngram_size]) for start in range(total)}
+        return (total - len(different)) / total * max_penalty if total > 0 else 0.0
 
-    return [penalty(ids) for ids in completion_ids]
+    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [penalty(ids) for ids in completion_ids]
+
+    return repetition_penalty_reward
 
 
 def accuracy_reward(
@@ -175,26 +159,8 @@ def get_cosine_scaled_reward(
     if max_len < 1:
         raise ValueError(f"max_len: expected an integer >= 1, got {max_len!r}")
     require_math_verify()
-    return _with_settings(
-        cosine_scaled_reward,
-        max_len=max_len,
-        # the values at length 0 and at max_len
-        correct=(max_value_correct, min_value_correct),
-        wrong=(min_value_wrong, max_value_wrong),
-    )
-
-
-def cosine_scaled_reward(
-    completions: list[Any],
-    solution: list[str],
-    completion_ids: list[list[int]],
-    *,
-    max_len: int,
-    correct: tuple[float, float],
-    wrong: tuple[float, float],
-    **kwargs: Any,
-) -> list[float | None]:
-    """Return what :func:`get_cosine_scaled_reward` says, for its settings."""
+    # the values at length 0 and at max_len
+    correct, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
 
     def scaled(accuracy: float | None, length: int) -> float | None:
         if accuracy is None:
@@ -202,8 +168,13 @@ def cosine_scaled_reward(
         short, long = correct if accuracy else wrong
         return long + 0.5 * (short - long) * (1 + math.cos(math.pi * min(length / max_len, 1.0)))
 
-    accuracies = accuracy_reward(completions, solution)
-    return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+    def cosine_scaled_reward(
+        completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float | None]:
+        accuracies = accuracy_reward(completions, solution)
+        return [scaled(*pair) for pair in zip(accuracies, map(len, completion_ids), strict=True)]
+
+    return cosine_scaled_reward
 
 
 def require_math_verify() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import pickle
 import sys
 
 import pytest
@@ -131,12 +130,3 @@ def test_accuracy_of_the_answer_behind_the_reasoning(ends):
         assert given == [1.0, 0.0, 0.0, 1.0, 0.0, None, 0.0]
     told = {"role": "assistant", "reasoning_content": r"\boxed{2}", "content": r"\boxed{3}"}
     assert reasoning_accuracy_reward([[told]], ["$3$"], ends) == [1.0]
-
-
-def test_rewards_with_settings_have_a_name_and_a_pickle() -> None:
-    made = get_soft_overlong_punishment(10, 4)
-    copy = pickle.loads(pickle.dumps(made))
-    assert copy.__name__ == "soft_overlong_punishment_reward"
-    assert copy([[1] * 8, [1] * 3]) == made([[1] * 8, [1] * 3]) == [-0.5, 0.0]
-    repeated = pickle.loads(pickle.dumps(get_repetition_penalty_reward(2)))
-    assert repeated([[1, 1, 1]]) == [-0.5]
