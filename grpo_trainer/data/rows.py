@@ -37,33 +37,31 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def load_prompts(
-    name: str, split: str = "train", config: str | None = None, **options: Any
+    name: str, split: str = "train", config: str | None = None, streaming: bool = False
 ) -> PromptDataset:
     """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
     A file is the split that is asked for, of which ``split`` may take a part (``"train[:100]"``).
-    ``options`` are more arguments of ``datasets.load_dataset``, such as ``streaming``.
 
     Raises:
         ValueError: there is no such file, folder or dataset, or no such split, it cannot be read
-            or has no rows, or a file has a ``config`` or other files beside it.
+            or has no rows, or a file has a ``config``.
     """
     path = Path(name)
     if path.suffix in _FORMATS:
         if not path.is_file():
             raise ValueError(f"dataset {name!r}: no such file")
-        asked = {"config": config} | {key: options.get(key) for key in ("data_dir", "data_files")}
-        beside = [f"{key} {value!r}" for key, value in asked.items() if value is not None]
-        if beside:
-            raise ValueError(f"dataset {name!r}: expected a file alone, got {', '.join(beside)}")
-        source = {"data_files": {split.partition("[")[0]: str(path)}, "split": split}
-        return _load(name, _FORMATS[path.suffix], **options | source)
+        if config is not None:
+            raise ValueError(f"dataset {name!r}: expected a file without config, got {config!r}")
+        files = {split.partition("[")[0]: str(path)}
+        kind = _FORMATS[path.suffix]
+        return _load(name, kind, data_files=files, split=split, streaming=streaming)
     if path.suffix and path.is_file():
         known = ", ".join(_FORMATS)
         raise ValueError(f"dataset {name!r}: expected one of {known}, got {path.suffix}")
     if not path.is_dir() and looks_local(name):
         raise ValueError(f"dataset {name!r}: no such folder")
-    return _load(name, name, config, split=split, **options)
+    return _load(name, name, config, split=split, streaming=streaming)
 
 
 def _load(name: str, *source: str | None, **options: Any) -> PromptDataset:
