@@ -80,8 +80,11 @@ class MetricLog:
     def enter(self, name: str | None) -> str | None:
         """Count what follows as phase ``name``, None as none, and return the one until now."""
         around = self._marks[-1][0] if self._marks else None
-        on_gpu = self.device.type == "cuda"
-        self._marks.append((name, _event() if on_gpu else time.perf_counter()))
+        now: Any = time.perf_counter()
+        if self.device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((name, now))
         if len(self._marks) > _FOLD_AFTER:
             self._fold()
         return around
@@ -139,12 +142,6 @@ class MetricLog:
         self._marks = self._marks[-1:]
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def _seconds(start: Any, end: Any) -> float:
     if isinstance(start, float):
         return end - start
@@ -165,32 +162,11 @@ def log_value(name: str, value: float, count: int = 1) -> None:
         log.add(value_metric(name, value, log.device, count))
 
 
-def doubt_of_logprobs(row: dict[str, float], gain: float) -> str | None:
-    """Say why log-probabilities cannot be those of the tokens, by what was logged of them.
+class LogprobDoubt(TrainerCallback):
+    """Warns once of log-probabilities that the loss weights tokens by, and that cannot be those of
+    the tokens.
 
     Several zeros are no reason: a token that was certain, or that filters left alone, has one.
-
-    Args:
-        row: the metrics of a step.
-        gain: by how much filters raise a log-probability at most.
-    """
-    apart = row.get("sampling/sampling_logp_difference/mean", 0.0)
-    unexplained = apart - gain
-    if row.get("sampling/rollout_perplexity") == 1 and unexplained > _CERTAIN:
-        return (
-            "0 for every token, as if each had been certain, while the policy's own are "
-            f"{-apart:.3g} on average; report None in place of what is not known"
-        )
-    if unexplained > _FAR:
-        return (
-            f"numbers that are {apart:.3g} away from the policy's own on average; expected natural "
-            "logarithms of probabilities, of these tokens, by these weights, at this temperature"
-        )
-    return None
-
-
-class LogprobDoubt(TrainerCallback):
-    """Warns once of impossible log-probabilities that the loss weights tokens by.
 
     Args:
         most_gain: returns by how much the engine's filters raise a log-probability at most.
@@ -203,15 +179,27 @@ class LogprobDoubt(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
-        doubt = None
-        if not self._has_warned and state.is_world_process_zero:
-            doubt = doubt_of_logprobs(logs, self._most_gain())
-        if doubt is not None:
+        apart = logs.get("sampling/sampling_logp_difference/mean", 0.0)
+        unexplained = apart - self._most_gain()
+        if logs.get("sampling/rollout_perplexity") == 1 and unexplained > _CERTAIN:
+            what = (
+                "0 for every token, as if each had been certain, while the policy's own are "
+                f"{-apart:.3g} on average; report None in place of what is not known"
+            )
+        elif unexplained > _FAR:
+            what = (
+                f"numbers that are {apart:.3g} away from the policy's own on average; expected "
+                "natural logarithms of probabilities, of these tokens, by these weights, at this "
+                "temperature"
+            )
+        else:
+            return
+        if state.is_world_process_zero and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "log-probabilities: the engine, or rollout_func, reports %s. The loss weights "
                 "tokens by this ratio, so little of the gradient may be left",
-                doubt,
+                what,
             )
 
 
