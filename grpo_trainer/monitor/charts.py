@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sign:
-    """What is wrong where a metric's mean in the last fifth of a run is too large or too small."""
-
-    title: str
-    text: str  # what helps, with places for ``metric`` and its means, ``first`` and ``last``
-    above: float = math.inf  # the largest value that is fine
-    growth: float = 0.0  # how many times the mean of the first fifth is fine
-    fall: float = 0.0  # what share of the mean of the first fifth is too little
-    ends_well: bool = False  # it is no sign of anything where all is learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +26,8 @@ class Chart:
     held_out: bool = False  # evaluations are drawn as dots
     folds: bool = True  # away where nothing moves
     exact: bool = False  # the values have no noise to smooth
-    sign: Sign | None = None  # of ill health, in the first of the lines that a run has
+    # of ill health in the first of the lines that a run has; charts.yaml says what it has
+    sign: Mapping[str, Any] | None = None
 
     def metrics(self) -> list[str]:
         """Return every metric that it draws."""
@@ -50,12 +38,8 @@ class Chart:
         return next((name for name in self.lines if name in logged), None)
 
 
-def _chart(sign: dict[str, Any] | None = None, **fields: Any) -> Chart:
-    return Chart(**fields, sign=Sign(**sign) if sign else None)
-
-
 _TABLE = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
-CHARTS = {section: [_chart(**fields) for fields in charts] for section, charts in _TABLE.items()}
+CHARTS = {section: [Chart(**fields) for fields in charts] for section, charts in _TABLE.items()}
 EVERY_CHART = [chart for charts in CHARTS.values() for chart in charts]
 
 # what the trainer logs beside the metrics of charts, transformers' part included

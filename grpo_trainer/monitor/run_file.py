@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
@@ -90,36 +89,18 @@ class RunRecord:
 def load_run(folder: Path) -> RunRecord:
     """Return the run in ``folder``, by its ``run.json``.
 
-    Where that is not there, or knows of no step yet, the log is that of the trainer's state.
-
     Raises:
-        ValueError: there is neither, or it cannot be read.
+        ValueError: it is not there, or cannot be read.
     """
-    record, state = folder / RUN_FILE, _newest_state(folder)
-    path = record if record.is_file() else state
-    if path is None:
+    path = folder / RUN_FILE
+    if not path.is_file():
         raise ValueError(
-            f"report: expected the folder of a run, with {RUN_FILE} or {TRAINER_STATE_NAME}, "
-            f"got {str(folder)!r}"
+            f"report: expected the folder of a run, with {RUN_FILE}, got {str(folder)!r}"
         )
-    run: dict[str, Any] = {"name": folder.resolve().name, "history": []}
     try:
-        if path == record:
-            run = run | json.loads(path.read_text())
-        if state is not None and not run["history"]:
-            path = state
-            run["history"] = json.loads(path.read_text())["log_history"]
-        return RunRecord(**(run | {"folder": folder}))
-    except (ValueError, TypeError, KeyError) as error:
+        return RunRecord(**json.loads(path.read_text()) | {"folder": folder})
+    except (ValueError, TypeError) as error:
         raise ValueError(f"report: {path} is not the record of a run: {error}") from error
-
-
-def _newest_state(folder: Path) -> Path | None:
-    """Return the trainer's state at the end of a run, else that of its last checkpoint."""
-    checkpoints = folder.glob("checkpoint-[0-9]*")
-    by_step = sorted(checkpoints, key=lambda path: (len(path.name), path.name), reverse=True)
-    states = [each / TRAINER_STATE_NAME for each in (folder, *by_step)]
-    return next((path for path in states if path.is_file()), None)
 
 
 def environment(device: torch.device) -> dict[str, str]:

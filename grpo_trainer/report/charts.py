@@ -91,13 +91,14 @@ def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
     for chart in EVERY_CHART:
         sign, metric = chart.sign, chart.first(curves)
         ends = _ends(curves, metric) if sign and metric else None
-        if sign is None or ends is None or (sign.ends_well and learned):
+        if not sign or not ends or (learned and sign.get("ends_well")):
             continue
         if metric == WITHOUT_SIGNAL and equal:  # which has been said
             continue
         first, last = ends
-        if last > max(sign.above, sign.growth * first) or last < sign.fall * first:
-            signs[sign.title] = sign.text.format(metric=metric, first=first, last=last)
+        most = max(sign.get("above", math.inf), sign.get("growth", 0.0) * first)
+        if last > most or last < sign.get("fall", 0.0) * first:
+            signs[sign["title"]] = sign["text"].format(metric=metric, first=first, last=last)
     return signs
 
 

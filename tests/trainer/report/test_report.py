@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -146,20 +145,18 @@ def test_names_and_values_are_no_markup(tmp_path):
 
 @pytest.mark.slow
 def test_page_of_two_runs(sick_run, tmp_path, capsys):
-    """One was killed, and is read from its last checkpoint."""
-    other = tmp_path / "other" / "checkpoint-5"
-    other.mkdir(parents=True)
-    (other / "trainer_state.json").write_text(json.dumps({"log_history": history()}))
+    other = tmp_path / "other"
+    RunRecord(name="other", history=history(), folder=other).save()
     path = tmp_path / "two.html"
-    cli.main(["report", str(sick_run.folder), str(other.parent), "--out", str(path)])
+    cli.main(["report", str(sick_run.folder), str(other), "--out", str(path)])
     assert capsys.readouterr().out.strip() == str(path)
     page = open_page(path, tmp_path)
     assert_drawn(page, dark=False)
     assert visible(page).count("Worth a look") == 1 and lines(page) >= 2 * 5
     # runs of one name are called by their folders
-    namesake = shutil.copytree(other.parent, tmp_path / "again" / "other")
-    cli.main(["report", str(other.parent), str(namesake), "--out", str(path)])
-    assert all(str(folder) in path.read_text() for folder in (other.parent, namesake))
+    namesake = shutil.copytree(other, tmp_path / "again" / "other")
+    cli.main(["report", str(other), str(namesake), "--out", str(path)])
+    assert all(str(folder) in path.read_text() for folder in (other, namesake))
 
 
 def test_settings_that_differ_are_shown(sick_run):
@@ -241,17 +238,6 @@ def test_axes_around_one_value(tmp_path):
 
 def test_a_policy_that_has_learned_all_is_well(tmp_path):
     assert "Worth a look" not in render([run(tmp_path, **LEARNED)])
-
-
-def test_a_run_that_was_killed_early_is_read_from_its_checkpoint(tmp_path):
-    RunRecord(name="r", history=[], folder=tmp_path).save()  # at its start
-    for step in (5, 10):
-        checkpoint = tmp_path / f"checkpoint-{step}"
-        checkpoint.mkdir()
-        log = [{"step": step, "reward": 0.5}]
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    record = load_run(tmp_path)
-    assert record.name == "r" and record.history == [{"step": 10, "reward": 0.5}]
 
 
 def test_wrong_input(tmp_path, capsys):
