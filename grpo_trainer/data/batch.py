@@ -345,6 +345,5 @@ def _batch(sampling_mask: dict[str, Tensor] | None, **attributes: Any) -> MicroB
     batch = MicroBatch(**{name: attributes[name] for name in attributes if name in known})
     vars(batch).update(attributes)  # those of columns, too
     if sampling_mask is not None:
-        indices, offsets = sampling_mask["indices"], sampling_mask["offsets"]
-        batch.sampling_mask = SamplingMask.from_csr(indices, offsets)
+        batch.sampling_mask = SamplingMask.from_csr(**sampling_mask)
     return batch

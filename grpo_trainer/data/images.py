@@ -233,7 +233,8 @@ def _with_images(row: Mapping[str, Any], columns: list[list[Image.Image]], media
         )
     images = columns[0] if columns else []
     if not images and not any(image_parts(prompt)):
-        return prompt if _is_clean(prompt) else in_blocks(prompt)
+        has_none = any(value is None for part in parts_of(prompt) for value in part.values())
+        return in_blocks(prompt) if has_none else prompt
     if not isinstance(prompt, list):
         raise ValueError(
             "prompt: expected messages in a row with images, got "
@@ -297,11 +298,6 @@ def content_blocks(content: Any) -> Any:
 def in_blocks(messages: Any) -> list[Any]:
     """Return messages whose content is parts: not every processor takes plain text."""
     return [{**message, "content": content_blocks(message.get("content"))} for message in messages]
-
-
-def _is_clean(prompt: Any) -> bool:
-    parts = (part for part in parts_of(prompt) if isinstance(part, Mapping))
-    return not any(value is None for part in parts for value in part.values())
 
 
 def image_source(part: Mapping[str, Any]) -> Any:

@@ -217,14 +217,13 @@ def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
     ids, images = encoded
     if max_length is None or len(ids) <= max_length:
         return encoded
-    if images is None:
-        return Encoded(ids[-max_length:])
-    if images.images:
+    if images is not None and images.images:
         raise ValueError(
             f"max_prompt_length: expected at least {len(ids)} (prompts with images are not cut), "
             f"got {max_length} for {shortened(prompt)}"
         )
     ids = ids[-max_length:]
-    # without images all of it is per token
-    inputs = {name: value[:, -max_length:] for name, value in images.inputs.items()}
-    return Encoded(ids, ImageInputs((), inputs, ids, len(ids)))
+    if images is not None:  # without an image all of it is per token
+        inputs = {name: value[:, -max_length:] for name, value in images.inputs.items()}
+        images = ImageInputs((), inputs, ids, len(ids))
+    return Encoded(ids, images)

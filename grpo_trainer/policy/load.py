@@ -153,11 +153,7 @@ def load_model(
         adapter = find_adapter_config_file(name, **where)
         if adapter is None:
             return _pretrained(name, settings)
-        if not is_peft_available():
-            raise ValueError(
-                f"{what}: expected the package peft to be installed for the adapter {name!r}; "
-                f"{install_command('peft')}"
-            )
+        _require_peft(what)
         from peft import PeftModel
 
         config = json.loads(Path(adapter).read_text())
@@ -167,6 +163,13 @@ def load_model(
         with hub_or_cache(base):
             model = _pretrained(base, settings)
         return PeftModel.from_pretrained(model, name, is_trainable=True, **where)
+
+
+def _require_peft(what: str) -> None:
+    if not is_peft_available():
+        raise ValueError(
+            f"{what}: expected the package peft to be installed; {install_command('peft')}"
+        )
 
 
 def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
@@ -181,10 +184,7 @@ def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
 
 def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
     """Return ``model`` under a new adapter, the only thing that is then trained."""
-    if not is_peft_available():
-        raise ValueError(
-            f"peft_config: expected the package peft to be installed; {install_command('peft')}"
-        )
+    _require_peft("peft_config")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):

@@ -114,14 +114,8 @@ class Placement:
         """Return a copy of a small module with whole parameters, and without hooks."""
         twin: Any = object.__new__(type(module))  # classes of wrappers have no other copy
         for name, value in vars(module).items():
-            hooks = name.endswith("_hooks")
-            vars(twin)[name] = (
-                OrderedDict()
-                if hooks
-                else copy.copy(value)
-                if isinstance(value, list | dict)
-                else value
-            )
+            kept = copy.copy(value) if isinstance(value, list | dict) else value
+            vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else kept
         for name, value in module._parameters.items():
             if value is not None:
                 twin._parameters[name] = nn.Parameter(self._cloned(value), requires_grad=False)
