@@ -1,4 +1,9 @@
-"""From the tokens of a turn to the assistant's message, tool calls included."""
+"""From the tokens of a turn to the assistant's message, tool calls included.
+
+transformers' parser of response templates is new, and still changes from version to version. So
+what a text can make it raise is told apart from what an unsupported version raises: the first is a
+``ValueError`` when a turn is read, the second an error before any turn is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,6 @@ import transformers
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from grpo_trainer.agents.response import response_reader
 from grpo_trainer.common import encodable, shortened
 from grpo_trainer.data import Prompt, decode_completions
 
@@ -28,6 +33,33 @@ _THINK = "<think>"
 _OPENING_TOKENS = 16  # at the end of a prompt, where a generation prompt may open a thought
 _THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_LENIENT = "lenient json of grpo_trainer"  # its name among transformers' parsers
+_LENIENCE = {"string_delims", "unquoted_keys"}  # what makes JSON lenient
+# a template with what those of models use, a turn, and the message that it has to become
+_PROBE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant:",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"call (?P<name>\w+)\s*", "close_pattern": r";\s*", "repeats": True,
+            "content": "json",
+            "content_args": {"string_delims": [["'", "'"]], "unquoted_keys": True},
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text", "close_pattern": r"<end>\s*|$"},
+    },
+}  # fmt: skip
+_TURN = "so call f {a:'1',b:'2'}; call g {}; <end>\n"
+_PARAMETERS = {"properties": {"a": {"type": "integer"}}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": _PARAMETERS}}]
+_MESSAGE = {
+    "role": "assistant",
+    "content": "so",
+    "tool_calls": [
+        {"function": {"name": "f", "arguments": {"a": 1, "b": "2"}}},
+        {"function": {"name": "g", "arguments": {}}},
+    ],
+}
 
 
 def _family_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
@@ -48,6 +80,10 @@ class TurnParser:
     are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models
     write them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A
     turn with a call that cannot be read has no calls: it is text.
+
+    Raises:
+        ValueError: the template is none, or the installed transformers cannot read response
+            templates, or reads them differently.
     """
 
     def __init__(
@@ -61,7 +97,10 @@ class TurnParser:
         template = getattr(tokenizer, "response_template", None)
         if template is None and families:
             template = _family_template(tokenizer)
-        self._read_response = None if template is None else response_reader(tokenizer, template)
+        if template is not None:
+            _check_transformers(tokenizer)
+            template = _in_one_pass(template)
+        self._template: Any = template
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
         """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
@@ -76,7 +115,7 @@ class TurnParser:
         decode = self._tokenizer.decode
         ended = ids[-1] in self._eos
         text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        prefix_text = decode(prefix if self._read_response else prefix[-_OPENING_TOKENS:])
+        prefix_text = decode(prefix if self._template else prefix[-_OPENING_TOKENS:])
         message = self.read(text, end, prefix_text, tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
@@ -85,7 +124,7 @@ class TurnParser:
     ) -> list[Any]:
         """Return the text of each completion, or the message if the prompt has messages."""
         completions = decode_completions(ids, prompts, self._tokenizer)
-        if self._read_response is None:
+        if self._template is None:
             return completions
         return [
             text if isinstance(text, str) else [self.parse(ids[row], prompt_ids[row], [])]
@@ -95,9 +134,9 @@ class TurnParser:
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
         """Return the message of a turn that ``end`` closes; None: it is only text."""
         try:
-            if self._read_response is None:
+            if self._template is None:
                 return _clean(_tagged(text.removesuffix(end), prefix))
-            return _clean(_message(self._read_response(text, prefix, tools), end))
+            return _clean(_message(self._parsed(text, prefix, tools), end))
         except (ValueError, RecursionError):  # what a policy's text can cause
             return None
         except Exception as error:
@@ -106,6 +145,106 @@ class TurnParser:
                 f"{shortened(text)}"
             )
             raise
+
+    def _parsed(self, text: str, prefix: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of a turn by the template. ValueError: it does not fit."""
+        try:
+            return self._tokenizer.parse_response(text, self._template, prefix=prefix, tools=tools)
+        except KeyError as error:  # a transform names what the text left out
+            raise ValueError(f"response_template: {error}") from error
+
+
+def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
+    cause = problem = None
+    try:
+        template = _in_one_pass(_PROBE)
+        message = tokenizer.parse_response(_TURN, template, prefix="assistant:", tools=_TOOLS)
+        if message != _MESSAGE:
+            problem = f"which reads {_TURN!r} as {message}"
+    except Exception as error:  # of any kind: it is raised as one that names the version
+        cause, problem = error, f"which fails: {type(error).__name__}: {error}"
+    if problem is not None:
+        raise ValueError(
+            "transformers: expected a version that reads response templates (5.15 or newer), got "
+            f"{transformers.__version__}, {problem}"
+        ) from cause
+
+
+def _in_one_pass(template: dict[str, Any]) -> Any:
+    """Return a response template by which a text is read once.
+
+    transformers' parser searches for all marks again after each one: a text full of one mark is
+    searched for another one to its end each time. So is a text for the end of each quoted text,
+    where keys have no quotes.
+
+    Raises:
+        ValueError: it is no response template.
+    """
+    # versions before 5.13 do not have it
+    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    CONTENT_PARSERS[_LENIENT] = _lenient_json
+    loaded = load_response_template(template)
+    fields = {}
+    for name, field in loaded.fields.items():
+        lenient = field.content == "json" and not _LENIENCE.isdisjoint(field.content_args)
+        fields[name] = replace(
+            field,
+            open_re=field.open_re and _Once(field.open_re),
+            close_re=field.close_re and _Once(field.close_re),
+            content=_LENIENT if lenient else field.content,
+        )
+    return replace(loaded, fields=fields)
+
+
+def _lenient_json(text: str, content_args: dict[str, Any]) -> Any:
+    """Read JSON whose strings may be between other marks, and whose keys may have no quotes.
+
+    Args:
+        text: the JSON.
+        content_args: ``string_delims``, pairs of marks; whether there are ``unquoted_keys``; and
+            with ``allow_non_json`` what is no JSON is text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    # a string that does not end is one up to the end of the text, which is not JSON then
+    marks = content_args.get("string_delims", [])
+    parts = [rf"{re.escape(start)}(.*?)(?:{re.escape(end)}|\Z)" for start, end in marks]
+    parts.append(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)')
+    if content_args.get("unquoted_keys"):
+        parts.append(r"(?<=[{,])\s*+(\w++)(?=\s*+:)")
+
+    def as_json(part: re.Match[str]) -> str:
+        return part[0] if part.lastindex is None else json.dumps(part[part.lastindex])
+
+    try:
+        return json.loads(re.sub("|".join(parts), as_json, text, flags=re.DOTALL))
+    except json.JSONDecodeError:
+        if not content_args.get("allow_non_json"):
+            raise
+        return text.strip()
+
+
+@dataclass
+class _Once:
+    """A compiled pattern that remembers its last match: still the next one if none was passed."""
+
+    pattern: Any
+    _searched: tuple[str, bool] = ("", False)
+    _start: int = 0  # of the last search
+    _match: Any = None
+
+    def search(self, text: str, start: int, partial: bool = False) -> Any:
+        ahead = self._start <= start and (self._match is None or start <= self._match.start())
+        if self._searched != (text, partial) or not ahead:
+            self._searched, self._start = (text, partial), start
+            self._match = self.pattern.search(text, start, partial=partial)
+        return self._match
+
+    def __getattr__(self, name: str) -> Any:  # the rest of a pattern
+        return getattr(self.pattern, name)
 
 
 def _message(parsed: dict[str, Any], end: str) -> Message:

@@ -9,7 +9,7 @@ come from a stream of their own, whose place a checkpoint holds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -183,10 +183,8 @@ class Numbered(TorchDataset[DatasetRow]):
     dataset: Dataset
 
     def __getitems__(self, indices: list[int]) -> list[Row]:
-        once = list(dict.fromkeys(indices))  # a group has one row
-        rows = map(DatasetRow, self.dataset.__getitems__(once), once)
-        by_number = dict(zip(once, rows, strict=True))
-        return [by_number[index] for index in indices]
+        once = {index: DatasetRow(self.dataset[index], index) for index in {*indices}}
+        return [once[index] for index in indices]  # a group has one row
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -244,7 +242,6 @@ class PromptStream:
         self._per_batch = prompts_per_batch
         self._seed = seed
         self._shuffled = seed is not None  # whether a streaming dataset is
-        self._next: Callable[[int], list[Row]]  # returns as many more rows of the pass, if any
         self._go_to(0, 0)
 
     def take(self, count: int) -> list[Row]:
@@ -255,7 +252,7 @@ class PromptStream:
         """
         taken: list[Row] = []
         while True:
-            part = self._next(count - len(taken))
+            part = [*islice(self._rows, count - len(taken))]
             self._offset += len(part)
             taken += part
             if len(taken) == count:
@@ -275,24 +272,25 @@ class PromptStream:
 
     def _go_to(self, epoch: int, offset: int) -> None:
         self._epoch, self._offset = epoch, offset
+        self._rows: Iterator[Row] = self._pass(epoch, offset)
+
+    def _pass(self, epoch: int, offset: int) -> Iterator[Row]:
+        """Return the rows of a pass from the one at ``offset`` on."""
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
             numbers: Iterator[int | None] = count(offset)
             if self._shuffled:
                 dataset, numbers = dataset.shuffle(seed=self._seed), repeat(None)
             dataset.set_epoch(epoch)
-            rows = map(DatasetRow, islice(iter(dataset), offset, None), numbers)
-            self._next = lambda number: list(islice(rows, number))
-            return
+            return map(DatasetRow, islice(iter(dataset), offset, None), numbers)
         size = len(dataset)
         order = list(range(size))
         if self._seed is not None:
             # consecutive seeds are fine: the generator mixes its seed
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(size, generator=generator).tolist()
-        left = iter(order[offset : size - size % self._per_batch])
-        numbered = Numbered(dataset)
-        self._next = lambda number: numbered.__getitems__([*islice(left, number)])
+        numbers_left = order[offset : size - size % self._per_batch]
+        return (DatasetRow(dataset[number], number) for number in numbers_left)
 
 
 @dataclass(eq=False)

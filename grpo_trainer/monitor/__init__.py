@@ -1,6 +1,5 @@
 """What a run logs, shows and leaves to look at."""
 
-from grpo_trainer.monitor.card import CARD_NAME, may_write, write_card
 from grpo_trainer.monitor.charts import (
     CHARTS,
     EVERY_CHART,
@@ -24,5 +23,13 @@ from grpo_trainer.monitor.metrics import (
     token_rate,
     value_metric,
 )
-from grpo_trainer.monitor.run_file import History, Recipe, RunRecord, load_run
+from grpo_trainer.monitor.run_file import (
+    CARD_NAME,
+    History,
+    Recipe,
+    RunRecord,
+    load_run,
+    may_write,
+    write_card,
+)
 from grpo_trainer.monitor.view import RichProgressCallback, close_progress, show_progress

@@ -1,15 +1,21 @@
-"""``run.json``: what a run is made of, its settings, its machine and its log."""
+"""What is written about a run: ``run.json``, and the card of its model in the format of the hub."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import platform
+import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import Trainer
 
 from grpo_kernels.tools import cpu_name, installed_version
@@ -17,11 +23,20 @@ from grpo_trainer.common import plain, whole
 from grpo_trainer.config import NEWER_NAMES
 from grpo_trainer.masking import masked
 
+logger = logging.getLogger(__name__)
+
 RUN_FILE = "run.json"  # in the run's folder
+CARD_NAME = "README.md"
 
 _PACKAGES = (
     "grpo-kernels", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "vllm",
 )  # fmt: skip
+
+_TEMPLATE = Path(__file__).with_name("card.md")
+# who wrote it: a card whose text is no longer what the digest says was edited by somebody
+_MARK = re.compile(r"\n<!-- written by grpo-trainer, digest (\w+) -->\s*$")
+_TAGS = ("grpo", "reinforcement-learning", "grpo-kernels")
+_ARXIV = re.compile(r"\d{4}\.\d{4,5}")
 
 History = list[dict[str, Any]]
 
@@ -125,3 +140,73 @@ def _differs(value: Any, field_of_it: Any) -> bool:
     if default in (MISSING, None, "", "none"):
         return bool(value) and isinstance(value, str | int | float | list | dict)
     return value != default
+
+
+def write_card(
+    trainer: Trainer,
+    path: Path,
+    is_ours: bool,
+    *,
+    name: str | None = None,
+    datasets: Sequence[str] = (),
+    tags: Sequence[str] = (),
+) -> None:
+    """Write the card of ``trainer``'s model to ``path``, unless somebody edited the one there.
+
+    Args:
+        trainer: whose model it is.
+        path: where the card goes.
+        is_ours: whether it may be written, as :func:`may_write` said.
+        name: its title. Default: the name of ``output_dir``.
+        datasets: hub ids of what was trained on. Default: the dataset as it was named.
+        tags: more tags.
+    """
+    if not is_ours:
+        what = "was edited" if path.is_file() else "is no file"
+        logger.warning("%s %s: it stays as it is", path, what)
+        return
+    run, loss = RunRecord.of(trainer), trainer.loss_config
+    recipe, paper = run.recipe, _ARXIV.search(run.recipe["loss_source"])
+    if datasets:
+        recipe["dataset"] = ", ".join(datasets)
+    data = ModelCardData(
+        base_model=None if Path(recipe["model"]).exists() else recipe["model"],
+        library_name="peft" if recipe["adapter"] else "transformers",
+        model_name=name or run.folder.resolve().name,
+        datasets=list(datasets) or None,
+        tags=list(dict.fromkeys([*_TAGS, recipe["loss_type"], *tags])),
+        pipeline_tag="text-generation",
+    )
+    changed = {  # from the defaults of the loss and its surrogate
+        item.name: getattr(part, item.name)
+        for part in (loss, loss.surrogate)
+        for item in fields(part)
+        if item.compare and item.name != "surrogate" and getattr(part, item.name) != item.default
+    }
+    card = ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        run=run,
+        recipe=recipe,
+        loss=changed | {"beta": loss.beta},
+        steps=trainer.state.global_step,
+        paper=paper and paper[0],
+    )
+    text = str(card).rstrip()
+    mark = f"\n<!-- written by grpo-trainer, digest {_digest(text)} -->\n"
+    path.write_text(text + mark, encoding="utf-8")
+
+
+def may_write(path: Path) -> bool:
+    """Return whether there is no card, or one that is as it was written here."""
+    if not path.is_file():
+        return not path.exists()  # a folder, say
+    text = path.read_text(encoding="utf-8", errors="replace")
+    mark = _MARK.search(text)
+    return mark is not None and mark[1] == _digest(text[: mark.start()])
+
+
+def _digest(text: str) -> str:
+    """Return that of a card without its metadata, which other libraries rewrite."""
+    body = REGEX_YAML_BLOCK.sub("", text, count=1)
+    return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
