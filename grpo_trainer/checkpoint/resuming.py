@@ -33,50 +33,22 @@ from grpo_trainer.masking import masked
 # so that one that is added later is, too, unless it is named here.
 _FREE = (
     # what is shown and kept
-    "*output_dir",
-    "disable_tqdm",
-    "*hub*",
-    "*metrics*",
-    "*report*",
-    "include_num_input_tokens_seen",
-    "log_*",
-    "logging_*",
-    "num_completions_to_print",
-    "project",
-    "run_name",
-    "save_*",
+    "*output_dir", "disable_tqdm", "*hub*", "*metrics*", "*report*",
+    "include_num_input_tokens_seen", "log_*", "logging_*", "num_completions_to_print", "project", "run_name", "save_*",
     "trackio_*",
-    # evaluation, and which checkpoint is the best
-    "*_best_model*",
-    "*eval*",
-    "dataloader_*",  # of evaluation: training prompts come from a stream
-    "greater_is_better",
-    "label_names",
+    # evaluation, which also has the loaders: training prompts come from a stream
+    "*_best_model*", "*eval*", "dataloader_*", "greater_is_better", "label_names",
     "prediction_loss_only",
     # this start of the process
-    "*_from_checkpoint",
-    "ddp_*",
-    "do_*",
-    "enable_jit_checkpoint",
-    "ignore_data_skip",
-    "local_rank",
+    "*_from_checkpoint", "ddp_*", "do_*", "enable_jit_checkpoint", "ignore_data_skip", "local_rank",
     "trust_remote_code",
     # memory, and the way to the engine
-    "*_checkpointing*",
-    "ds3_gather_for_generation",
-    "torch_empty_cache_steps",
-    "vllm_enable_sleep_mode",
-    "vllm_gpu_memory_utilization",
-    "vllm_group_port",
-    "vllm_request_timeout",
-    "vllm_server_*",
-    "vllm_tensor_parallel_size",
-    "vllm_weight*",  # how weights are sent
+    "*_checkpointing*", "ds3_gather_for_generation", "torch_empty_cache_steps",
+    "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_group_port",
+    "vllm_request_timeout", "vllm_server_*", "vllm_tensor_parallel_size", "vllm_weight*",
     # compared in another form
-    "generation_batch_size",
-    "max_steps",
-    "num_train_epochs",
-)
+    "generation_batch_size", "max_steps", "num_train_epochs",
+)  # fmt: skip
 # learning rates that do not depend on how many steps there are
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau")
 _ADAPTER = "peft_config["  # before the name of one

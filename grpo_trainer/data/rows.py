@@ -318,9 +318,6 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
-
-
 def check_plain(name: str, value: Any) -> None:
     """Raise ValueError unless a checkpoint can hold ``value``."""
     if not _is_plain(value):
@@ -335,4 +332,4 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return _is_plain([*value.keys(), *value.values()])
-    return type(value) in _PLAIN
+    return type(value) in (type(None), bool, int, float, str, torch.Tensor)

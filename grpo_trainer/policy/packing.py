@@ -54,15 +54,15 @@ def make_pack(
     """
     if args.packing == "padded":
         return None
-    multiple, always = args.pad_to_multiple_of, args.packing == "packed"
+    multiple = args.pad_to_multiple_of
     assert not isinstance(multiple, str)  # on construction auto became a number or None
     one_row = is_flash_attention_requested(models[0][0].config)
     found = [_try_both(args, *runs, one_row) for runs in models]
     needed = next((why for why, _ in found if why), None)
     reason = needed or ("images" if images else None)
-    if reason and always:
-        raise ValueError(f"packing: expected 'auto' or 'padded' with {reason}; got 'packed'")
     if reason:
+        if args.packing == "packed":
+            raise ValueError(f"packing: expected 'auto' or 'padded' with {reason}; got 'packed'")
         logger.warning("packing: rows are padded with %s", reason)
     if needed:
         return None
@@ -81,8 +81,7 @@ def make_pack(
             area = fewer.numel() * fewer.shape[1]
             if fewer.numel() < packed.numel() and area <= count * width**2:
                 packed, shared = fewer, True
-        saves = packed.numel() < ids.numel()
-        if saves or always:
+        if packed.numel() < ids.numel() or args.packing == "packed":
             batch.packed, batch.shares_prompts = packed.to(device), shared
 
     return pack
