@@ -34,8 +34,8 @@ from grpo_trainer.masking import masked
 _FREE = (
     # what is shown and kept
     "*output_dir", "disable_tqdm", "*hub*", "*metrics*", "*report*",
-    "include_num_input_tokens_seen", "log_*", "logging_*", "num_completions_to_print", "project", "run_name", "save_*",
-    "trackio_*",
+    "include_num_input_tokens_seen", "log_*", "logging_*", "num_completions_to_print", "project",
+    "run_name", "save_*", "trackio_*",
     # evaluation, which also has the loaders: training prompts come from a stream
     "*_best_model*", "*eval*", "dataloader_*", "greater_is_better", "label_names",
     "prediction_loss_only",

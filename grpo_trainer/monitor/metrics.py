@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 # old policy and of the reference, forward and backward of the loss
 PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
-_FOLD_AFTER = 256  # marks that may wait, so that long windows hold few events of a device
 _MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
 # nats per token: rounding cannot explain more, and no engine that computes otherwise
 _CERTAIN, _FAR = 0.01, 0.5
@@ -60,7 +59,6 @@ class MetricLog:
         self.device = accelerator.device
         self._pending: list[Metrics] = []
         self._marks: list[tuple[str | None, Any]] = []  # the phase that began, and when
-        self._seconds: dict[str, float] = {}  # of phases that were entered
         self._steps = 0
 
     def add(self, metrics: Metrics) -> None:
@@ -85,8 +83,6 @@ class MetricLog:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
         self._marks.append((name, now))
-        if len(self._marks) > _FOLD_AFTER:
-            self._fold()
         return around
 
     def end_step(self) -> None:
@@ -124,22 +120,20 @@ class MetricLog:
 
     def _drain_phases(self) -> Metrics:
         """Return ``profiling/...``, and ``step_time``, their sum."""
-        self._fold()
+        spent: dict[str, float] = {}
+        for (name, start), (_, end) in pairwise(self._marks):
+            if name is not None:
+                spent[name] = spent.get(name, 0.0) + _seconds(start, end)
+        self._marks = self._marks[-1:]
         names = [*(f"profiling/{name}" for name in PHASES), "step_time"]
-        seconds = [*map(self._seconds.get, PHASES), sum(self._seconds.values())]
+        seconds = [*map(spent.get, PHASES), sum(spent.values())]
         numbers = torch.tensor(
             [[each or 0.0, 0 if each is None else self._steps] for each in seconds],
             dtype=torch.float64,
             device=self.device,
         )
-        self._seconds, self._steps = {}, 0
+        self._steps = 0
         return Metrics({n: Stat("mean", *row) for n, row in zip(names, numbers, strict=True)})
-
-    def _fold(self) -> None:
-        for (name, start), (_, end) in pairwise(self._marks):
-            if name is not None:
-                self._seconds[name] = self._seconds.get(name, 0.0) + _seconds(start, end)
-        self._marks = self._marks[-1:]
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -164,9 +164,9 @@ def _try_both(
     if leak > _ROUNDINGS.get(dtype, 0) * torch.finfo(dtype).eps * largest:
         why = f"their tokens change the next row's hidden states by up to {leak:.1e}"
         return f"{name}, whose layers read across the ends of rows: {why}", False
-    allowed, error = TOLERANCE[dtype], error_of(hidden)
-    if error > allowed:
-        why = f"expected errors of hidden states of at most {allowed:.1e}, got {error:.1e}"
+    allowed, wrong = TOLERANCE[dtype], error_of(hidden)
+    if wrong > allowed:
+        why = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
         return f"{name}, whose positions do not keep rows apart: {why}", False
     return None, shared is not None and error_of(shared) <= allowed
 

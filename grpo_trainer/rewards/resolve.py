@@ -192,7 +192,8 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        messages = [_as_text(message) for message in (*prompt, *completion)]
+        # a reward model sees no images
+        messages = [one | {"content": content_of(one)} for one in (*prompt, *completion)]
         template = options("chat_template_kwargs", self._args.chat_template_kwargs)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
         assert isinstance(text, str)  # with tokenize=False
@@ -210,13 +211,6 @@ class RewardModel:
                 f"expected logits of shape {(len(texts), 1)}, got {tuple(logits.shape)}"
             )
         return logits[:, 0].float()
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is text: a reward model sees no images."""
-    if not isinstance(message.get("content"), list):
-        return message
-    return message | {"content": content_of(message)}
 
 
 def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
