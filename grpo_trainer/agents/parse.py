@@ -30,7 +30,6 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CALL_END = "</tool_call>"
 _MAX_DEPTH = 100  # of lists and dictionaries in a call: readers of messages may be recursive
 _THINK = "<think>"
-_OPENING_TOKENS = 16  # at the end of a prompt, where a generation prompt may open a thought
 _THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _LENIENT = "lenient json of grpo_trainer"  # its name among transformers' parsers
@@ -113,10 +112,8 @@ class TurnParser:
         """
         # tags may be special tokens, which are left out only where there are none
         decode = self._tokenizer.decode
-        ended = ids[-1] in self._eos
-        text, end = decode(ids), decode(ids[-1:]) if ended else ""
-        prefix_text = decode(prefix if self._template else prefix[-_OPENING_TOKENS:])
-        message = self.read(text, end, prefix_text, tools)
+        end = decode(ids[-1:]) if ids[-1] in self._eos else ""
+        message = self.read(decode(ids), end, decode(prefix), tools)
         return message or {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
 
     def completions(
