@@ -331,10 +331,8 @@ def test_models_that_need_padding(case: str, make_args: Any, caplog: Any) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_may_round_by_the_tokens_they_get(dtype: torch.dtype, make_args: Any) -> None:
-    """The convolution, of something else, has each row tried with other tokens in the next one."""
     sizes = {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 64}
     model = tiny("qwen3_moe", **sizes).to(dtype)
-    model.extra = nn.Conv1d(1, 1, 1)
     models = [(model, nullcontext(model))]
     pack = make_pack(make_args(packing="packed"), models, images=False)
     assert packed_by(pack, batch_of()).packed is not None
