@@ -1,8 +1,8 @@
 """From the tokens of a turn to the assistant's message, tool calls included.
 
 transformers' parser of response templates is new, and still changes from version to version. So
-what a text can make it raise is told apart from what an unsupported version raises: the first is a
-``ValueError`` when a turn is read, the second an error before any turn is.
+what a text can make it raise, a ``ValueError``, is told apart from what an unsupported version
+raises, which ends the run: at its start, where the chat template is tried.
 """
 
 from __future__ import annotations
@@ -34,31 +34,6 @@ _THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _LENIENT = "lenient json of grpo_trainer"  # its name among transformers' parsers
 _LENIENCE = {"string_delims", "unquoted_keys"}  # what makes JSON lenient
-# a template with what those of models use, a turn, and the message that it has to become
-_PROBE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "assistant:",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"call (?P<name>\w+)\s*", "close_pattern": r";\s*", "repeats": True,
-            "content": "json",
-            "content_args": {"string_delims": [["'", "'"]], "unquoted_keys": True},
-            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"content": "text", "close_pattern": r"<end>\s*|$"},
-    },
-}  # fmt: skip
-_TURN = "so call f {a:'1',b:'2'}; call g {}; <end>\n"
-_PARAMETERS = {"properties": {"a": {"type": "integer"}}}
-_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": _PARAMETERS}}]
-_MESSAGE = {
-    "role": "assistant",
-    "content": "so",
-    "tool_calls": [
-        {"function": {"name": "f", "arguments": {"a": 1, "b": "2"}}},
-        {"function": {"name": "g", "arguments": {}}},
-    ],
-}
 
 
 def _family_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
@@ -81,8 +56,7 @@ class TurnParser:
     turn with a call that cannot be read has no calls: it is text.
 
     Raises:
-        ValueError: the template is none, or the installed transformers cannot read response
-            templates, or reads them differently.
+        ValueError: the template is none, or the installed transformers cannot read one.
     """
 
     def __init__(
@@ -97,7 +71,6 @@ class TurnParser:
         if template is None and families:
             template = _family_template(tokenizer)
         if template is not None:
-            _check_transformers(tokenizer)
             template = _in_one_pass(template)
         self._template: Any = template
 
@@ -151,22 +124,6 @@ class TurnParser:
             raise ValueError(f"response_template: {error}") from error
 
 
-def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
-    cause = problem = None
-    try:
-        template = _in_one_pass(_PROBE)
-        message = tokenizer.parse_response(_TURN, template, prefix="assistant:", tools=_TOOLS)
-        if message != _MESSAGE:
-            problem = f"which reads {_TURN!r} as {message}"
-    except Exception as error:  # of any kind: it is raised as one that names the version
-        cause, problem = error, f"which fails: {type(error).__name__}: {error}"
-    if problem is not None:
-        raise ValueError(
-            "transformers: expected a version that reads response templates (5.15 or newer), got "
-            f"{transformers.__version__}, {problem}"
-        ) from cause
-
-
 def _in_one_pass(template: dict[str, Any]) -> Any:
     """Return a response template by which a text is read once.
 
@@ -177,9 +134,14 @@ def _in_one_pass(template: dict[str, Any]) -> Any:
     Raises:
         ValueError: it is no response template.
     """
-    # versions before 5.13 do not have it
-    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+    try:
+        from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+    except ImportError as error:
+        raise ValueError(
+            "transformers: expected a version that reads response templates (5.15 or newer), got "
+            f"{transformers.__version__}"
+        ) from error
 
     CONTENT_PARSERS[_LENIENT] = _lenient_json
     loaded = load_response_template(template)

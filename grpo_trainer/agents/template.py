@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+import transformers
 from jinja2 import TemplateError, TemplateRuntimeError
 from transformers import ProcessorMixin
 
@@ -111,7 +112,8 @@ class ToolTemplate:
             raise ValueError(
                 "processing_class: expected tool calls that can be read, got a chat template that "
                 "writes them in a form of its own; set the tokenizer's response_template, which "
-                "says how (without one they are <tool_call>{JSON}</tool_call>)"
+                "says how (without one they are <tool_call>{JSON}</tool_call>); read with "
+                f"transformers {transformers.__version__}"
             )
         result = result_message(name, [{"type": "text", "text": _RESULT}])
         self.results([result], tools)
