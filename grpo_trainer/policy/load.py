@@ -197,7 +197,6 @@ def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
             "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
             "one, merge the old one first (merge_and_unload)"
         )
-    _check_method(peft_config)
     return get_peft_model(model, peft_config)
 
 
@@ -214,7 +213,11 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
             raise ValueError("peft_config: expected one with a quantised model, got None")
         return
     for config in model.peft_config.values():
-        _check_method(config)
+        if config.is_prompt_learning:
+            raise ValueError(
+                "peft_config: expected adapters inside the layers, such as LoRA; "
+                f"{config.peft_type} adds virtual tokens, which the loss does not align with"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "model: expected a PeftModel with a trainable adapter, got a frozen one; load it with "
@@ -232,14 +235,6 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
     if args.gradient_checkpointing:
         # the first checkpointed block has no trainable input otherwise, and would pass no gradient
         model.enable_input_require_grads()
-
-
-def _check_method(config: Any) -> None:
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"peft_config: expected adapters inside the layers, such as LoRA; {config.peft_type} "
-            "adds virtual tokens, which the loss does not align with"
-        )
 
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
