@@ -44,7 +44,7 @@ class CompletionLog(TrainerCallback):
 
     def __init__(self, args: GRPOConfig) -> None:
         self._args = args
-        self._folder = _folder(args)
+        self._folder = Path(args.output_dir) / "completions"
         self._rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training or not
 
     def on_train_begin(
@@ -52,7 +52,7 @@ class CompletionLog(TrainerCallback):
     ) -> None:
         self._control = control
         if state.global_step == 0 and state.is_world_process_zero:
-            set_earlier_aside(self._args)
+            self._set_earlier_aside()
 
     def on_log(
         self, args: Any, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
@@ -108,6 +108,17 @@ class CompletionLog(TrainerCallback):
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows[True] = list(state)
 
+    def _set_earlier_aside(self) -> None:
+        """Move an earlier run's completions to ``completions-1``, or the first number that is free;
+        delete them with ``overwrite_output_dir``."""
+        folder = self._folder
+        if self._args.overwrite_output_dir:
+            for file in folder.glob("*completions_*.parquet"):
+                file.unlink()
+        elif folder.is_dir() and any(folder.iterdir()):
+            names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
+            folder.rename(next(name for name in names if not name.exists()))
+
     def _flush(self, state: TrainerState, training: bool) -> None:
         """Print and write the rows, on the main process; all processes call it."""
         rows = gather_object(self._rows[training])
@@ -131,24 +142,6 @@ class CompletionLog(TrainerCallback):
                     _to_wandb(name, table, step)
             self._folder.mkdir(parents=True, exist_ok=True)
             parquet.write_table(table, self._folder / f"{name}_{step:05d}.parquet")
-
-
-def set_earlier_aside(args: GRPOConfig) -> None:
-    """Move an earlier run's completions to ``completions-1``, or the first number that is free.
-
-    ``overwrite_output_dir`` deletes them instead.
-    """
-    folder = _folder(args)
-    if args.overwrite_output_dir:
-        for file in folder.glob("*completions_*.parquet"):
-            file.unlink()
-    elif folder.is_dir() and any(folder.iterdir()):
-        names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
-        folder.rename(next(name for name in names if not name.exists()))
-
-
-def _folder(args: GRPOConfig) -> Path:
-    return Path(args.output_dir) / "completions"
 
 
 def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:
