@@ -125,15 +125,10 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     scores = torch.tensor(columns, dtype=torch.float32).T
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if unscored:
-        remarks = []
-        for reward in rewards:
-            values = list(results[reward.name])
-            kinds = {"None" if values[row] is None else "NaN" for row in unscored}
-            remarks.append(f"{reward.name!r} returned {' or '.join(sorted(kinds, reverse=True))}")
         logger.warning(
-            "reward functions: %s for %d of %d completions, which get advantage 0; the first "
-            "prompt is %s",
-            ", ".join(remarks),
+            "reward functions: %s returned None or NaN for %d of %d completions, which get "
+            "advantage 0; the first prompt is %s",
+            ", ".join(repr(reward.name) for reward in rewards),
             len(unscored),
             count,
             shortened(arguments["prompts"][unscored[0]], _SHOWN_CHARACTERS),
