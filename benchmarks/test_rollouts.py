@@ -70,16 +70,6 @@ def _engines(config: TrainingConfig) -> dict[str, tuple[str, dict[str, Any]]]:
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
     return {
         "transformers": ("`generate` of transformers, with the policy itself", {}),
-        "transformers-continuous": (
-            "transformers' continuous batching, likewise",
-            {
-                "use_transformers_continuous_batching": True,
-                "transformers_continuous_batching_config": {
-                    "num_blocks": 4 * config.sequences,
-                    "max_batch_tokens": 8 * _longest(config),
-                },
-            },
-        ),
         "vllm-colocate": (
             "vLLM inside the training process",
             {

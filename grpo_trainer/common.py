@@ -90,7 +90,6 @@ _ALSO_CALLED = {
     "reward_model_path": "reward_model_name_or_path",
     "split": "dataset_train_split",
     "torch_dtype": "dtype",
-    "use_transformers_paged": "use_transformers_continuous_batching",
     "vllm_dtype": "vllm_engine_kwargs",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }

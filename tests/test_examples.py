@@ -20,6 +20,7 @@ SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
 TWO_PROCESSES = "two_processes"
 NEEDS = {"lora": "peft"}
 LEARNED = {"images": 0.8, "tools": 0.4}  # only the task itself gives as much
+SAID = {"continuous_batching": r"log-probabilities are off by at most \d\.\de-0[5-9] nats"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def _threads_as_before():
     torch.set_num_threads(before)
 
 
-SLOW = ("custom_reward", "images", "tools")
+SLOW = ("continuous_batching", "custom_reward", "images", "tools")
 EXAMPLES = [
     pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name in SCRIPTS
@@ -59,6 +60,7 @@ def test_example(name, capsys):
     [(last, first)] = re.findall(r"^final reward (\S+), at first (\S+)$", said, re.MULTILINE)
     assert float(last) > float(first) + 0.1
     assert name not in LEARNED or float(last) > LEARNED[name]
+    assert re.search(SAID.get(name, ""), said)
 
 
 @pytest.mark.slow

@@ -404,7 +404,7 @@ def test_settings_are_fields() -> None:
     known = set(GRPOConfig.__dataclass_fields__) | {"use_peft"} | set(OUTPUTS)
     known |= set(inspect.signature(linear_policy_loss).parameters)
     of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio", "max_new_tokens"}
-    of_others |= {"use_transformers_paged", "vllm_importance_sampling_cap"}
+    of_others |= {"use_transformers_continuous_batching", "vllm_importance_sampling_cap"}
     assert named - known == of_others
 
 

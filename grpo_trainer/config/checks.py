@@ -64,15 +64,7 @@ _INHERITED: dict[str, Rule] = {
 # fields that keep their defaults where another field is set, and why
 _EXCLUDED_BY = {
     "use_vllm": {"cache_implementation": "which has its own cache"},
-    "use_transformers_continuous_batching": {
-        "cache_implementation": "which has its own cache",
-        "use_vllm": "which is an engine, too",
-        "use_sampling_mask": "which does not report what its filters left",
-    },
-    "rollout_engine": {
-        "use_vllm": "which is an engine, too",
-        "use_transformers_continuous_batching": "which is an engine, too",
-    },
+    "rollout_engine": {"use_vllm": "which is an engine, too"},
     "generation_batches_ahead": {
         "on_bad_image": "which draws the rows of a checkpoint's completions once more and has to "
         "find the same ones",
@@ -90,9 +82,6 @@ _DEPENDENT_ON = {
     "backward=sparse": {
         "backward_tolerance": "where all gradients are exact",
         "backward_exact_weight": "where all gradients are exact",
-    },
-    "use_transformers_continuous_batching": {
-        "transformers_continuous_batching_config": "whose settings they are",
     },
     "vllm_importance_sampling_correction": {
         "generation_batches_ahead": "which corrects for completions of older weights",
@@ -334,7 +323,7 @@ def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
                 "use_sampling_mask: expected top_k >= 1 with it, which bounds how many ids are "
                 f"left for a token, got {top_k}"
             )
-    if args.use_vllm or args.use_transformers_continuous_batching:
+    if args.use_vllm:
         _check_correction(args, loss)
 
 

@@ -246,12 +246,6 @@ class GRPOFields:
     rollout_engine: Text | None = setting(
         None, "Name of a registered rollout engine; None: by use_vllm and vllm_mode."
     )
-    use_transformers_continuous_batching: bool = setting(
-        False, "Generate with transformers' continuous batching."
-    )
-    transformers_continuous_batching_config: Options = setting(
-        None, "Fields of transformers' ContinuousBatchingConfig, such as num_blocks."
-    )
     ds3_gather_for_generation: bool = setting(
         True,
         "While transformers generates with a sharded policy (ZeRO-3, FSDP2), hold all of its "

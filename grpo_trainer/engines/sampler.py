@@ -34,7 +34,7 @@ from grpo_trainer.engines.base import (
     Sampling,
     Weights,
 )
-from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
+from grpo_trainer.engines.transformers import TransformersEngine
 from grpo_trainer.monitor import log_value, phase
 from grpo_trainer.policy import WHOLE, Placement, base_policy
 
@@ -45,7 +45,6 @@ EngineFactory = Callable[[EngineContext], RolloutEngine]
 # by name; those of the room above are imported when they are made
 ENGINES: dict[str, EngineFactory | str] = {
     "transformers": TransformersEngine,
-    "transformers_continuous": ContinuousBatchingEngine,
     "vllm_colocate": "grpo_trainer.vllm.engines.ColocatedVLLM",
     "vllm_server": "grpo_trainer.vllm.engines.VLLMServer",
 }
@@ -250,11 +249,8 @@ def make_sampler(
     """
     args = context.args
     name = args.rollout_engine
-    if name is None and args.use_vllm:
-        name = f"vllm_{args.vllm_mode}"
-    elif name is None:
-        continuous = args.use_transformers_continuous_batching
-        name = "transformers_continuous" if continuous else "transformers"
+    if name is None:
+        name = f"vllm_{args.vllm_mode}" if args.use_vllm else "transformers"
     if engine is not None and name != "transformers":
         raise ValueError(f"rollout_engine: expected it once, got one beside the {name} of args")
     if name not in ENGINES:

@@ -26,7 +26,6 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_trainer.config import options
 from grpo_trainer.data import has_images, model_inputs
 from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.engines.base import (
@@ -98,16 +97,16 @@ class TransformersEngine(RolloutEngine):
         # gradient checkpointing would disable the cache, too
         with whole, evaluating(model), _without_defaults(model):
             if prompt_ids:
-                return self._complete(model, prompt_ids, sampling, images)
+                return self.complete(model, prompt_ids, sampling, images)
             if self.in_step:  # a prompt to discard
-                self._complete(model, [[0]], sampling, images)
+                self.complete(model, [[0]], sampling, images)
             return Completions([])
 
-    def _complete(
+    def complete(
         self, model: Any, prompt_ids: list[TokenIds], sampling: Sampling, images: Images
     ) -> Completions:
         """Complete them in one left-padded batch."""
-        config = self._config(sampling)
+        config = self.generation_config(sampling)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded(rows, padding_value=config.pad_token_id).to(model.device)
@@ -130,7 +129,7 @@ class TransformersEngine(RolloutEngine):
         left = None if filters is None else filters.sampling_mask([len(row) for row in completions])
         return Completions(completions, sampling_mask=left)
 
-    def _config(self, sampling: Sampling) -> GenerationConfig:
+    def generation_config(self, sampling: Sampling) -> GenerationConfig:
         """Return the sampling in transformers' words."""
         tokenizer = self.context.tokenizer
         settings = sampling.parameters | {
@@ -208,62 +207,6 @@ def _without_defaults(model: Any) -> Iterator[None]:
     finally:
         for each, config in zip(models, hidden, strict=True):
             each.generation_config = config
-
-
-class ContinuousBatchingEngine(TransformersEngine):
-    """Samples by continuous batching: a finished completion makes room for the next.
-
-    It has a paged cache, and reports log-probabilities.
-
-    Raises:
-        ValueError: the installed transformers has no such batching, its settings are wrong, or
-            the policy stays sharded while it generates. ``generate``: a prompt has images, or was
-            not completed, such as one that the cache has no room for.
-    """
-
-    def __init__(self, context: EngineContext) -> None:
-        super().__init__(context)
-        name = "transformers_continuous_batching_config"
-        settings = options(name, getattr(context.args, name))
-        try:
-            from transformers.generation import ContinuousBatchingConfig
-        except ImportError as error:
-            raise ValueError(f"use_transformers_continuous_batching: {error}") from error
-        try:
-            self._batching = ContinuousBatchingConfig(**{"return_logprobs": True, **settings})
-        except TypeError as error:
-            raise ValueError(f"{name}: {error}") from error
-        if self.in_step:
-            raise ValueError(
-                "ds3_gather_for_generation: expected True with "
-                "use_transformers_continuous_batching and a sharded policy, got False"
-            )
-
-    def _complete(
-        self, model: Any, prompt_ids: list[TokenIds], sampling: Sampling, images: Images
-    ) -> Completions:
-        if has_images(images):
-            raise ValueError(
-                "use_transformers_continuous_batching: expected prompts of text, got images"
-            )
-        outputs = model.generate_batch(
-            prompt_ids,
-            generation_config=self._config(sampling),
-            continuous_batching_config=self._batching,
-            progress_bar=False,
-        )
-        done = list(outputs.values())  # in the order of the prompts
-        failed = [output.error for output in done if output.error is not None]
-        if failed or len(done) != len(prompt_ids):
-            raise ValueError(
-                f"use_transformers_continuous_batching: {len(prompt_ids)} prompts, "
-                f"{len(done) - len(failed)} completed; {failed[:1]}"
-            )
-        ids = [cut_after_eos(output.generated_tokens, sampling.eos_token_ids) for output in done]
-        if not self._batching.return_logprobs:
-            return Completions(ids)
-        pairs = zip(done, ids, strict=True)
-        return Completions(ids, [output.logprobs[: len(row)] for output, row in pairs])
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

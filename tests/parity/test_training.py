@@ -107,8 +107,7 @@ UNTESTED = {
     "before the loss: how a prompt is written, and completions are sampled": """
         cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs
         max_tool_calling_iterations min_p model_init_kwargs num_generations_eval repetition_penalty
-        top_k top_p transformers_continuous_batching_config trust_remote_code
-        use_transformers_continuous_batching use_vllm vllm_enable_sleep_mode
+        top_k top_p trust_remote_code use_vllm vllm_enable_sleep_mode
         vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl
         vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
         vllm_structured_outputs_regex vllm_tensor_parallel_size""",

@@ -113,13 +113,13 @@ def differs_between_runs(name: str) -> bool:
     return name.endswith(CLOCK) or name.startswith(("profiling/", "train_", "total_flos"))
 
 
-def generating(policy, processing_class, kind=TransformersEngine, **changes) -> TransformersEngine:
+def generating(policy, processing_class, **changes) -> TransformersEngine:
     """Return the engine that completes by ``policy`` itself, without a trainer."""
     args = GRPOConfig(use_cpu=True, report_to="none", **changes)
     context = EngineContext(
         policy=lambda: policy, processing_class=processing_class, args=args, accelerator=None
     )
-    return kind(context)
+    return TransformersEngine(context)
 
 
 class BackgroundEngine(RolloutEngine):

@@ -102,8 +102,6 @@ REFUSED = [
     (OVERLAP | {"on_bad_image": "skip", "use_vllm": True, "vllm_mode": "server"},
      "on_bad_image: expected 'error' with generation_batches_ahead"),
     (OVERLAP, "generation_batches_ahead: .*own.*got TransformersEngine"),
-    (OVERLAP | {"use_transformers_continuous_batching": True},
-     "generation_batches_ahead: .*got ContinuousBatchingEngine"),
     (OVERLAP | {"vllm_importance_sampling_correction": False},
      "generation_batches_ahead: .*importance_sampling_correction"),
     ({"generation_batches_ahead": -1}, "batches_ahead: expected an integer >= 0, got -1"),

@@ -416,10 +416,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "prompt: expected no <image> in a text .an image goes where a message has",
     ),
     ({"train_dataset": questions("<image>?")}, "prompt: expected no <image> in a text"),
-    (
-        {"settings": {"use_transformers_continuous_batching": True}},
-        "use_transformers_continuous_batching: expected prompts of text, got images",
-    ),
     ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func: expected prompts of text"),
 ]
 

@@ -260,10 +260,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "curriculum, replaced": {"dynamic_prompts_fn": hint, "dynamic_sampling": True},
     # what generates
     "sampling mask": FILTERS | {"use_sampling_mask": True, "beta": 0.1, "num_iterations": 2},
-    "continuous batching": {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
-    },
     "rollout correction": lambda: engine(noise=0.2, vllm_importance_sampling_mode="token_truncate"),
     "an adapter that is sent alone": lambda: engine(
         takes_adapter=True, **adapter(target_modules=["q_proj"]), **EVALUATED

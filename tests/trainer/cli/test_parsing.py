@@ -202,7 +202,6 @@ def test_hints_name_the_right_field():
     for name, right in {
         "model": "model_name_or_path",
         "vllm_dtype": "vllm_engine_kwargs",
-        "use_transformers_paged": "use_transformers_continuous_batching",
     }.items():
         with pytest.raises(ValueError, match=rf"--{name}: .* \(is it {right}\?\)"):
             parser.parse_args_and_config([f"--{name}", "x"])

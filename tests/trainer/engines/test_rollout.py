@@ -14,7 +14,6 @@ from grpo_trainer import GRPOTrainer
 from grpo_trainer.engines import Completions, Sampling, register_rollout_engine
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
-from grpo_trainer.engines.transformers import ContinuousBatchingEngine, TransformersEngine
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import BackgroundEngine, adapted, generating
 
@@ -69,9 +68,8 @@ def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
             Sampling.from_config(args, tokenizer, policy)
 
 
-@pytest.mark.parametrize("kind", [TransformersEngine, ContinuousBatchingEngine])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_the_model_says_nothing_of_sampling(policy, tokenizer, monkeypatch, kind, adapter):
+def test_the_model_says_nothing_of_sampling(policy, tokenizer, monkeypatch, adapter):
     """Whatever its generation_config sets, known to this version of transformers or not."""
     used, made = [], policy._get_logits_processor
 
@@ -80,12 +78,8 @@ def test_the_model_says_nothing_of_sampling(policy, tokenizer, monkeypatch, kind
         return made(generation_config, *args, **more)
 
     monkeypatch.setattr(policy, "_get_logits_processor", seen)
-    settings = {}
-    if kind is ContinuousBatchingEngine:
-        settings["use_transformers_continuous_batching"] = True
-        settings["transformers_continuous_batching_config"] = {"num_blocks": 64}
     model = adapted(policy, r=2) if adapter else policy
-    engine = generating(model, tokenizer, kind, **settings)
+    engine = generating(model, tokenizer)
     for value in (None, 7):
         policy.generation_config = config = GenerationConfig()
         names = [name for name in vars(config) if not name.startswith("_")]
@@ -97,8 +91,7 @@ def test_the_model_says_nothing_of_sampling(policy, tokenizer, monkeypatch, kind
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("continuous", [False, True])
-def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tokenizer, continuous):
+def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tokenizer):
     other = tokenizer.convert_tokens_to_ids("7")
     ends = {tokenizer.eos_token_id, other}  # the first also fills up
     policy.generation_config.eos_token_id = [other]
@@ -108,13 +101,9 @@ def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tok
         seen.extend(zip(completion_ids, completions, strict=True))
         return [float(len(ids)) for ids in completion_ids]
 
-    settings = {"use_transformers_continuous_batching": continuous}
-    if continuous:
-        blocks = {"num_blocks": 64, "max_batch_tokens": 64}
-        settings["transformers_continuous_batching_config"] = blocks
     trainer = make_trainer(
         reward, kind=BatchTrainer, per_device_train_batch_size=64, max_completion_length=6,
-        temperature=0.7, mask_truncated_completions=True, **settings,
+        temperature=0.7, mask_truncated_completions=True,
     )  # fmt: skip
     trainer.train()
     assert {ids[-1] for ids, _ in seen} > ends  # all ways to end occur, the limit too
@@ -125,8 +114,6 @@ def test_completions_end_with_whatever_the_model_names(make_trainer, policy, tok
     batch = trainer.batches[0]
     assert (batch.target < 0).all(1).tolist() == cut
     assert batch.num_items == sum(len(ids) for ids, _ in seen[:64] if ids[-1] in ends)
-    if continuous:  # reports log-probabilities, which are those of the weights of each step
-        assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
@@ -220,7 +207,6 @@ REFUSED = [
     ({"vllm_server_port": 9000}, "vllm_server_port: expected only with vllm_mode='server'"),
     ({"cache_implementation": "static"}, "cache_implementation: expected None with use_vllm"),
     ({"rollout_engine": "mine"}, "use_vllm: expected False with rollout_engine"),
-    ({"transformers_continuous_batching_config": {"num_blocks": 64}}, "config: expected None w"),
     ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: expected one of token_truncate"),
     ({"vllm_importance_sampling_clip_min": 4.0}, "sampling_clip_min: expected a number below"),
     ({"generation_kwargs": {"max_tokens": 5}}, "expected the field max_completion_length"),
@@ -232,12 +218,6 @@ REFUSED = [
 def test_wrong_settings(make_args, tokenizer, changes, message):
     with pytest.raises(ValueError, match=message):
         vllm_params(Sampling.from_config(make_args(use_vllm=True, **changes), tokenizer))
-
-
-def test_wrong_settings_of_continuous_batching(make_trainer):
-    field = "transformers_continuous_batching_config"
-    with pytest.raises(ValueError, match=f"{field}: .*'blocks'"):
-        make_trainer(use_transformers_continuous_batching=True, **{field: {"blocks": 64}})
 
 
 def test_no_vllm(make_trainer, tokenizer, monkeypatch):

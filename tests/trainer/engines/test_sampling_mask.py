@@ -87,7 +87,6 @@ def test_an_engine_that_does_not_report_them(make_trainer, tokenizer):
     [
         ({}, "use_sampling_mask: expected top_k >= 1 .*got 0"),
         ({"top_k": 5, "generation_kwargs": {"top_k": 0}}, "expected top_k >= 1 .*got 0"),
-        ({"top_k": 5, "use_transformers_continuous_batching": True}, "continuous_batching"),
         ({"top_k": 5, "generation_kwargs": {"typical_p": 0.5}}, "expected no typical_p"),
     ],
 )

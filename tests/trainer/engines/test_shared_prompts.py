@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from grpo_trainer.engines import transformers as engine_module
 from grpo_trainer.engines.base import Sampling
-from grpo_trainer.engines.transformers import TransformersEngine, _shared_cache
+from grpo_trainer.engines.transformers import _shared_cache
 from tests.support.tiny_models import FAMILIES, tiny_model
 from tests.support.trainer import adapted, generating
 
@@ -47,7 +47,7 @@ def counted(monkeypatch):
         hook = model.get_input_embeddings().register_forward_pre_hook(
             lambda _, inputs: sizes.append(inputs[0].numel())
         )
-        engine = generating(model, tokenizer, TransformersEngine)
+        engine = generating(model, tokenizer)
         torch.manual_seed(0)
         sampling = Sampling(eos_token_ids=frozenset([1]), max_tokens=2, **changes)
         completions = engine.generate(prompts, sampling)

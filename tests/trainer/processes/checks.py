@@ -200,10 +200,6 @@ def refused(placement: str, folder: str) -> Found:
     """Ask for what cannot work; return the errors."""
     asked: dict[str, dict[str, Any]] = {
         "fp32 head": {"cast_lm_head_to_fp32": True, "bf16": True},
-        "continuous": {
-            "use_transformers_continuous_batching": True,
-            "ds3_gather_for_generation": False,
-        },
         "overlap": {"generation_batches_ahead": 1},
     }
     found = {
