@@ -28,7 +28,14 @@ _OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # are set by torchrun and acce
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text; numbers are what Python says they are."""
+    """YAML 1.1 reads 1e-6 as text; numbers are what Python says they are. No name comes twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"it has {name} more than once")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -38,41 +45,20 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _nodes(path: str) -> dict[str, yaml.Node]:
-    """Return the values of the ``name: value`` lines of a file."""
+def _read_file(path: str) -> dict[str, tuple[Any, Any]]:
+    """Return the values of ``name: value`` lines; second with all scalars as they are written."""
     if not Path(path).is_file():
         raise ValueError(f"--config: no such file {path!r}")
     try:
-        root = yaml.compose(Path(path).read_text(), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config: {path} is not YAML: {error}") from error
+        text = Path(path).read_text()
+        values, texts = (yaml.load(text, Loader=kind) for kind in (_Loader, yaml.BaseLoader))
+        if not isinstance(texts, dict) or not texts:
+            raise ValueError("expected `name: value` lines")
+        return dict(zip(texts, zip(values.values(), texts.values(), strict=True), strict=True))
+    except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
+        raise ValueError(f"--config: {path} cannot be read: {error}") from error
     except RecursionError as error:
         raise ValueError(f"--config: {path} is nested too deep") from error
-    entries = root.value if isinstance(root, yaml.MappingNode) else []
-    if not entries or not all(isinstance(key, yaml.ScalarNode) for key, _ in entries):
-        raise ValueError(f"--config: expected `name: value` lines in {path}")
-    nodes: dict[str, yaml.Node] = {}
-    for key, node in entries:
-        if key.value in nodes:
-            raise ValueError(f"--config: {path} has {key.value} more than once")
-        nodes[key.value] = node
-    return nodes
-
-
-def _environment(path: str, node: yaml.Node) -> dict[str, str]:
-    pairs: list[Any] = node.value if isinstance(node, yaml.MappingNode) else [(None, None)]
-    if not all(isinstance(item, yaml.ScalarNode) for pair in pairs for item in pair):
-        raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
-    return {key.value: value.value for key, value in pairs}
-
-
-def _is_allowed(value: Any, action: Action, hint: Any) -> bool:
-    if value is None:
-        return type(None) in get_args(hint)
-    if isinstance(value, dict):
-        return re.search(r"\bdict\b", str(hint)) is not None
-    # a list of several words has been read by now, unless it is empty
-    return (action.nargs != "+" or not value) and "list" in str(hint)
 
 
 class TrlParser(HfArgumentParser):
@@ -80,19 +66,10 @@ class TrlParser(HfArgumentParser):
 
     A flag without a value is true, and ``--no_NAME`` makes it false. Errors of the command line
     are one line on stderr, and the exit code is 2.
-
-    Raises:
-        ValueError: a dataclass has a field ``config``.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
         super().__init__(dataclass_types, **{"allow_abbrev": False} | kwargs)
-        for kind in self.dataclass_types:
-            if "config" in kind.__dataclass_fields__:
-                raise ValueError(
-                    f"dataclass_types: expected no field `config`, which names the file, got one "
-                    f"in {kind.__name__}"
-                )
         known = self._option_string_actions
         for action in self._actions[:]:
             if action.metavar is None and action.choices is None and action.nargs != 0:
@@ -112,38 +89,18 @@ class TrlParser(HfArgumentParser):
                     )
         self.add_argument("--config", help="YAML file with arguments; the command line overrides.")
 
-    def parse_args_and_config(
-        self,
-        args: Iterable[str] | None = None,
-        return_remaining_strings: bool = False,
-        fail_with_unknown_args: bool = True,
-        separate_remaining_strings: bool = False,
-    ) -> tuple[Any, ...]:
-        """Return an instance of each dataclass.
+    def parse_args_and_config(self, args: Iterable[str] | None = None) -> tuple[Any, ...]:
+        """Return an instance of each dataclass, by ``args`` or the words of the process.
 
         Environment variables under ``env`` in the file are set first.
-
-        Args:
-            args: the words; by default those of the process.
-            return_remaining_strings: return those that nobody knows at the end, as one list.
-            fail_with_unknown_args: refuse unknown names in the file, too.
-            separate_remaining_strings: return two lists, of the file and of the command line.
 
         Raises:
             ValueError: the file is wrong, an argument is unknown, or a value is out of range.
         """
         path, unknown, words = self.read(args)
-        rest = self.parse_known_args(words)[1]
-        if not return_remaining_strings:
-            self._check_known(path, unknown if fail_with_unknown_args else {}, rest)
-        *found, _, _ = self.parse_args_into_dataclasses(
-            words, return_remaining_strings=True, look_for_args_file=False
-        )
-        if not return_remaining_strings:
-            return tuple(found)
-        of_file = [word for name, item in unknown.items() for word in (f"--{name}", *item)]
-        lists = [of_file, rest] if separate_remaining_strings else [of_file + rest]
-        return (*found, *lists)
+        self._check_known(path, unknown, words)
+        *found, _ = self.parse_args_into_dataclasses(words, look_for_args_file=False)
+        return tuple(found)
 
     def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
         """Return the file's path and the words of what is unknown in it, and the command line's.
@@ -160,44 +117,47 @@ class TrlParser(HfArgumentParser):
         # a flag's own action stands before that of its --no_NAME
         actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
         unknown: Words = {}
-        for name, node in _nodes(path).items():
+        for name, (value, text) in _read_file(path).items():
             if name in actions:
-                self.set_defaults(**{name: self._value(path, node, actions[name], hints[name])})
+                value = self._value(path, actions[name], hints[name], value, text)
+                self.set_defaults(**{name: value})
                 actions[name].required = False
             elif name == "env":
-                os.environ.update(_environment(path, node))
+                if not isinstance(text, dict) or not all(isinstance(v, str) for v in text.values()):
+                    raise ValueError(f"--config: {path}: expected `NAME: value` lines in env")
+                os.environ.update(text)
             else:
-                items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-                unknown[name] = [str(item.value) for item in items]
+                unknown[name] = [str(item) for item in (text if isinstance(text, list) else [text])]
         return path, unknown, words
 
-    def _check_known(self, path: str, unknown: Words, rest: list[str]) -> None:
-        """Raise ValueError if there are unknown names in a file, or words on the command line."""
+    def _check_known(self, path: str, unknown: Words, words: list[str]) -> None:
+        """Raise ValueError if there are unknown names in a file, or on the command line."""
         known = [action.dest for action in self._actions]
         for name in unknown:
             raise ValueError(f"--config: {path} has an unknown argument: {name}{hint(name, known)}")
-        for word in rest[:1]:
+        for word in self.parse_known_args(words)[1][:1]:
             if not word.startswith("--"):
                 raise ValueError(f"expected --name value, got {word!r}")
             option = word.partition("=")[0]
             meant = hint(option.removeprefix("--").replace("-", "_"), known)
             raise ValueError(f"{option}: there is no such argument{meant}")
 
-    def _value(self, path: str, node: yaml.Node, action: Action, hint: Any) -> Any:
-        try:
-            value = _Loader("").construct_document(node)
-        except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
-            raise ValueError(f"--config: {path}: {action.dest} cannot be read: {error}") from error
-        is_list = isinstance(node, yaml.SequenceNode) and action.nargs == "+"
-        items = node.value if is_list else [node] if value is not None else []
-        if items and all(isinstance(item, yaml.ScalarNode) for item in items):
+    def _value(self, path: str, action: Action, kind: Any, value: Any, text: Any) -> Any:
+        items = text if isinstance(text, list) and action.nargs == "+" else [text]
+        if items and value is not None and all(isinstance(item, str) for item in items):
             try:
-                return self._get_values(action, [item.value for item in items])
+                return self._get_values(action, items)
             except ArgumentError as error:
                 self.error(f"--config: {path}: {error}")
-        if not _is_allowed(value, action, hint):
-            kind = type(value).__name__ if value is not None else "null"
-            raise ValueError(f"--config: {path}: {action.dest} cannot be a {kind}: {value!r}")
+        if value is None:
+            allowed = type(None) in get_args(kind)
+        elif isinstance(value, dict):
+            allowed = re.search(r"\bdict\b", str(kind)) is not None
+        else:  # a list of texts has been read by now, unless it is empty
+            allowed = (action.nargs != "+" or not value) and "list" in str(kind)
+        if not allowed:
+            got = type(value).__name__ if value is not None else "null"
+            raise ValueError(f"--config: {path}: {action.dest} cannot be a {got}: {value!r}")
         return value
 
     def error(self, message: str) -> NoReturn:
@@ -237,7 +197,7 @@ class LaunchParser(TrlParser):
         path, unknown, words = self.read(args)
         if not self.launch or any(name in os.environ for name in (_LAUNCHED, *_OTHERS)):
             return
-        self._check_known(path, unknown, self.parse_known_args(words)[1])
+        self._check_known(path, unknown, words)
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         config = ["--config", path] if path else []
         command += [*self.launch, "-m", "grpo_trainer.cli", *config, *words]

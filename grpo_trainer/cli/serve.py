@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -24,16 +23,8 @@ _DESCRIPTION = (
 )
 
 
-class ServeCommand(NamedTuple):
-    """A process to become."""
-
-    words: list[str]
-    environment: dict[str, str]
-    warning: str | None
-
-
-def serve_command(argv: Sequence[str]) -> ServeCommand:
-    """Return what ``grpo-train serve`` with ``argv`` runs."""
+def serve_command(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words and the environment of what ``grpo-train serve`` with ``argv`` runs."""
     parser = OneLineParser(prog="grpo-train serve", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, help="Model folder or hub id.")
     parser.add_argument(
@@ -72,20 +63,21 @@ def serve_command(argv: Sequence[str]) -> ServeCommand:
     }
     if {"--enable-lora", "--enable_lora"} & set(rest):
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # it takes adapters, too
-    warning = (
-        f"--host {known.host}: whoever has the API key can replace the weights and have files "
-        "read, and without --ssl-keyfile it crosses the network as it is. Use a closed network."
-    )
-    return ServeCommand(words, environment, None if is_loopback(known.host) else warning)
+    if not is_loopback(known.host):
+        print(
+            f"grpo-train serve: warning: --host {known.host}: whoever has the API key can replace "
+            "the weights and have files read, and without --ssl-keyfile it crosses the network as "
+            "it is. Use a closed network.",
+            file=sys.stderr,
+        )
+    return words, environment
 
 
 def main(argv: Sequence[str]) -> None:
     """Become the server."""
-    command = serve_command(argv)
+    words, environment = serve_command(argv)
     if importlib.util.find_spec("vllm") is None:
         missing = f"vllm is not installed; {install_command('vllm')}"
         OneLineParser(prog="grpo-train serve").error(missing)
-    if command.warning is not None:
-        print(f"grpo-train serve: warning: {command.warning}", file=sys.stderr)
     sys.stderr.flush()
-    os.execve(sys.executable, command.words, os.environ | command.environment)
+    os.execve(sys.executable, words, os.environ | environment)

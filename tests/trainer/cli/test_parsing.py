@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,12 @@ def test_words_stay_words_and_numbers_numbers():
         ("seed: 1\nseed: 2", "has seed more than once"),
         ("seed: {a: 1}", ": seed cannot be a dict"),
         ("num_generations:", ": num_generations cannot be a null"),
-        ("- seed", "expected `name: value` lines in run.yaml"),
-        ("a: [", " is not YAML"),
+        ("- seed", "run.yaml cannot be read: expected `name: value` lines"),
+        ("a: [", " cannot be read: while parsing"),
         (f"reward_funcs: {'[' * 3000}{']' * 3000}", " is nested too deep"),
         ("reward_funcs: [[a]]", ": reward_funcs cannot be a list"),
-        ("seed: !!python/name:os.getpid", ": seed cannot be read: could not determine"),
-        ("generation_kwargs: {[1]: 2}", ": generation_kwargs cannot be read: while"),
+        ("seed: !!python/name:os.getpid", " cannot be read: could not determine"),
+        ("generation_kwargs: {[1]: 2}", " cannot be read: while constructing"),
         ("generation_kwargs: '{1'", "generation_kwargs: expected JSON, got '{1'"),
         ("env: {A: [1]}", ": expected `NAME: value` lines in env"),
     ],
@@ -172,16 +172,8 @@ def test_unknown_arguments():
     parser = TrlParser((Own, ScriptArguments))
     with pytest.raises(ValueError, match="run.yaml has an unknown argument: strange"):
         parser.parse_args_and_config(config)
-    assert parser.parse_args_and_config(config, fail_with_unknown_args=False)[0].needed == 1
     with pytest.raises(ValueError, match=r"--nam: there is no such argument \(is it name\?\)"):
-        parser.parse_args_and_config(["--needed", "1", "--nam", "b"], fail_with_unknown_args=False)
-    argv = [*config, "--other", "4"]
-    *found, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    assert len(found) == 2 and rest == ["--strange", "2", "3", "--other", "4"]
-    *_, of_file, of_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    assert (of_file, of_line) == (["--strange", "2", "3"], ["--other", "4"])
+        parser.parse_args_and_config(["--needed", "1", "--nam", "b"])
 
 
 def test_errors_are_one_line(capsys):
@@ -212,5 +204,3 @@ def test_every_flag_is_one():
     flags = ["tf32", "bf16", "use_peft", "log_completions", "disable_tqdm", "ddp_static_graph"]
     known, _ = parser.parse_known_args([f"--{name}" for name in flags])
     assert all(getattr(known, name) is True for name in flags)
-    with pytest.raises(ValueError, match="expected no field `config`.* in Taken"):
-        TrlParser(make_dataclass("Taken", [("config", str, "")]))
