@@ -2,19 +2,16 @@
 
 from grpo_trainer.engines.answers import (
     NEVER,
-    Bounds,
-    Completion,
     Completions,
     TokenIds,
     check_length,
+    checked_completion,
     checked_ids,
 )
 from grpo_trainer.engines.base import (
     MAX_LOGPROBS,
-    BackgroundEngine,
     EngineContext,
     Images,
-    Pending,
     RolloutEngine,
     Sampling,
     WeightSource,

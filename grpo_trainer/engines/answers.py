@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from grpo_trainer.common import shortened
 
 TokenIds = list[int]
+# a completion: its ids, the log-probability of each, and which ids each was chosen from
+Row: TypeAlias = tuple[TokenIds, list[float] | None, list[TokenIds] | None]
 
 NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
 _ROUNDING = 1e-2  # a log-probability may exceed 0 by this much
 
 
-class Completion(NamedTuple):
-    """One completion up to and including its first end-of-sequence token."""
-
-    token_ids: TokenIds
-    # of each token, under the distribution it was drawn from; None: the engine does not say
-    logprobs: list[float] | None = None
-    # of each token, the ids that the sampling filters left to choose from; None: not asked for
-    sampling_mask: list[TokenIds] | None = None
-
-
 class Completions(NamedTuple):
-    """The columns of several of them, one per prompt."""
+    """Completions, each up to and including its first end-of-sequence token: one per prompt."""
 
     token_ids: list[TokenIds]
+    # of each token, under the distribution it was drawn from; None: the engine does not say
     logprobs: list[list[float]] | None = None
+    # of each token, the ids that the sampling filters left to choose from; None: not asked for
     sampling_mask: list[list[TokenIds]] | None = None
 
-    def rows(self) -> Iterator[Completion]:
-        """Return each completion."""
+    def rows(self) -> Iterator[Row]:
+        """Return token ids, log-probabilities and sampling mask of each completion."""
         others = self.logprobs or repeat(None), self.sampling_mask or repeat(None)
-        return map(Completion, self.token_ids, *others)
+        return zip(self.token_ids, *others, strict=False)
 
-    def checked(self, count: int, bounds: Bounds) -> Completions:
-        """Return them as Python's numbers.
+    def checked(self, count: int, **limits: Any) -> Completions:
+        """Return them as Python's numbers. ``limits`` are those of :func:`checked_completion`.
 
         Raises:
             ValueError: they are not those of ``count`` prompts, or one of them is out of bounds.
@@ -53,56 +46,54 @@ class Completions(NamedTuple):
                 raise ValueError(f"expected a list of {name}, got {shortened(column)}")
             if len(column) != count:
                 raise ValueError(f"expected {name} of {count} completions, got {len(column)}")
-        rows = []
+        rows: list[Any] = []
         for number, row in enumerate(self.rows()):
             try:
-                rows.append(bounds.checked(*row))
+                rows.append(checked_completion(*row, **limits))
             except ValueError as error:
                 raise ValueError(f"completion {number}: {error}") from error
-        logprobs: list[Any] = [row.logprobs for row in rows]
-        masks: list[Any] = [row.sampling_mask for row in rows]
         return Completions(
-            [row.token_ids for row in rows],
-            None if self.logprobs is None else logprobs,
-            None if self.sampling_mask is None else masks,
+            [ids for ids, _, _ in rows],
+            None if self.logprobs is None else [logprobs for _, logprobs, _ in rows],
+            None if self.sampling_mask is None else [mask for _, _, mask in rows],
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a completion must keep to."""
+def checked_completion(
+    ids: Any,
+    logprobs: Sequence[Any] | None = None,
+    sampling_mask: Sequence[Any] | None = None,
+    *,
+    max_tokens: int,
+    vocab_size: int | None,
+    eos_token_ids: Collection[int] = (),
+) -> Row:
+    """Return a completion as Python's numbers.
 
-    max_tokens: int
-    vocab_size: int | None = None  # ids are below it; None: it is not known
-    # a completion ends with the first of these; empty: it may have several turns
-    eos_token_ids: frozenset[int] = frozenset()
+    Args:
+        ids, logprobs, sampling_mask: the completion, as in :class:`Completions`.
+        max_tokens: its largest length.
+        vocab_size: ids are below it; None: it is not known.
+        eos_token_ids: it ends with the first of these; empty: it may have several turns.
 
-    def checked(
-        self,
-        ids: Any,
-        logprobs: Sequence[Any] | None = None,
-        sampling_mask: Sequence[Any] | None = None,
-    ) -> Completion:
-        """Return a completion as Python's numbers.
-
-        Raises:
-            ValueError: it is out of bounds; the message says what was expected and what came.
-        """
-        ids = checked_ids(ids, self.vocab_size)
-        if not 0 < len(ids) <= self.max_tokens:
-            raise ValueError(f"expected 1 to {self.max_tokens} tokens, got {len(ids)}")
-        check_length("log-probability", logprobs, len(ids))
-        check_length("sampling mask", sampling_mask, len(ids))
-        for place, token in enumerate(ids[:-1]):
-            if token in self.eos_token_ids:
-                raise ValueError(
-                    "expected no token after the first end-of-sequence token, got "
-                    f"{token} as token {place + 1} of {len(ids)}"
-                )
-        numbers = None if logprobs is None else [checked_logprob(value) for value in logprobs]
-        if sampling_mask is not None:
-            sampling_mask = [checked_ids(left, self.vocab_size) for left in sampling_mask]
-        return Completion(ids, numbers, sampling_mask)
+    Raises:
+        ValueError: it is out of bounds; the message says what was expected and what came.
+    """
+    ids = checked_ids(ids, vocab_size)
+    if not 0 < len(ids) <= max_tokens:
+        raise ValueError(f"expected 1 to {max_tokens} tokens, got {len(ids)}")
+    check_length("log-probability", logprobs, len(ids))
+    check_length("sampling mask", sampling_mask, len(ids))
+    for place, token in enumerate(ids[:-1]):
+        if token in eos_token_ids:
+            raise ValueError(
+                "expected no token after the first end-of-sequence token, got "
+                f"{token} as token {place + 1} of {len(ids)}"
+            )
+    numbers = None if logprobs is None else [checked_logprob(value) for value in logprobs]
+    if sampling_mask is not None:
+        sampling_mask = [checked_ids(left, vocab_size) for left in sampling_mask]
+    return ids, numbers, sampling_mask
 
 
 def check_length(what: str, column: Any, count: int) -> None:

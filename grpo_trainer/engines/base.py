@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -176,6 +176,13 @@ class RolloutEngine(Protocol):
     """Samples one completion per prompt. In a distributed run every process calls every method.
 
     An engine that inherits from it says only what it does itself: the rest does nothing.
+
+    One with weights of its own can generate while the policy trains. It also has a method
+    ``start``, which takes what ``generate`` takes and returns at once. What it returns has two
+    methods, of which every process calls one, once: ``result`` waits for the completions of this
+    process or raises what went wrong, and ``cancel`` ends the generation. ``start`` may be called
+    again before that, up to ``generation_batches_ahead`` times: the engine works on all at the same
+    time, or on one after the other, by the same weights.
     """
 
     keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
@@ -203,38 +210,6 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End what the engine started. It is not used afterwards."""
         return
-
-
-class Pending(Protocol):
-    """A generation that was started. Every process has one, and calls the same methods."""
-
-    def result(self) -> Completions:
-        """Wait for the completions of this process's prompts; called once.
-
-        Raises:
-            Exception: what went wrong, with the traceback of where it did.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """End the generation, in place of ``result``; nothing of it runs afterwards."""
-        ...
-
-
-@runtime_checkable
-class BackgroundEngine(RolloutEngine, Protocol):
-    """An engine that can generate while the policy trains: it has weights of its own."""
-
-    def start(
-        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
-    ) -> Pending:
-        """Generate, but return at once.
-
-        It may be called again before that has ended, up to ``generation_batches_ahead`` times: the
-        engine works on all at the same time, or on one after the other, by the same weights.
-        Nothing else is asked of it until ``result`` or ``cancel`` of each was called.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

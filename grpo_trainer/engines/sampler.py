@@ -24,12 +24,10 @@ from grpo_kernels.losses import Metrics
 from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Sample, has_images
-from grpo_trainer.engines.answers import Bounds, Completions, TokenIds
+from grpo_trainer.engines.answers import Completions, TokenIds
 from grpo_trainer.engines.base import (
-    BackgroundEngine,
     EngineContext,
     Images,
-    Pending,
     RolloutEngine,
     Sampling,
     Weights,
@@ -115,9 +113,9 @@ class Sampler:
 
     def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
         """Start an engine that goes on while the policy moves: it returns at once."""
-        assert isinstance(self.engine, BackgroundEngine)  # checked when it was made
+        engine: Any = self.engine  # has been checked to have the method
         more = self._ready(images)
-        pending = self.engine.start(prompt_ids, self.sampling, **more)
+        pending = engine.start(prompt_ids, self.sampling, **more)
         checked = partial(self._checked, count=len(prompt_ids))
         self._running.append(Started(self.step(), pending, checked))
         return self._running[-1]
@@ -177,14 +175,6 @@ class Sampler:
             yield name, value
             del value  # or it would live as long as the next one is made
 
-    def bounds(self, max_tokens: int | None = None) -> Bounds:
-        """Return what completions keep to; ``max_tokens`` is in place of max_completion_length."""
-        return Bounds(
-            max_tokens=self.sampling.max_tokens if max_tokens is None else max_tokens,
-            vocab_size=self.context.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-        )
-
     def _checked(
         self, completions: Completions, count: int, max_tokens: int | None = None
     ) -> Completions:
@@ -198,7 +188,12 @@ class Sampler:
                 f"got none from {type(self.engine).__name__}"
             )
         try:
-            return completions.checked(count, self.bounds(max_tokens))
+            return completions.checked(
+                count,
+                max_tokens=self.sampling.max_tokens if max_tokens is None else max_tokens,
+                vocab_size=self.context.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+            )
         except ValueError as error:
             raise ValueError(f"{engine}: {error}") from error
 
@@ -208,7 +203,7 @@ class Started:
     """A generation that goes on while the policy trains, or has ended."""
 
     step: int  # optimizer steps that the weights had seen
-    pending: Pending | None = None  # the engine's handle; None: it is over
+    pending: Any = None  # what the engine's ``start`` returned; None: it is over
     checked: Callable[[Completions], Completions] = lambda completions: completions
     completions: Completions | None = None
 
@@ -262,7 +257,7 @@ def make_sampler(
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
     else:
         name = type(engine).__name__
-    if args.generation_batches_ahead and not isinstance(engine, BackgroundEngine):
+    if args.generation_batches_ahead and not hasattr(engine, "start"):
         raise ValueError(
             "generation_batches_ahead: expected 0, or an engine with weights of its own, which can "
             "generate while the policy trains (use_vllm with vllm_mode='server', or one with the "

@@ -15,7 +15,7 @@ from tenacity import stop_after_delay
 
 from grpo_trainer.common import together
 from grpo_trainer.config import check_url
-from grpo_trainer.engines import TokenIds, WeightSource
+from grpo_trainer.engines import Completions, TokenIds, WeightSource
 from grpo_trainer.vllm.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.vllm.requests import (
     Question,
@@ -148,12 +148,19 @@ class VLLMClient:
             "logprobs": logprobs,
             **generation_kwargs,
         }
-        return self.server.wait(self.complete(prompts, images_of, fields))
+        ids, answer = self.server.wait(self.complete(prompts, images_of, fields))
+        mask = {"sampling_mask": answer.sampling_mask} if logprobs else {}
+        return {
+            "prompt_ids": ids,
+            "completion_ids": answer.token_ids,
+            "logprobs": answer.logprobs,
+            **mask,
+        }
 
     async def complete(
         self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return what :meth:`generate` does, for its arguments as the server's ``fields``."""
+    ) -> tuple[list[TokenIds], Completions]:
+        """Return the ids of the prompts and their completions, by ``fields`` of the request."""
         if self._version:
             answer = await self.server.answer("GET", "/weight_info")
             if self.server.field(answer, "weight_version") != self._version:

@@ -28,11 +28,10 @@ from grpo_trainer.common import start
 from grpo_trainer.config import options
 from grpo_trainer.engines import (
     MAX_LOGPROBS,
-    BackgroundEngine,
     Completions,
     EngineContext,
     Images,
-    Pending,
+    RolloutEngine,
     Sampling,
     TokenIds,
     WeightSource,
@@ -266,7 +265,7 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
     return dist.new_subgroups(size)[0]
 
 
-class VLLMServer(BackgroundEngine):
+class VLLMServer(RolloutEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
     Raises:
@@ -293,7 +292,7 @@ class VLLMServer(BackgroundEngine):
 
     def start(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
-    ) -> Pending:
+    ) -> _Requests:
         """Have the first process ask; until ``result`` it talks to no other.
 
         What was started before still runs: the server takes all in the order that they come.
@@ -342,12 +341,12 @@ class VLLMServer(BackgroundEngine):
 
     async def _complete(
         self, client: VLLMClient, requests: list[Request], params: dict[str, Any]
-    ) -> dict[str, list[Any]]:
-        """Return completions of each prompt, as the client does."""
+    ) -> Completions:
+        """Return completions of each prompt."""
         ids = [request.short_ids for request in requests]
-        answer = await client.complete(ids, [list(one.images) for one in requests], params)
-        for request, as_read in zip(requests, answer["prompt_ids"], strict=True):
-            request.check(as_read)
+        as_read, answer = await client.complete(ids, [list(one.images) for one in requests], params)
+        for request, read in zip(requests, as_read, strict=True):
+            request.check(read)
         return answer
 
 
@@ -363,8 +362,8 @@ class _Requests:
         """Return this process's share of what the first one has."""
         answers = self.on_first(lambda _: self.answers.result())  # type: ignore[union-attr]
         token_ids, logprobs, mask = (
-            [row for answer in answers for row in answer.get(name, ())][self.mine]
-            for name in ("completion_ids", "logprobs", "sampling_mask")
+            [row for rows in column for row in rows or ()][self.mine]
+            for column in zip(*answers, strict=True)
         )
         return Completions(token_ids, logprobs, mask or None)
 

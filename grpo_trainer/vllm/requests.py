@@ -11,7 +11,7 @@ from transformers.image_utils import is_pil_image
 
 from grpo_trainer.common import shortened
 from grpo_trainer.data import data_url
-from grpo_trainer.engines import NEVER, Bounds, Completion, Images, TokenIds, checked_ids
+from grpo_trainer.engines import NEVER, Completions, Images, TokenIds, checked_ids
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ def completions_of(
     answers: Sequence[Any],
     fields: Mapping[str, Any],
     vocab_size: int | None,
-) -> dict[str, Any]:
-    """Return the prompts' ids, and ``n`` completions per prompt in order, as
-    :meth:`VLLMClient.generate` does. ``fields`` is what was asked for.
+) -> tuple[list[TokenIds], Completions]:
+    """Return the prompts' ids, and ``n`` completions per prompt in order. ``fields`` is what was
+    asked for.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: an answer is no such thing.
     """
     n, logprobs = fields["n"], fields["logprobs"]
-    bounds = Bounds(max_tokens=fields["max_tokens"], vocab_size=vocab_size)
     prompt_ids: list[TokenIds] = []
-    completions: list[Completion] = []
+    token_ids: list[TokenIds] = []
+    columns: list[tuple[list[Any], list[TokenIds]]] = []
     for question, answer in zip(questions, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n * len(question.prompt_ids))):
@@ -84,17 +84,19 @@ def completions_of(
                 prompt_ids.append(checked_ids(own, vocab_size) if sent is None else sent)
             if own not in (None, prompt_ids[-1]):  # None: that of the choice before
                 raise ValueError("the completion of another prompt")
-            columns = () if logprobs is None else _columns(choice["logprobs"], logprobs > 0)
-            completions.append(bounds.checked(choice["token_ids"], *columns))
-    found: dict[str, Any] = {"prompt_ids": prompt_ids}
-    found["completion_ids"] = [one.token_ids for one in completions]
-    found["logprobs"] = None if logprobs is None else [one.logprobs for one in completions]
-    if logprobs:
-        found["sampling_mask"] = [one.sampling_mask for one in completions]
-    return found
+            token_ids.append(choice["token_ids"])
+            if logprobs is not None:
+                columns.append(_columns(choice["logprobs"], logprobs > 0))
+    completions = Completions(
+        token_ids,
+        None if logprobs is None else [values for values, _ in columns],
+        [mask for _, mask in columns] if logprobs else None,
+    )
+    limits = {"max_tokens": fields["max_tokens"], "vocab_size": vocab_size}
+    return prompt_ids, completions.checked(len(token_ids), **limits)
 
 
-def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | None]:
+def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds]]:
     """Return of each token its log-probability and, with ``masks``, the ids that filters left."""
     if "content" in logprobs:
         entries = logprobs["content"]
@@ -106,7 +108,7 @@ def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds] | No
     else:  # of a completion request
         numbers, likeliest = logprobs["token_logprobs"], logprobs.get("top_logprobs")
     if not masks:
-        return numbers, None
+        return numbers, []
     # ids come as token_id:7 or 7
     return numbers, [
         [int(str(token).rpartition(":")[2]) for token, value in each.items() if value > NEVER]
