@@ -61,31 +61,25 @@ _INHERITED: dict[str, Rule] = {
     "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
     "train_sampling_strategy": _only("random", "prompts are sampled in groups"),
 }
-# fields that keep their defaults where another field is set, and why
-_EXCLUDED_BY = {
-    "use_vllm": {"cache_implementation": "which has its own cache"},
-    "rollout_engine": {"use_vllm": "which is an engine, too"},
-    "generation_batches_ahead": {
-        "on_bad_image": "which draws the rows of a checkpoint's completions once more and has to "
-        "find the same ones",
-        "dynamic_prompts_fn": "which needs the next prompts before the current completions are "
-        "scored",
-    },
-    "max_tokens_per_micro_batch": {
-        "top_entropy_quantile": "whose micro-batches have rows of much the same length, while the "
-        "quantile is that of a micro-batch",
-    },
-}
-# fields that keep their defaults unless another field is set, or has this value, and why
-_DEPENDENT_ON = {
-    "beta": {"sync_ref_model": "where there is no reference model"},
-    "backward=sparse": {
-        "backward_tolerance": "where all gradients are exact",
-        "backward_exact_weight": "where all gradients are exact",
-    },
-    "vllm_importance_sampling_correction": {
-        "generation_batches_ahead": "which corrects for completions of older weights",
-    },
+# a field, which keeps its default with or without another one (or a value of it): why
+_RELATIONS = {
+    ("cache_implementation", "with", "use_vllm"): "which has its own cache",
+    ("use_vllm", "with", "rollout_engine"): "which is an engine, too",
+    ("on_bad_image", "with", "generation_batches_ahead"): (
+        "which draws the rows of a checkpoint's completions again and has to find the same ones"
+    ),
+    ("dynamic_prompts_fn", "with", "generation_batches_ahead"): (
+        "which needs the next prompts before the current completions are scored"
+    ),
+    ("top_entropy_quantile", "with", "max_tokens_per_micro_batch"): (
+        "whose micro-batches have rows of similar length, while the quantile is of a micro-batch"
+    ),
+    ("sync_ref_model", "without", "beta"): "where there is no reference model",
+    ("backward_tolerance", "without", "backward=sparse"): "where all gradients are exact",
+    ("backward_exact_weight", "without", "backward=sparse"): "where all gradients are exact",
+    ("generation_batches_ahead", "without", "vllm_importance_sampling_correction"): (
+        "which corrects for completions of older weights"
+    ),
 }
 # what generation shares with the loss is set once, in the field named here
 _SHARED_WITH_THE_LOSS = {
@@ -109,31 +103,19 @@ def check_fields(args: TrainingArguments) -> None:
             continue
         for rule in filter(callable, (_INHERITED.get(name), *marks)):
             rule(name, value)
-    for condition, excluded in _EXCLUDED_BY.items():
-        if _holds(args, condition):
-            _check_defaults(args, excluded, f"with {condition}")
-    for condition, dependent in _DEPENDENT_ON.items():
-        if not _holds(args, condition):
-            _check_defaults(args, dependent, f"without {condition}")
+    for (name, word, condition), reason in _RELATIONS.items():
+        other, _, expected = condition.partition("=")
+        holds = getattr(args, other) == expected if expected else bool(getattr(args, other))
+        value, default = getattr(args, name), _default(args, name)
+        if holds == (word == "with") and value != default:
+            got = cut_at_secret(repr(value))
+            raise ValueError(
+                f"{name}: expected {default!r} {word} {condition}, {reason}; got {got}"
+            )
     low, high = args.entropy_coef_min, args.entropy_coef_max
     number(low)("entropy_coef_max", high)
     if args.use_adaptive_entropy:
         number(low, high)("entropy_coef", args.entropy_coef)
-
-
-def _holds(args: TrainingArguments, condition: str) -> bool:
-    """Return whether a field is set, or for ``field=value`` has that value."""
-    name, _, expected = condition.partition("=")
-    value = getattr(args, name)
-    return value == expected if expected else bool(value)
-
-
-def _check_defaults(args: TrainingArguments, reasons: dict[str, str], condition: str) -> None:
-    for name, reason in reasons.items():
-        value, default = getattr(args, name), _default(args, name)
-        if value != default:
-            got = cut_at_secret(repr(value))
-            raise ValueError(f"{name}: expected {default!r} {condition}, {reason}; got {got}")
 
 
 def _default(args: TrainingArguments, name: str) -> Any:

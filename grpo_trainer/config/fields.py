@@ -142,71 +142,54 @@ class GRPOFields:
     # other defaults than those of transformers
     learning_rate: NotNegative = setting(1e-6, "Initial learning rate.")
     logging_steps: float = setting(10, "Log every this many steps; below 1: a share of all steps.")
-    gradient_checkpointing: bool | None = setting(
-        None, "Recompute activations in the backward pass; None: on."
-    )
+    gradient_checkpointing: bool | None = setting(None, "Recompute activations; None: on.")
     gradient_checkpointing_kwargs: Options = setting(
-        None, "How: arguments of torch.utils.checkpoint and of transformers."
+        None, "Arguments of torch.utils.checkpoint and of transformers."
     )
-    activation_checkpointing: bool | None = setting(
-        None, "The name of gradient_checkpointing in newer versions of transformers."
-    )
+    activation_checkpointing: bool | None = setting(None, "Newer name of gradient_checkpointing.")
     activation_checkpointing_kwargs: Options = setting(
-        None, "The newer name of gradient_checkpointing_kwargs."
+        None, "Newer name of gradient_checkpointing_kwargs."
     )
-    bf16: bool | None = setting(
-        None, "bf16 mixed precision; None: on where the GPU has it, unless fp16 is set."
-    )
+    bf16: bool | None = setting(None, "bf16 mixed precision; None: on if the GPU has it.")
     logging_nan_inf_filter: bool = setting(
         False, "Leave NaN and infinite losses out of the log; waits for the device in every step."
     )
-    remove_unused_columns: bool = setting(
-        False, "Drop all columns but `prompt`; reward functions don't see the others."
-    )
+    remove_unused_columns: bool = setting(False, "Drop all columns but `prompt`, from rewards too.")
 
     # the model
     model_init_kwargs: Annotated[Options, loadable] = setting(
         None,
-        "Arguments of from_pretrained for models given by name, reward models too. The policy's "
-        "dtype is float32 unless set here.",
+        "Arguments of from_pretrained, for reward models too; the dtype is float32 by default.",
     )
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoint.")
     disable_dropout: bool = setting(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = setting(
-        False,
-        "Keep an untied LM head in float32 and multiply float32 hidden states with it, under mixed "
-        "precision too (ScaleRL, arXiv:2510.13786).",
+        False, "Keep an untied LM head and its inputs in float32 (ScaleRL, arXiv:2510.13786)."
     )
 
     # prompts and batches
     shuffle_dataset: bool = setting(
-        True, "Shuffle the training prompts in every epoch; a stream in a buffer of 1,000 rows."
+        True, "Shuffle the prompts in every epoch; a stream: in a buffer of 1,000."
     )
     num_generations: AtLeastTwo = setting(8, "Completions per prompt: the group size.")
     num_generations_eval: AtLeastOne | None = setting(
         None, "Completions per prompt in evaluation; None: num_generations."
     )
     max_prompt_length: AtLeastOne | None = setting(
-        None, "Keep only this many tokens at the end of a prompt; None: all."
+        None, "Keep only this many last tokens of a prompt; None: all."
     )
     max_completion_length: AtLeastOne = setting(512, "Longest completion, in tokens.")
     pad_to_multiple_of: int | str | None = setting(
-        "auto", "Pad sequences to a multiple of this length; auto: 128 on Neuron, none elsewhere."
+        "auto", "Pad sequences to a multiple of this; auto: 128 on Neuron, else none."
     )
     packing: Annotated[str, choice(("auto", "padded", "packed"))] = setting(
         "auto",
-        "How the rows of a micro-batch go through the model's body: padded; packed, one after the "
-        "other without padding; or auto: packed where the model keeps such rows apart and that "
-        "saves something.",
+        "How rows go through the body: padded, packed, or auto: packed where that works and helps.",
     )
     max_tokens_per_micro_batch: AtLeastOne | None = setting(
-        None,
-        "Cut the completions of an optimizer step into micro-batches of at most this many tokens, "
-        "with prompts and padding, instead of per_device_train_batch_size completions each.",
+        None, "Cut micro-batches at this many tokens, prompts and padding included."
     )
-    chat_template_kwargs: Options = setting(
-        None, "Arguments of apply_chat_template for conversational prompts."
-    )
+    chat_template_kwargs: Options = setting(None, "Arguments of apply_chat_template.")
     generation_batch_size: AtLeastOne | None = setting(
         None, "Completions generated at once, over all processes; excludes steps_per_generation."
     )
@@ -216,113 +199,76 @@ class GRPOFields:
 
     # images that rows may name
     allow_remote_images: bool | None = setting(
-        None,
-        "Whether rows may name images by URLs; None: yes, but not where grpo-train loads a dataset "
-        "of the hub.",
+        None, "Rows may name images by URLs; None: yes, but not in hub datasets of grpo-train."
     )
     allowed_media_path: Folder | None = setting(
-        None,
-        "Folder whose files rows may name as images; None: any file, but where grpo-train loads a "
-        "dataset of the hub only the files that came with it.",
+        None, "Folder of the images that rows may name; None: any, in hub datasets only their own."
     )
     on_bad_image: Annotated[str, choice(("error", "skip"))] = setting(
-        "error",
-        "What a training row does whose images cannot be read: error, or skip, which logs it and "
-        "takes the next row.",
+        "error", "What becomes of a training row with an unreadable image: error or skip."
     )
 
     # sampling
     top_p: Share = setting(1.0, "Nucleus sampling: keep the likeliest tokens up to this mass.")
     top_k: Count = setting(0, "Sample from this many likeliest tokens; 0: from all.")
-    min_p: Fraction | None = setting(
-        None, "Least probability of a token, as a share of the likeliest token's."
-    )
+    min_p: Fraction | None = setting(None, "Least probability, relative to the likeliest token.")
     repetition_penalty: Positive = setting(1.0, "Above 1: tokens that occurred are less likely.")
     generation_kwargs: Options = setting(
         None, "More fields of transformers' GenerationConfig; they override top_p and its like."
     )
 
     # the engine
-    rollout_engine: Text | None = setting(
-        None, "Name of a registered rollout engine; None: by use_vllm and vllm_mode."
-    )
+    rollout_engine: Text | None = setting(None, "A registered engine; None: by use_vllm.")
     ds3_gather_for_generation: bool = setting(
-        True,
-        "While transformers generates with a sharded policy (ZeRO-3, FSDP2), hold all of its "
-        "parameters on every process. Without it each is gathered for each token.",
+        True, "Hold all of a sharded policy on every process while transformers generates (faster)."
     )
-    cache_implementation: str | None = setting(
-        None, "Kind of key-value cache, as in transformers' generation."
-    )
+    cache_implementation: str | None = setting(None, "Kind of key-value cache in transformers.")
     generation_batches_ahead: Count = setting(
-        0,
-        "How many of the next generation batches are generated while the current one trains, by "
-        "weights that are at most as many batches old; the loss corrects for that. Above 0 it "
-        "needs an engine with its own weights, such as a vLLM server.",
+        0, "Next generation batches sampled while the current one trains, as by a vLLM server."
     )
     use_sampling_mask: bool = setting(
-        False,
-        "With top_k: take all probabilities over the ids that top_k, top_p and min_p left for each "
-        "token, which the engine reports.",
+        False, "With top_k: take all probabilities over the ids that top_k, top_p and min_p left."
     )
     use_vllm: bool = setting(False, "Generate with vLLM.")
     vllm_mode: Annotated[str, choice(("colocate", "server"))] = setting(
-        "colocate",
-        "colocate: vLLM inside the training processes; server: a vLLM server started with "
-        "`grpo-train serve`.",
+        "colocate", "colocate: in the training processes; server: started by `grpo-train serve`."
     )
     vllm_model_impl: Colocated[Annotated[str, choice(("auto", "vllm", "transformers"))]] = setting(
-        "vllm", "Whose model code a colocated vLLM runs: auto, vllm or transformers."
+        "vllm", "Whose model code vLLM runs."
     )
-    vllm_enable_sleep_mode: Colocated[bool] = setting(
-        False, "Free the memory of a colocated vLLM between generations; needs a GPU."
-    )
+    vllm_enable_sleep_mode: Colocated[bool] = setting(False, "Free vLLM's memory when idle.")
     vllm_structured_outputs_regex: Annotated[Text | None, EITHER] = setting(
-        None, "Regular expression that the text of every completion matches."
+        None, "Regular expression that every completion matches."
     )
     vllm_server_base_url: Served[Annotated[str | None, check_url]] = setting(
-        None, "URL of the server, instead of vllm_server_host and vllm_server_port."
+        None, "URL of the server, instead of host and port."
     )
     vllm_server_host: Served[Text] = setting("127.0.0.1", "Host of the server.")
     vllm_server_port: Served[Port] = setting(8000, "Port of the server.")
-    vllm_server_timeout: Served[Positive] = setting(
-        240.0, "Seconds to wait for a server that is not up yet."
-    )
-    vllm_request_timeout: Served[Positive] = setting(
-        1800.0, "Seconds that the server may take for one generation batch."
-    )
-    vllm_group_port: Served[Port] = setting(
-        51216, "Port on which weights reach a server on other GPUs."
-    )
+    vllm_server_timeout: Served[Positive] = setting(240.0, "Seconds to wait for a server to start.")
+    vllm_request_timeout: Served[Positive] = setting(1800.0, "Seconds for one generation batch.")
+    vllm_group_port: Served[Port] = setting(51216, "Port for weights that go to a server by NCCL.")
     vllm_weight_transfer: Served[Annotated[str, choice(("auto", "file", "nccl"))]] = setting(
         "auto",
-        "How weights reach the server. nccl: from GPU to GPU; file: through a folder that both "
-        "see; auto: nccl if both sides are on GPUs and the server was started for it.",
+        "How weights reach the server: nccl, file (a shared folder), or auto: nccl where both can.",
     )
     vllm_lora_transfer: Annotated[str, EITHER, choice(("auto", "adapter", "merged"))] = setting(
         "auto",
-        "How a LoRA adapter reaches vLLM. adapter: by itself, after the base's weights; merged: in "
-        "the weights; auto: by itself where vLLM can apply it.",
+        "adapter: send LoRA by itself; merged: in the weights; auto: by itself if it can be.",
     )
     vllm_weights_folder: Served[Text | None] = setting(
-        None, "Folder for weight files; None: vllm_weights in output_dir."
+        None, "Folder for weight files; None: output_dir/vllm_weights."
     )
-    vllm_gpu_memory_utilization: Colocated[Share] = setting(
-        0.3, "Share of the GPU's memory for a colocated vLLM."
-    )
+    vllm_gpu_memory_utilization: Colocated[Share] = setting(0.3, "Share of the GPU's memory.")
     vllm_max_model_length: Colocated[AtLeastOne | None] = setting(
-        None, "Longest prompt plus completion of a colocated vLLM; None: the model's."
+        None, "Longest prompt plus completion; None: the model's."
     )
-    vllm_tensor_parallel_size: Colocated[AtLeastOne] = setting(
-        1, "Processes that share one colocated vLLM, split over their GPUs."
-    )
+    vllm_tensor_parallel_size: Colocated[AtLeastOne] = setting(1, "Processes that share one vLLM.")
     vllm_engine_kwargs: Colocated[Options] = setting(
-        None, "More arguments of a colocated vLLM engine (vllm.LLM); they override those set here."
+        None, "More arguments of vllm.LLM; they override those set here."
     )
     vllm_importance_sampling_correction: bool = setting(
-        True,
-        "Weight the loss by the probability of the policy over that of the engine, where the "
-        "engine reports it.",
+        True, "Weight the loss by the policy's probability over the engine's, where it is reported."
     )
     vllm_importance_sampling_mode: Annotated[str, choice(CORRECTION_MODES)] = setting(
         "sequence_mask",
@@ -336,19 +282,13 @@ class GRPOFields:
 
     # tools, and a curriculum
     max_tool_calling_iterations: Count | None = setting(
-        None,
-        "How often a completion may call tools and go on with their answers; None: until "
-        "max_completion_length.",
+        None, "Rounds of tool calls in a completion; None: until max_completion_length."
     )
     tool_timeout: Positive | None = setting(
-        60.0,
-        "Seconds that a tool may take; then it answers with an error. Plain functions run in a "
-        "thread for that; null in the file: no limit and no thread.",
+        60.0, "Seconds until a tool's answer is an error; null in the file: no limit and no thread."
     )
     dynamic_prompts_fn: PromptsFunction | None = setting(
-        None,
-        "Import path of a function (prompts, completions, rewards, metas) that returns the prompts "
-        "of the next generation batch: text, messages, or None for the dataset's next.",
+        None, "Import path of a function (prompts, completions, rewards, metas) of next prompts."
     )
 
     # rewards and advantages
@@ -359,51 +299,38 @@ class GRPOFields:
         "group", "Divide advantages by a standard deviation: group, batch or none."
     )
     multi_objective_aggregation: Annotated[str, choice(AGGREGATIONS)] = setting(
-        "sum_then_normalize", f"How several rewards are joined: {' or '.join(AGGREGATIONS)}."
+        "sum_then_normalize", f"How rewards are joined: {' or '.join(AGGREGATIONS)}."
     )
     mask_truncated_completions: bool = setting(
-        False, "Leave completions out of the loss that ended without an end-of-sequence token."
+        False, "Leave completions without an end-of-sequence token out of the loss."
     )
     dynamic_sampling: bool = setting(
         False,
         "Replace groups of equal rewards by those of the next prompts (DAPO, arXiv:2503.14476).",
     )
-    max_resampling_rounds: AtLeastOne = setting(
-        10, "How often dynamic_sampling tries; then groups of equal rewards fill the batch."
-    )
+    max_resampling_rounds: AtLeastOne = setting(10, "How often dynamic_sampling draws again.")
 
     # the step
     num_iterations: AtLeastOne = setting(1, "Passes over each generation batch.")
     use_adaptive_entropy: bool = setting(
-        False,
-        "Let entropy_coef rise by entropy_coef_delta after each step at or below entropy_target, "
-        "and fall after others; the bonus applies only after the former (Skywork-OR1, "
-        "arXiv:2505.22312).",
+        False, "Move entropy_coef towards entropy_target (Skywork-OR1, arXiv:2505.22312)."
     )
     entropy_coef_min: NotNegative = setting(0.0, "Least coefficient of use_adaptive_entropy.")
     entropy_coef_max: float = setting(1.0, "Largest coefficient of use_adaptive_entropy.")
-    entropy_coef_delta: NotNegative = setting(
-        0.005, "How far use_adaptive_entropy moves the coefficient."
-    )
+    entropy_coef_delta: NotNegative = setting(0.005, "How far a step of use_adaptive_entropy goes.")
     entropy_target: NotNegative = setting(
         0.2, "Entropy per token, in nats, that use_adaptive_entropy keeps."
     )
     router_aux_loss_coef: NotNegative | None = setting(
-        None, "Weight of a mixture-of-experts model's load-balancing loss; None: its config's."
+        None, "Weight of the load-balancing loss of experts; None: the model's."
     )
-    sync_ref_model: bool = setting(
-        False, "Let the reference model, which beta above 0 needs, follow the policy."
-    )
-    ref_model_mixup_alpha: Fraction = setting(
-        0.6, "Share of the policy in the reference model after a sync."
-    )
-    ref_model_sync_steps: AtLeastOne = setting(512, "Optimizer steps from one sync to the next.")
+    sync_ref_model: bool = setting(False, "Let the reference model of beta follow the policy.")
+    ref_model_mixup_alpha: Fraction = setting(0.6, "Share of the policy in each sync.")
+    ref_model_sync_steps: AtLeastOne = setting(512, "Optimizer steps between syncs.")
 
     # a teacher
     teacher: Text | None = setting(
-        None,
-        "Name or folder of a model to learn from, name of an adapter of the policy, or http:// "
-        "address of a vLLM server.",
+        None, "Model to learn from, adapter of the policy, or http:// address of a vLLM server."
     )
     distillation: Annotated[str, choice(("logprobs", *KINDS))] = setting(
         "logprobs",
@@ -416,36 +343,29 @@ class GRPOFields:
     # the gradients of the LM head, as linear_policy_loss computes them
     backward: Annotated[str, choice(("exact", "sparse"))] = setting(
         "exact",
-        "exact, or sparse: gradients of the LM head from the probabilities that matter and a "
-        "sample of the small ones, unbiased and seeded by `seed`.",
+        "exact, or sparse: the LM head's gradient from likely tokens and an unbiased sample.",
     )
     backward_tolerance: Tolerance = setting(
         Bounded().tolerance, "sparse: relative error that the gradient of the logits may have."
     )
     backward_exact_weight: bool = setting(
-        True, "sparse: keep the gradient of the head's own parameters exact, for Adam's sake."
+        True, "sparse: keep the gradient of the head's own parameters exact."
     )
     activation_bytes: Count | None = setting(
         None,
-        "Bytes that the head's forward may keep for its backward, in two passes, so that no logits "
-        "are formed again; 0: nothing; None: what a frozen head keeps, as large as the hidden "
-        "states.",
+        "Bytes that the head's forward may keep for its backward; None: what a frozen head keeps.",
     )
-    loss_kwargs: Options = setting(
-        None, "Settings of the loss that have no option here, such as a registered loss's."
-    )
+    loss_kwargs: Options = setting(None, "Settings of the loss that have no option here.")
 
     # what is logged and written
     log_completions: bool = setting(
-        False, "Print completions when logging and write them to output_dir/completions."
+        False, "Print completions when logging; write them to output_dir/completions."
     )
     num_completions_to_print: Count | None = setting(None, "How many to print; None: all.")
     log_unique_prompts: bool = setting(False, "Print and write only one completion of each prompt.")
-    log_multimodal: bool = setting(
-        True, "Keep small copies of a prompt's images with its completions, for the report."
-    )
+    log_multimodal: bool = setting(True, "Keep small copies of a prompt's images for the report.")
     overwrite_output_dir: bool = setting(
-        False, "Train in a folder with another run's model or checkpoints, and overwrite them."
+        False, "Train in a folder with another run's files, and overwrite them."
     )
     write_report: bool = setting(
         True, "Write output_dir/report.html with every checkpoint and at the end."

@@ -30,8 +30,7 @@ from grpo_trainer.config.checks import (
 from grpo_trainer.config.fields import GRPOFields, fields_with, options
 from grpo_trainer.config.loss import (
     LossFields,
-    check_backward,
-    check_level,
+    backward_options,
     check_unused,
     loss_config,
 )
@@ -103,9 +102,8 @@ class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
         if self.eval_strategy != "no":
             self.check_eval_batch()
         loss = loss_config(self)
-        check_level(self, loss)
         check_unused(self)
-        check_backward(self, loss)
+        backward_options(self)  # which checks the seed
         check_engine(self, loss)
 
     def to_dict(self) -> dict[str, Any]:
