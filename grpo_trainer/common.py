@@ -77,17 +77,12 @@ def message_of(error: BaseException) -> str:
 
 # what other versions and tools call an argument, where its name is not alike
 _ALSO_CALLED = {
-    "attn_impl": "attn_implementation",
     "config_name": "dataset_config",
     "dataset": "dataset_name",
     "dataset_split": "dataset_train_split",
-    "evaluation_strategy": "eval_strategy",
     "model": "model_name_or_path",
-    "model_name": "model_name_or_path",
     "no_cuda": "use_cpu",
     "revision": "model_revision",
-    "reward_model": "reward_model_name_or_path",
-    "reward_model_path": "reward_model_name_or_path",
     "split": "dataset_train_split",
     "torch_dtype": "dtype",
     "vllm_dtype": "vllm_engine_kwargs",

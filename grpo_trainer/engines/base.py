@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.common import shortened
-from grpo_trainer.config import GRPOConfig, options
+from grpo_trainer.config import OF_SAMPLING, GRPOConfig, options
 from grpo_trainer.data import (
     ImageInputs,
     ProcessingClass,
@@ -36,7 +36,6 @@ Weights = Iterator[tuple[str, Tensor]]
 WeightSource = Callable[[], Weights]
 
 MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
-_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 _NEVER = -100.0  # added to a logit: the least that vLLM takes
 _WALK = "walk"  # the first process tells the others: gather the weights with me
@@ -82,7 +81,7 @@ class Sampling:
         text = None if config is None else config.get_text_config()
         size = len(tokenizer) if text is None else text.vocab_size
         extra = dict(options("generation_kwargs", args.generation_kwargs))
-        settings = {name: extra.pop(name, getattr(args, name)) for name in _PARAMETERS}
+        settings = {name: extra.pop(name, getattr(args, name)) for name in OF_SAMPLING}
         if args.use_sampling_mask:
             settings["sampling_mask_size"] = min(settings["top_k"] + _TIES, len(tokenizer))
         more = _checked("stop_token_ids", extra.pop("stop_token_ids", None), size)
@@ -121,7 +120,7 @@ class Sampling:
     @property
     def parameters(self) -> dict[str, Any]:
         """What all engines have under the same name."""
-        return {name: getattr(self, name) for name in _PARAMETERS}
+        return {name: getattr(self, name) for name in OF_SAMPLING}
 
 
 def image_token_ids(model: nn.Module) -> frozenset[int]:
