@@ -18,12 +18,10 @@ from grpo_trainer.config import check_url
 from grpo_trainer.engines import Completions, TokenIds, WeightSource
 from grpo_trainer.vllm.http import JsonServer, RetryableError, ServerError
 from grpo_trainer.vllm.requests import (
-    Question,
-    ask_all,
-    ask_with_images,
     checked_images,
     checked_prompts,
     completions_of,
+    image_url,
 )
 from grpo_trainer.vllm.transfer import FileTransfer
 
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TEXT_PATH, _IMAGE_PATH = "/v1/completions", "/inference/v1/generate"
 # fields of requests that every server knows
 _KNOWN = {
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"),
@@ -169,19 +168,19 @@ class VLLMClient:
                     "server was restarted, or somebody else sends it weights; a run goes on with "
                     "resume_from_checkpoint"
                 )
-        questions = await self._questions(prompts, images_of, fields)
+        await self._check_known(fields)
+        path, bodies = await self._requests(prompts, images_of, fields)
         model = {"model": self._adapter} if self._adapter else {}
         answers = await together(
-            [
-                self.server.answer("POST", one.path, model | one.body, self.request_timeout)
-                for one in questions
-            ]
+            [self.server.answer("POST", path, model | one, self.request_timeout) for one in bodies]
         )
+        ids = [None if isinstance(prompt, str) else prompt for prompt in prompts]
+        sent = [ids] if path == _TEXT_PATH else [[None]] * len(bodies)
         try:
-            return completions_of(questions, answers, fields, self._vocab_size)
+            return completions_of(sent, answers, fields, self._vocab_size)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
-                f"{self.server.url}{questions[0].path}: expected {fields['n']} completions of "
+                f"{self.server.url}{path}: expected {fields['n']} completions of "
                 f"each of {len(prompts)} prompts: {error!r}; got {str(answers)[:500]}"
             ) from error
 
@@ -263,7 +262,7 @@ class VLLMClient:
             ServerError: the server fails, refuses or answers something else.
         """
         body = {"prompt": [list(ids) for ids in sequences], "max_tokens": 1, "prompt_logprobs": 0}
-        answer = self.server.ask("POST", "/v1/completions", body, timeout=self.request_timeout)
+        answer = self.server.ask("POST", _TEXT_PATH, body, timeout=self.request_timeout)
         choices = sorted(self.server.field(answer, "choices"), key=lambda choice: choice["index"])
         try:
             return [
@@ -283,25 +282,41 @@ class VLLMClient:
         self.close_communicator()
         self.server.close()
 
-    async def _questions(
-        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
-    ) -> list[Question]:
+    async def _check_known(self, fields: dict[str, Any]) -> None:
+        """Raise ValueError if the server would ignore one of ``fields``."""
         extra = fields.keys() - _KNOWN
         unknown = sorted(extra - await self._fields("CompletionRequest")) if extra else []
-        if unknown:  # which the server would ignore
+        if unknown:
             raise ValueError(
                 f"generation_kwargs: {self.server.url} does not know {', '.join(unknown)}"
             )
+
+    async def _requests(
+        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Return a path, and the bodies to send there: one, or one per prompt with images."""
         if not any(images_of):
-            return [ask_all(prompts, fields)]
+            body = {
+                "prompt": prompts,
+                **fields,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                "add_special_tokens": True,  # to texts
+            }
+            return _TEXT_PATH, [body]
         if "content_parts" not in await self._fields("GenerateRequest"):
             raise ServerError(
                 f"{self.server.url}: expected a server that takes images beside token ids: vLLM "
                 "0.32 or later, as `grpo-train serve` starts it"
             )
-        return [
-            ask_with_images(await self._encoded(prompt), own, fields)
-            for prompt, own in zip(prompts, images_of, strict=True)
+        return _IMAGE_PATH, [
+            {
+                "token_ids": await self._encoded(prompt),
+                "content_parts": [{"type": "image_url", "url": image_url(one)} for one in images],
+                "sampling_params": fields,
+                "return_token_ids": True,
+            }
+            for prompt, images in zip(prompts, images_of, strict=True)
         ]
 
     async def _encoded(self, prompt: str | TokenIds) -> TokenIds:

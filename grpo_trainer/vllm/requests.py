@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.image_utils import is_pil_image
 
@@ -49,22 +49,19 @@ def joined(parts: list[list[Request]], rank: int) -> tuple[list[tuple[Request, i
     return counted, slice(first, first + len(parts[rank]))
 
 
-class Question(NamedTuple):
-    """A request to a server."""
-
-    path: str
-    body: dict[str, Any]
-    prompt_ids: list[TokenIds | None]  # of each prompt; None: only the server knows them
-
-
 def completions_of(
-    questions: Sequence[Question],
+    sent: Sequence[Sequence[TokenIds | None]],
     answers: Sequence[Any],
     fields: Mapping[str, Any],
     vocab_size: int | None,
 ) -> tuple[list[TokenIds], Completions]:
-    """Return the prompts' ids, and ``n`` completions per prompt in order. ``fields`` is what was
-    asked for.
+    """Return the prompts' ids, and ``n`` completions per prompt in order.
+
+    Args:
+        sent: the ids of each request's prompts; None: only the server knows them.
+        answers: the server's, one per request.
+        fields: of the requests.
+        vocab_size: ids are below it; None: it is not known.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: an answer is no such thing.
@@ -73,15 +70,15 @@ def completions_of(
     prompt_ids: list[TokenIds] = []
     token_ids: list[TokenIds] = []
     columns: list[tuple[list[Any], list[TokenIds]]] = []
-    for question, answer in zip(questions, answers, strict=True):
+    for known, answer in zip(sent, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(n * len(question.prompt_ids))):
+        if [choice["index"] for choice in choices] != list(range(n * len(known))):
             raise ValueError(f"{len(choices)} choices")
         for choice in choices:
             own = (answer if "prompt_token_ids" in answer else choice)["prompt_token_ids"]
             if choice["index"] % n == 0:
-                sent = question.prompt_ids[choice["index"] // n]
-                prompt_ids.append(checked_ids(own, vocab_size) if sent is None else sent)
+                ids = known[choice["index"] // n]
+                prompt_ids.append(checked_ids(own, vocab_size) if ids is None else ids)
             if own not in (None, prompt_ids[-1]):  # None: that of the choice before
                 raise ValueError("the completion of another prompt")
             token_ids.append(choice["token_ids"])
@@ -147,30 +144,6 @@ def checked_images(images: Any, count: int) -> list[list[Any]]:
         [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]
         for entry in images
     ]
-
-
-def ask_all(prompts: Sequence[str | TokenIds], fields: Mapping[str, Any]) -> Question:
-    """Ask for completions of all of these texts or token ids."""
-    body = {
-        "prompt": prompts,
-        **fields,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "add_special_tokens": True,  # to texts
-    }
-    ids = [None if isinstance(prompt, str) else prompt for prompt in prompts]
-    return Question("/v1/completions", body, ids)
-
-
-def ask_with_images(ids: TokenIds, images: Sequence[Any], fields: Mapping[str, Any]) -> Question:
-    """Ask for completions of token ids with one placeholder for each image."""
-    body = {
-        "token_ids": ids,
-        "content_parts": [{"type": "image_url", "url": image_url(image)} for image in images],
-        "sampling_params": dict(fields),
-        "return_token_ids": True,
-    }
-    return Question("/inference/v1/generate", body, [None])
 
 
 def image_url(image: Any) -> str:
