@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Self, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import torch
@@ -16,7 +17,7 @@ from grpo_kernels import Bounded
 from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.backends import KINDS
 from grpo_kernels.losses import CORRECTION_MODES
-from grpo_trainer.common import setting
+from grpo_trainer.common import hint, setting
 from grpo_trainer.masking import cut_at_secret, masked_url
 
 Rule = Callable[[str, Any], None]  # takes the name of a field and its value
@@ -377,6 +378,18 @@ class GRPOFields:
     vllm_guided_decoding_regex: str | None = setting(
         None, "Deprecated: use vllm_structured_outputs_regex."
     )
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Raise TypeError for an unknown field, with the one that was meant."""
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        for name in values:
+            if name not in parameters and not takes_all:
+                raise TypeError(
+                    f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
+                    f"{hint(name, parameters)}"
+                )
+        return super().__new__(cls)
 
 
 @cache

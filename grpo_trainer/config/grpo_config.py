@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -61,23 +60,8 @@ def pickled_without_secrets() -> Iterator[None]:
         _on_disk.reset(before)
 
 
-class NamedFields:
-    """Says which field was meant, as the command line does, where the constructor knows none."""
-
-    def __new__(cls, *args: Any, **values: Any) -> Self:
-        parameters = inspect.signature(cls.__init__).parameters
-        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-        for name in values:
-            if name not in parameters and not takes_all:
-                raise TypeError(
-                    f"{cls.__name__}.__init__() got an unexpected keyword argument {name!r}"
-                    f"{hint(name, parameters)}"
-                )
-        return super().__new__(cls)
-
-
 @dataclass
-class GRPOConfig(GRPOFields, LossFields, NamedFields, TrainingArguments):
+class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
     """How to train.
 
     The arguments of :class:`~grpo_trainer.GRPOTrainer`: fields of GRPO, which
