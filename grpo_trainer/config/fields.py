@@ -225,7 +225,7 @@ class GRPOFields:
     )
     cache_implementation: str | None = setting(None, "Kind of key-value cache in transformers.")
     generation_batches_ahead: Count = setting(
-        0, "Next generation batches sampled while the current one trains, as by a vLLM server."
+        0, "Generation batches to sample ahead, while training, by an engine such as a vLLM server."
     )
     use_sampling_mask: bool = setting(
         False, "With top_k: take all probabilities over the ids that top_k, top_p and min_p left."

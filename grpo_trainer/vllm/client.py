@@ -68,12 +68,11 @@ class VLLMClient:
         api_key: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if base_url is not None:
-            check_url("base_url", base_url)
         # what a server binds to reach it from everywhere is no host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         host = f"[{host}]" if ":" in host else host
-        url = base_url or f"http://{host}:{server_port}"
+        url = f"http://{host}:{server_port}" if base_url is None else base_url
+        check_url("host" if base_url is None else "base_url", url)
         self.server = JsonServer(url, api_key or os.environ.get("VLLM_API_KEY"))
         self.group_port = group_port
         self.request_timeout = request_timeout

@@ -44,20 +44,16 @@ class NoServerError(RetryableError, ConnectionError):
 
 
 class JsonServer:
-    """One server that speaks JSON, at the root ``url``; user and password in it are sent as basic
-    authentication, ``api_key`` as a bearer token. Requests run on the thread of all coroutines,
-    where they can be cut off.
+    """One server that speaks JSON at ``url``, which :func:`check_url` accepts.
+
+    A user and a password in it are sent as basic authentication, ``api_key`` as a bearer token.
+    Requests run on the thread of all coroutines, where they can be cut off.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         root = url.rstrip("/")
         self.url = masked_url(root)  # for messages
-        try:
-            parts = httpx.URL(root)
-        except httpx.InvalidURL as error:
-            raise ValueError(
-                f"url: expected http://host:port, got {self.url!r}: {error}"
-            ) from error
+        parts = httpx.URL(root)
         if parts.query or parts.fragment:  # paths are appended to it
             raise ValueError(
                 f"url: expected http://host:port without a query, got {self.url!r}; VLLM_API_KEY "

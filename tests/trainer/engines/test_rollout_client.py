@@ -354,7 +354,7 @@ def test_a_password_in_the_url(stub, caplog):
         VLLMClient("127.0.0.1:1")
     with pytest.raises(ValueError, match=r"url: .* without a query, got 'http://.*:1\?\*\*\*'"):
         VLLMClient("http://127.0.0.1:1?key=secret", api_key="secret")
-    with pytest.raises(ValueError, match="url: expected http://host:port, got .*::g"):
+    with pytest.raises(ValueError, match="host: expected http://host:port, got .*::g"):
         VLLMClient(host="::g")
 
 
