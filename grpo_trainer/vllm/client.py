@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tenacity import stop_after_delay
 
 from grpo_trainer.common import together
 from grpo_trainer.config import check_url
@@ -82,7 +82,7 @@ class VLLMClient:
         self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
         self._version = ""  # of the weights that were sent last
         self._adapter = ""  # the model that is they with an adapter; empty: there is none
-        self.server.ask("GET", "/health", tries=math.inf, patience=connection_timeout)
+        self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def get_world_size(self) -> int:
         """Return processes that hold the server's model."""
@@ -240,7 +240,7 @@ class VLLMClient:
             self._files.send(self.server, weights, self._adapter)
         else:
             (self._nccl or self._files).send(self.server, weights)
-        self.server.wait(self.server.retried(self._reset))
+        self.server.wait(self.server.retrying()(self._reset))
         self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
         self.server.ask("POST", "/resume")
 

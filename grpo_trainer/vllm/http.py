@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-import time
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
 
 import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+)
+from tenacity.stop import stop_base
 
 from grpo_trainer.common import start
 from grpo_trainer.masking import masked_url
@@ -19,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # tries of what may work the next time
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice the one before
 _CONNECT_TIMEOUT = 10.0
 _CONNECTIONS = 64  # requests that run at the same time; others wait for them
@@ -82,11 +87,9 @@ class JsonServer:
         path: str,
         body: Any = None,
         timeout: float = 60.0,
-        **limits: float,
+        stop: stop_base = A_FEW,
     ) -> Any:
         """Return the answer of the first try that has one; each may take ``timeout`` seconds.
-
-        ``limits`` are those of :meth:`retried`.
 
         Raises:
             NoServerError: there is no connection.
@@ -94,27 +97,17 @@ class JsonServer:
         """
         # it asks for a content type that no page in a browser may send elsewhere
         body = {} if body is None and method == "POST" else body
-        return await self.retried(partial(self._once, method, path, body, timeout), **limits)
+        return await self.retrying(stop)(self._once, method, path, body, timeout)
 
-    async def retried(
-        self, work: Callable[[], Awaitable[T]], tries: float = 4, patience: float = math.inf
-    ) -> T:
-        """Return what ``work`` does, which is called again where it raises RetryableError: up to
-        ``tries`` times, and not after ``patience`` seconds."""
-        began, delay, count = time.monotonic(), _FIRST_DELAY, 1
-        while True:
-            try:
-                return await work()
-            except RetryableError as error:
-                passed = time.monotonic() - began
-                if count >= tries or passed >= patience:
-                    times = f", {count} times in {passed:.1f} seconds" if count > 1 else ""
-                    advice = f". {_ADVICE}" if isinstance(error, NoServerError) else ""
-                    raise type(error)(f"{error}{times}{advice}") from error
-                if count == 1:
-                    logger.warning("%s; it is tried again", error)
-            await asyncio.sleep(delay)
-            delay, count = min(2 * delay, _LONGEST_DELAY), count + 1
+    def retrying(self, stop: stop_base = A_FEW) -> AsyncRetrying:
+        """Return what repeats work that raises RetryableError, from its start."""
+        return AsyncRetrying(
+            retry=retry_if_exception_type(RetryableError),
+            wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
+            stop=stop,
+            before_sleep=_warn,
+            retry_error_callback=self._give_up,
+        )
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what ``work`` does. An interrupt cuts it off."""
@@ -162,6 +155,19 @@ class JsonServer:
             raise ServerError(
                 f"{request}: expected JSON, got {response.text[:_SHOWN]!r} ({error})"
             ) from error
+
+    def _give_up(self, state: RetryCallState) -> NoReturn:
+        error: Any = state.outcome and state.outcome.exception()
+        advice = _ADVICE if isinstance(error, NoServerError) else ""
+        count, seconds = state.attempt_number, state.seconds_since_start
+        tries = f", {count} times in {seconds:.1f} seconds" if count > 1 else ""
+        raise type(error)(f"{error}{tries}. {advice}".rstrip(". ")) from error
+
+
+def _warn(state: RetryCallState) -> None:
+    """Say once that it is tried again, and why."""
+    if state.attempt_number == 1 and state.outcome is not None:
+        logger.warning("%s; it is tried again", state.outcome.exception())
 
 
 def _first_cause(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from vllm.utils.network_utils import get_ip
 
 from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import WeightSource
-from grpo_trainer.vllm.http import JsonServer
+from grpo_trainer.vllm.http import ONCE, JsonServer
 
 # what vLLM's transfer asks of the server, each at the path of its name -> field of its argument
 _CALLS = {
@@ -69,7 +69,7 @@ class NCCLTransfer(VLLMWeightSource):
         def call(name: str, *value: Any, **named: Any) -> None:
             body = dict(zip((_CALLS[name],), value, strict=False)) | named
             # the broadcast beside it is made once
-            server.ask("POST", f"/{name}", body, timeout=self._timeout, tries=1)
+            server.ask("POST", f"/{name}", body, timeout=self._timeout, stop=ONCE)
 
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()
         info = NCCLTrainerInitInfo(

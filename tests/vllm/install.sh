@@ -13,7 +13,7 @@ torch=$(sed -n 's/^torch==//p' "$root/constraints.txt")
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
 
 install_gpu() {
-    pip vllm pytest pytest-xdist peft datasets accelerate httpx plotly rich
+    pip vllm pytest pytest-xdist peft datasets accelerate httpx tenacity plotly rich
 }
 as_pinned() { if [ -n "$newest" ]; then sed 's/==[^ ]*//g'; else cat; fi; }
 install_cpu() {
