@@ -6,6 +6,7 @@ Each part comes from one function of its own package, and exists only if the run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -336,12 +337,19 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
 
 def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
     """Return what looks at a run, or moves its reference, between steps."""
-    args, loss = trainer.args, trainer.loss_config
+    args = trainer.args
     callbacks: list[TrainerCallback] = []
     if models.reference is not None and args.sync_ref_model:
         callbacks.append(models.reference)
-    if loss.correction_mode or loss.bypasses or loss.off_policy_mask_threshold is not None:
-        callbacks.append(LogprobDoubt(lambda: trainer.rollouts.sampling.most_gain))
+
+    def most_gain() -> float:
+        loss = trainer.loss_config
+        weighted = loss.correction_mode or loss.bypasses
+        if weighted or loss.off_policy_mask_threshold is not None:
+            return trainer.rollouts.sampling.most_gain
+        return math.inf  # the loss reads none
+
+    callbacks.append(LogprobDoubt(most_gain))
     if args.write_report:
         callbacks.append(ReportWriter(trainer))
     return callbacks

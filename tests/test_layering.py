@@ -57,7 +57,7 @@ TRAINER = {
     "experience": "common config data policy monitor rewards engines agents",
     "base": "common config data policy monitor checkpoint",
     "assemble": "common config data policy monitor report rewards engines vllm agents experience",
-    "trl_names": "config rewards assemble",
+    "trl_names": "config experience rewards assemble",
 }
 ROOMS = {
     f"{package}.{name}": {f"{package}.{below}" for below in known.split()}

@@ -30,7 +30,8 @@ from grpo_trainer.config.checks import (
 from grpo_trainer.config.fields import GRPOFields, fields_with, options
 from grpo_trainer.config.loss import (
     LossFields,
-    backward_options,
+    check_backward,
+    check_level,
     check_unused,
     loss_config,
 )
@@ -95,8 +96,9 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
         if self.eval_strategy != "no":
             self.check_eval_batch()
         loss = loss_config(self)
+        check_level(self, loss)
         check_unused(self)
-        backward_options(self)  # which checks the seed
+        check_backward(self, loss)
         check_engine(self, loss)
 
     def to_dict(self) -> dict[str, Any]:

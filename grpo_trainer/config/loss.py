@@ -143,6 +143,41 @@ def check_unused(args: TrainingArguments) -> None:
         warnings.warn(f"{', '.join(unused)}: not used by {args.loss_type}", stacklevel=4)
 
 
+def check_level(args: TrainingArguments, loss: LossConfig) -> None:
+    """Warn of a level of the ratio that is not what the loss, or the level, was made for."""
+    level, own = args.importance_sampling_level, loss.loss.ratio_level
+    if level is None or loss.ratio_level is own:
+        return
+    if loss.ratio_level.per_sequence and not loss.aggregation.by_sequence:
+        warnings.warn(
+            f"importance_sampling_level: with {level!r}, {loss.loss_type} sums over tokens, so "
+            "that a sequence counts by its length; gspo weights sequences alike, as its paper does",
+            stacklevel=4,
+        )
+    if own.per_sequence and not loss.ratio_level.per_sequence:
+        warnings.warn(
+            f"importance_sampling_level: {loss.loss_type} is defined with "
+            f"{loss.loss.importance_sampling_level!r}, got {level!r}",
+            stacklevel=4,
+        )
+
+
+def check_backward(args: TrainingArguments, loss: LossConfig) -> None:
+    """Raise ValueError for a sparse backward where only an exact one is possible."""
+    backward_options(args)  # which checks the seed
+    if args.backward == "exact" or loss.entropy_coef == 0:
+        return
+    for name, is_set in (
+        ("top_entropy_quantile", args.top_entropy_quantile < 1),
+        ("use_sampling_mask", args.use_sampling_mask),
+    ):
+        if is_set:
+            raise ValueError(
+                f"backward: expected 'exact' for an entropy bonus with {name}={getattr(args, name)}"
+                f", got {args.backward!r}"
+            )
+
+
 def backward_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments of ``linear_policy_loss`` that ``args`` describes."""
     arguments: dict[str, Any] = {"activation_bytes": args.activation_bytes}

@@ -197,6 +197,16 @@ RELATIONS = [
     ({"loss_kwargs": '{"a": ' + "[" * 9999}, "loss_kwargs", "expected JSON"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
+    (
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5} | SPARSE,
+        "backward",
+        "'exact' for an entropy bonus with top_entropy_quantile=0.5, got 'sparse'",
+    ),
+    (
+        {"entropy_coef": 0.1, "use_sampling_mask": True, "use_vllm": True, "top_k": 8} | SPARSE,
+        "backward",
+        "'exact' for an entropy bonus with use_sampling_mask=True, got 'sparse'",
+    ),
     ({"seed": 1 << 32} | SPARSE, "seed", "an int in"),
     (
         {"max_tokens_per_micro_batch": 4},
@@ -242,6 +252,8 @@ def test_what_does_not_go_together(make_args, changes, field, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "dapo sums over tokens"),
+        ({"loss_type": "luspo", "importance_sampling_level": "token"}, "defined with 'sequence'"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers: no effect on training"),
     ],
 )
