@@ -199,6 +199,10 @@ def _check_extensions(
     for term in terms:
         if not isinstance(term, Term) or isinstance(term, type):
             raise ValueError(f"terms: expected objects of classes that inherit Term, got {term!r}")
+        if type(term).on_head is Term.on_head and type(term).on_output is Term.on_output:
+            raise ValueError(
+                f"terms: expected a class that defines on_head or on_output, got {term!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from transformers import Trainer
 
 from grpo_kernels.tools import cpu_name, installed_version
 from grpo_trainer.common import plain, whole
-from grpo_trainer.config import NEWER_NAMES
+from grpo_trainer.config import NEWER_NAMES, import_path
 from grpo_trainer.masking import masked
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,10 @@ class RunRecord:
             "engine": trainer.recipe.engine,
             "processes": trainer.accelerator.num_processes,
         }
+        hooks = trainer.recipe.hooks
+        own = {"prompts by": import_path(hooks["prompts"]), "columns": hooks["columns"]}
+        own["terms of the loss"] = hooks["terms"]
+        recipe |= {name: value for name, value in own.items() if value is not None}
         folder = Path(args.output_dir)
         return cls(
             name=masked(args.run_name or folder.resolve().name),

@@ -21,6 +21,7 @@ from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_kernels.losses import Stat
+from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.placement import Placement
@@ -43,17 +44,24 @@ def policy_loss_of(
 
     ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
-    on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
+    of_head = {term: term.on_head(batch, model if policy is None else policy) for term in terms}
     metrics: list[Metrics] = []
+
+    def added(term: Term, output: Any) -> Tensor:
+        if not isinstance(output, tuple) or [type(part) for part in output[1:]] != [Metrics]:
+            raise ValueError(
+                f"terms: expected a loss and Metrics from {type(term).__name__}, got "
+                f"{shortened(output)}"
+            )
+        metrics.append(output[1])
+        return output[0] / tokens.gradient_accumulation_steps
 
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
         loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
         metrics.append(_per_micro_step(of_loss, batch.share))
-        for term in on_head:
-            if term is not None:
-                added, of_term = term(hidden, head)
-                loss = loss + added / tokens.gradient_accumulation_steps
-                metrics.append(of_term)
+        for term, loss_of in of_head.items():
+            if loss_of is not None:
+                loss = loss + added(term, loss_of(hidden, head))
         return loss
 
     more: dict[str, Any] = {}
@@ -63,8 +71,7 @@ def policy_loss_of(
     loss = output.head
     for term in terms:
         if (of_output := term.on_output(batch, output)) is not None:
-            loss = loss + of_output[0] / tokens.gradient_accumulation_steps
-            metrics.append(of_output[1])
+            loss = loss + added(term, of_output)
     return loss, Metrics.merge(metrics)
 
 

@@ -157,6 +157,11 @@ def counts(batch, policy):
     batch.advantages *= 2
 
 
+class OnlyALoss(Term):
+    def on_head(self, batch, policy):
+        return lambda hidden, head: hidden.sum()
+
+
 class ReadsMine(Term):
     def on_head(self, batch, policy):
         assert torch.equal(batch.mine, batch.target + 1)
@@ -178,6 +183,21 @@ class Demonstrations(OwnPrompts):
         samples = super().next(count)
         samples[0].completion_ids = [3, 4, 1]
         return samples
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"columns": [lambda batch, policy: {"mine": 1.0}]},
+            "columns: expected Metrics or None from .*lambda>, got {'mine': 1.0}",
+        ),
+        ({"terms": [OnlyALoss()]}, "terms: expected a loss and Metrics from OnlyALoss, got tensor"),
+    ],
+)
+def test_what_they_return_is_checked(make_trainer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=1, **changes).train()
 
 
 def test_completions_that_the_user_has(make_trainer):
@@ -290,6 +310,7 @@ def test_a_term_is_a_mean_over_the_tokens_of_a_step(make_trainer, steps):
             {"columns": ["kl"]},
             "columns: expected functions of a micro-batch .* got 'kl'",
         ),
+        ({"terms": [type("Idle", (Term,), {})()]}, "terms: expected a class that defines on_head"),
         ({"terms": [Term]}, "terms: expected objects of classes that inherit Term"),
         ({"terms": Term}, "terms: expected a list, got"),
         ({"terms": [len]}, "terms: expected objects of classes that inherit Term, got <built-in"),

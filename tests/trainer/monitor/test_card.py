@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 
-from grpo_trainer import GRPOTrainer
+from grpo_trainer import GRPOTrainer, Term
 from grpo_trainer.monitor import CARD_NAME
 from tests.support.trainer import adapted
 
@@ -33,6 +33,21 @@ def test_card_has_the_recipe(make_trainer):
     assert {"math", "grpo"} <= set(data.tags)
     with pytest.raises(TypeError, match="language"):
         trainer.create_model_card(language="en")
+
+
+def test_card_names_what_the_user_plugged_in(make_trainer):
+    text = saved(make_trainer(columns=[column], terms=[Nothing()]))
+    assert f"| columns | `{__name__}.column` |" in text
+    assert f"| terms of the loss | `{__name__}.Nothing` |" in text and "prompts by" not in text
+
+
+def column(batch, policy):
+    return None
+
+
+class Nothing(Term):
+    def on_head(self, batch, policy):
+        return None
 
 
 def test_an_upload_by_push_to_hub(make_trainer, monkeypatch):
