@@ -44,7 +44,7 @@ def policy_loss_of(
 
     ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
-    of_head = {term: term.on_head(batch, model if policy is None else policy) for term in terms}
+    on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
     metrics: list[Metrics] = []
 
     def added(term: Term, output: Any) -> Tensor:
@@ -59,7 +59,7 @@ def policy_loss_of(
     def head_fn(hidden: Tensor, head: Head) -> Tensor:
         loss, of_loss = linear_policy_loss(hidden, head, tokens, config, **options)
         metrics.append(_per_micro_step(of_loss, batch.share))
-        for term, loss_of in of_head.items():
+        for term, loss_of in zip(terms, on_head, strict=True):
             if loss_of is not None:
                 loss = loss + added(term, loss_of(hidden, head))
         return loss
