@@ -28,6 +28,7 @@ from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
 from tests.trainer.processes.features import held, make_trainer, plain, weights
+from tests.trainer.test_extensions import Replay
 
 Found = dict[str, Any]
 
@@ -250,6 +251,21 @@ def budgeted(placement: str, folder: str) -> Found:
     )
     trainer = make_trainer("token budget", placement, f"{folder}/2", max_tokens_per_micro_batch=9)
     return {"lengths": lengths, "alone": len(alone), "error": refusal(trainer.train)}
+
+
+def replayed(placement: str, folder: str) -> Found:
+    """Return the groups of completions of each generation batch of this process."""
+    seen: list[list[tuple[str, list[int]]]] = []
+    trainer = make_trainer("nothing", placement, folder, prompts=Replay)
+    calculate = trainer._calculate_rewards
+
+    def noted(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Tensor:
+        seen.append(list(zip(prompts, ids, strict=True)))
+        return calculate(inputs, prompts, completions, ids)
+
+    trainer._calculate_rewards = noted  # type: ignore[method-assign]
+    trainer.train()
+    return {"seen": [[batch[i : i + 4] for i in range(0, len(batch), 4)] for batch in seen]}
 
 
 def death(placement: str, folder: str) -> None:

@@ -198,6 +198,17 @@ def test_completions_are_cut_into_as_many_micro_batches_on_each_process(tmp_path
         assert f"max_tokens_per_micro_batch: expected at least {longest}, " in found["error"]
 
 
+def test_each_process_replays_its_own_groups(tmp_path):
+    for found in launch.run(checks.replayed, "ddp", str(tmp_path)):
+        first, *rest = found["seen"]
+        for groups in (first, *rest):  # whole ones, of one prompt each
+            assert all(len({prompt for prompt, _ in group}) == 1 for group in groups)
+        before = first
+        for groups in rest:
+            assert groups[-1] in before and not [x for x in groups[:-1] if x in before]
+            before = before + groups
+
+
 def test_a_process_that_dies_ends_the_run(tmp_path):
     """The other one does not wait for it."""
     with pytest.raises(launch.RanksFailedError) as caught:
