@@ -71,11 +71,8 @@ from grpo_trainer.policy import (
     load_processing_class,
     policy_loss_of,
 )
-from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, score
+from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, columns_of, score
 from grpo_trainer.trl_names import ALIASES, TrlNames, check_overrides
-
-# passed to reward functions under other names
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class GRPOTrainer(TrlNames, BaseTrainer):
@@ -319,14 +316,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
     ) -> Tensor:  # (N, F)
         """Return the rewards of all processes' completions by each function; NaN: it does not
         apply. A subclass may change them; its arguments are this process's."""
-        if any(row.keys() != inputs[0].keys() for row in inputs):
-            raise ValueError(
-                "prompts: expected the same columns in the rows of all samples, got "
-                f"{'; '.join(sorted({', '.join(sorted(row)) or 'none' for row in inputs}))}"
-            )
-        names = [name for name in inputs[0] if name not in _NOT_COLUMNS]
-        columns: dict[str, Any] = {name: [row[name] for row in inputs] for name in names}
-        arguments = columns | {
+        arguments = columns_of(inputs) | {
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids_list,

@@ -11,5 +11,11 @@ from grpo_trainer.rewards.builtin import (
     text_of,
     think_format_reward,
 )
-from grpo_trainer.rewards.call import RewardError, RewardFunction, RewardLog, score
+from grpo_trainer.rewards.call import (
+    RewardError,
+    RewardFunction,
+    RewardLog,
+    columns_of,
+    score,
+)
 from grpo_trainer.rewards.resolve import RewardModel, RewardSource, Tokenizers, resolve_rewards

@@ -7,7 +7,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ _SHOWN_CHARACTERS = 300
 # errors of a reward that expects text and gets messages
 _MESSAGE_ERRORS = (AttributeError, KeyError, TypeError)
 _MAX_REWARD = 1e30  # so that fp32 holds weighted sums and standard deviations
+
+# passed to reward functions under other names
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class RewardError(RuntimeError):
@@ -97,6 +100,21 @@ class RewardFunction:
     name: str
     function: Callable[..., Any]
     is_async: bool = False
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what reward functions get of rows, by column.
+
+    Raises:
+        ValueError: rows have different columns.
+    """
+    if any(row.keys() != rows[0].keys() for row in rows):
+        kinds = sorted({", ".join(sorted(row)) or "none" for row in rows})
+        raise ValueError(
+            f"prompts: expected the same columns in the rows of all samples, got {'; '.join(kinds)}"
+        )
+    names = [name for name in rows[0] if name not in _NOT_COLUMNS]
+    return {name: [row[name] for row in rows] for name in names}
 
 
 def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) -> Tensor:
