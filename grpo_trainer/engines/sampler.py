@@ -71,17 +71,14 @@ class Sampler:
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
     name: str  # of the engine
-    _args: GRPOConfig = field(init=False)  # that ``sampling`` is from
+    _args: GRPOConfig | None = field(default=None, init=False)  # in place of the context's
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _sent: int = field(default=0, init=False)  # bytes of the last update
     _running: list[Started] = field(default_factory=list, init=False)  # or has ended since
 
-    def __post_init__(self) -> None:
-        self._args = self.context.args
-
     def follow(self, args: GRPOConfig) -> None:
         """Sample by ``args`` from now on."""
-        if args is not self._args:
+        if args is not (self._args or self.context.args):
             context, self._args = self.context, args
             self.sampling = Sampling.from_config(
                 args, context.tokenizer, context.policy(), context.vocab_size

@@ -122,7 +122,7 @@ def test_what_is_sent_of_an_adapter(keeps):
     """The base comes once, and again where it was not kept or a checkpoint was loaded."""
     model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES)))
     engine = _Engine(takes_adapter=True, keeps_weights=keeps)
-    context = SimpleNamespace(policy=lambda: model, placement=WHOLE, args=None)
+    context = SimpleNamespace(policy=lambda: model, placement=WHOLE)
     sampler = Sampler(engine, context, None, step=lambda: 0, name="")
     trained = [value for value in model.parameters() if value.requires_grad]
     base = (False, size_of(dict(policy_weights(model)).values()))
