@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainerCallback
 
+from grpo_kernels import Metrics
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.agents import (
     EnvironmentFactory,
@@ -29,6 +30,7 @@ from grpo_trainer.data import (
     Column,
     PromptDataset,
     Prompts,
+    Sample,
     Term,
     check_datasets,
     check_images,
@@ -58,7 +60,7 @@ from grpo_trainer.experience import (
     samples_by,
     teacher_advantages,
 )
-from grpo_trainer.monitor import LogprobDoubt
+from grpo_trainer.monitor import LogprobDoubt, phase
 from grpo_trainer.policy import (
     Placement,
     Reference,
@@ -333,10 +335,21 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
     )
     complete: Source = SingleTurn(sampler)
     if (function := inputs.rollout_func) is not None:
-        complete = partial(samples_by, lambda prompts: function(prompts, trainer), sampler)
+        by_function = partial(samples_by, lambda prompts: function(prompts, trainer), sampler)
+        complete = _timed(by_function)
     elif inputs.toolbox or inputs.environments is not None:
-        complete = ToolLoop(sampler, inputs.toolbox, inputs.environments)
+        complete = _timed(ToolLoop(sampler, inputs.toolbox, inputs.environments))
     return Rollouts(sampler=sampler, complete=complete, compare=compare, plan=plan)
+
+
+def _timed(source: Source) -> Source:
+    """Count all of a source's time as generation: its tools run then."""
+
+    def complete(samples: list[Sample]) -> Metrics:
+        with phase("generate"):
+            return source(samples)
+
+    return complete
 
 
 def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:

@@ -283,8 +283,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             if not sample.inputs and sample.row is not None:  # it is the user's, or replayed
                 sample.inputs = own_copy(sample.row) | sample.columns
         if any_process(bool(new), accelerator):
-            with phase("generate"):
-                metrics.add(self._rollouts.complete(new))
+            metrics.add(self._rollouts.complete(new))
         if self._inputs.prompts is not None:
             align_columns(samples, self.args.use_sampling_mask, accelerator)
         self._reward_log = log = RewardLog(len(samples))

@@ -37,7 +37,7 @@ def fill_columns(batch: MicroBatch, columns: Sequence[Column], policy: nn.Module
         if not unchanged or versions != (advantages._version, target._version):
             batch.lengths = batch.active_lengths = None  # they counted what was active before
     batch.samples = None
-    return Metrics.merge(logged)
+    return logged[0] if len(logged) == 1 else Metrics.merge(logged)
 
 
 def old_logprobs(placement: Placement, settings: Settings, in_evaluation: bool) -> Column:

@@ -72,7 +72,7 @@ def policy_loss_of(
     for term in terms:
         if (of_output := term.on_output(batch, output)) is not None:
             loss = loss + added(term, of_output)
-    return loss, Metrics.merge(metrics)
+    return loss, metrics[0] if len(metrics) == 1 else Metrics.merge(metrics)
 
 
 def _per_micro_step(metrics: Metrics, share: float) -> Metrics:
