@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
 _COMPARISON_NAME = "comparison.html"
 _FILES = 200  # of completions: at most so many are read, evenly over the run
-_COLUMNS = 5  # steps beside one another
+_COLUMNS = 5  # steps next to each other
 _PROMPTS = 3
 _PER_STEP = 3  # completions of a prompt: the best, the middle one and the worst
 

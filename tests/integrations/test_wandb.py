@@ -1,4 +1,4 @@
-"""W&B, offline, gets the table of completions beside the metrics."""
+"""W&B, offline, gets the table of completions next to the metrics."""
 
 from __future__ import annotations
 

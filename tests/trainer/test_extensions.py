@@ -114,7 +114,10 @@ class OwnPrompts(Prompts):
 
 def test_prompts_without_a_dataset(make_trainer):
     seen: list[list[tuple[str, list[int]]]] = []
-    reward = lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids]  # noqa: E731
+
+    def reward(completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
     changes = {"prompts": OwnPrompts, "train_dataset": None, "eval_dataset": None, "max_steps": 2}
     trainer = make_trainer(reward, kind=watched(seen), **changes)
     trainer.train()
