@@ -147,7 +147,7 @@ class BaseTrainer(Trainer):
         else:
             rows = Numbered(rows)
         loader = super()._get_dataloader(rows, *args, **kwargs)
-        loader.device = None  # accelerate makes rows anew to move them, without their number
+        loader.device = None  # to move rows, accelerate copies them without their number
         return loader
 
     def _get_eval_sampler(self, eval_dataset: Numbered) -> list[int]:

@@ -1,8 +1,8 @@
 """From the tokens of a turn to the assistant's message, tool calls included.
 
-transformers' parser of response templates is new, and still changes from version to version. So
-what a text can make it raise, a ``ValueError``, is told apart from what an unsupported version
-raises, which ends the run: at its start, where the chat template is tried.
+transformers' parser of response templates is new, and still changes from version to version. A
+``ValueError`` means that a text cannot be read. Any other error means that the version is not
+supported; it ends the run, at its start, when the chat template is tried.
 """
 
 from __future__ import annotations

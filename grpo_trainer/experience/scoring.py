@@ -176,7 +176,7 @@ def fill(
     everyone = [sample for part in rounds for sample in gather_object(part.samples)]
     rewards = torch.cat([part.rewards for part in rounds])
     rewards = rewards[torch.tensor(places, device=rewards.device)]
-    samples = [everyone[place] for place in places[share(len(places), accelerator)]]
-    num_tokens = torch.stack([part.num_tokens for part in rounds]).sum()
     own = share(len(places), accelerator)
+    samples = [everyone[place] for place in places[own]]
+    num_tokens = torch.stack([part.num_tokens for part in rounds]).sum()
     return Scored(samples, rewards, compare(rewards, samples, size), num_tokens, own), metrics

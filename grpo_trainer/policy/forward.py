@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_kernels import Head, LossConfig, Metrics, TokenBatch, linear_logprobs, linear_policy_loss
-from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.fused_head import HeadFn
 from grpo_kernels.hf import add_fused_head, is_patched
 from grpo_kernels.losses import Stat
@@ -94,12 +93,6 @@ class RouterLoss(Term):
         value = output.aux_loss.detach().double()
         logged = Metrics({"aux_loss": Stat("mean", value, torch.ones_like(value))})
         return self.coef * batch.share * output.aux_loss, logged
-
-
-def teacher_kl(divergence: Tensor, batch: MicroBatch) -> Metrics:
-    """Return the mean divergence of tokens from a teacher; it is 0 at others."""
-    count = (batch.target != IGNORE_INDEX).double().sum()
-    return Metrics({"teacher_kl": Stat("mean", divergence.detach().double().sum(), count)})
 
 
 def target_logprobs(

@@ -21,7 +21,7 @@ from grpo_kernels.batch import IGNORE_INDEX
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import HeadTerm, LossAndMetrics, MicroBatch, Term
-from grpo_trainer.policy.forward import Reference, run, target_logprobs, teacher_kl
+from grpo_trainer.policy.forward import Reference, run, target_logprobs
 from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
 
@@ -107,7 +107,7 @@ class Teacher(Term):
         gain = self._logprobs(batch, policy) - batch.old_logprobs
         gain = gain.where(batch.target != IGNORE_INDEX, 0.0)
         batch.add_to_advantages(self._args.distillation_coef * gain)
-        return teacher_kl(-gain, batch)
+        return batch.token_mean("teacher_kl", -gain)
 
     def _logprobs(self, batch: MicroBatch, policy: nn.Module) -> Tensor:  # (B, L)
         if self._reference is not None:
@@ -159,6 +159,6 @@ class Teacher(Term):
                 weights=(args.distillation_coef * share).expand(in_loss.shape),
                 vocab_size=min(head.vocab_size, teacher_head.vocab_size),
             )
-            return output.loss, teacher_kl(output.divergence, batch)
+            return output.loss, batch.token_mean("teacher_kl", output.divergence)
 
         return divergence

@@ -78,7 +78,7 @@ class VLLMClient:
         self.request_timeout = request_timeout
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
-        self._nccl: NCCLTransfer | None = None  # of weights, but for adapters
+        self._nccl: NCCLTransfer | None = None  # for weights; adapters go by file
         self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
         self._version = ""  # of the weights that were sent last
         self._adapter = ""  # the model that is they with an adapter; empty: there is none

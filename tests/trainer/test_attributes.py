@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.monitor import LogprobDoubt
 from grpo_trainer.rewards import think_format_reward
 from grpo_trainer.trl_names import TrlNames
 from tests.support.trainer import BackgroundEngine, lengths_reward
@@ -64,7 +66,7 @@ def test_fields_of_the_configuration_can_be_read(make_trainer):
     assert {name: getattr(trainer, name) for name in expected} == expected
     assert trainer.ref_model.training is False
     with pytest.raises(AttributeError, match="GRPOTrainer has no attribute 'num_generation'"):
-        trainer.num_generation  # noqa: B018
+        _ = trainer.num_generation
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "epsilon_low"])
@@ -155,3 +157,12 @@ def test_sampling_stays_with_overlap(make_trainer, tokenizer):
         trainer.change(top_p=0.9)
     trainer.change(epsilon=0.1)
     assert trainer.epsilon_low == 0.1
+
+
+def test_a_warning_about_log_probabilities_follows_the_loss(make_trainer):
+    trainer = make_trainer(vllm_importance_sampling_correction=False)
+    [doubt] = [x for x in trainer.callback_handler.callbacks if isinstance(x, LogprobDoubt)]
+    assert doubt._most_gain() == math.inf  # the loss reads none
+    trainer.change(off_policy_mask_threshold=0.5)
+    trainer._follow_settings()
+    assert doubt._most_gain() == 0

@@ -58,6 +58,7 @@ def test_masks_log_probabilities_and_extra_columns(train):
     known = batch.rollout_logprobs[batch.target >= 0]
     assert torch.equal(known, torch.full((8,), -1.0))
     [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert "profiling/generate" in log  # the time of the function, not of the rewards
     assert log["completions/mean_length"] == 2 and log["rewards/reward/mean"] == 15
     assert log["completions/clipped_ratio"] == 0
 
