@@ -43,7 +43,7 @@ _FREE = (
     "*_from_checkpoint", "ddp_*", "do_*", "enable_jit_checkpoint", "ignore_data_skip", "local_rank",
     "trust_remote_code",
     # memory, and the way to the engine
-    "*_checkpointing*", "ds3_gather_for_generation", "torch_empty_cache_steps",
+    "*_checkpointing*", "ds3_gather_for_generation", "mlp_tile_tokens", "torch_empty_cache_steps",
     "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_group_port",
     "vllm_request_timeout", "vllm_server_*", "vllm_tensor_parallel_size", "vllm_weight*",
     # compared in another form

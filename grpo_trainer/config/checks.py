@@ -204,7 +204,7 @@ def adopt_old_names(args: TrainingArguments) -> None:
 def check_inherited(args: TrainingArguments) -> None:
     """Raise ValueError if transformers has set what cannot work here; warn of one without effect.
 
-    Liger is kept from patching the head, whose forward computes our loss.
+    Liger is kept from patching the head, whose forward computes our loss, and MLPs in tiles.
     """
     for tracker in args.report_to:
         check_name("report_to", tracker, INTEGRATION_TO_CALLBACK)
@@ -227,13 +227,19 @@ def check_inherited(args: TrainingArguments) -> None:
             stacklevel=4,
         )
     if args.use_liger_kernel:
-        patches = dict.fromkeys(("fused_linear_cross_entropy", "cross_entropy"), False)
-        args.liger_kernel_config = patches | (args.liger_kernel_config or {})
-        for name in patches:
+        reasons = dict.fromkeys(
+            ("fused_linear_cross_entropy", "cross_entropy"),
+            "the loss of this trainer is fused already",
+        )
+        if args.mlp_tile_tokens is not None:
+            reasons |= dict.fromkeys(
+                ("swiglu", "geglu"), "mlp_tile_tokens sets the forward of MLPs itself"
+            )
+        args.liger_kernel_config = dict.fromkeys(reasons, False) | (args.liger_kernel_config or {})
+        for name, reason in reasons.items():
             if args.liger_kernel_config[name]:
                 raise ValueError(
-                    f"liger_kernel_config[{name!r}]: expected False, got True: the loss of this "
-                    "trainer is fused already"
+                    f"liger_kernel_config[{name!r}]: expected False, got True: {reason}"
                 )
 
 

@@ -145,11 +145,14 @@ class GRPOFields:
     logging_steps: float = setting(10, "Log every this many steps; below 1: a share of all steps.")
     gradient_checkpointing: bool | None = setting(None, "Recompute activations; None: on.")
     gradient_checkpointing_kwargs: Options = setting(
-        None, "Arguments of torch.utils.checkpoint and of transformers."
+        None, "Arguments of torch.utils.checkpoint, and offload and every_n_layers."
     )
     activation_checkpointing: bool | None = setting(None, "Newer name of gradient_checkpointing.")
     activation_checkpointing_kwargs: Options = setting(
         None, "Newer name of gradient_checkpointing_kwargs."
+    )
+    mlp_tile_tokens: AtLeastOne | None = setting(
+        None, "Run MLPs over tiles of so many tokens, and again in the backward; None: whole."
     )
     bf16: bool | None = setting(None, "bf16 mixed precision; None: on if the GPU has it.")
     logging_nan_inf_filter: bool = setting(

@@ -39,6 +39,7 @@ from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
 from grpo_trainer.masking import cut_at_secret
 from grpo_trainer.policy.forward import evaluating
+from grpo_trainer.policy.tiled_mlp import tile_mlps
 
 _SIDE = 64  # pixels of an image that is tried
 # what models raise for what another one takes
@@ -97,7 +98,7 @@ def load_policy(
     A name may be that of a saved adapter, which is trained on.
 
     Raises:
-        ValueError: there is no such model, or the adapter cannot be trained.
+        ValueError: there is no such model, the adapter cannot be trained, or MLPs not be tiled.
     """
     if isinstance(model, str):
         model = load_model(model, args, quantization_config)
@@ -120,6 +121,7 @@ def load_policy(
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+    tile_mlps(base_policy(model), args.mlp_tile_tokens)
     return model
 
 

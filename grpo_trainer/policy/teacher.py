@@ -24,6 +24,7 @@ from grpo_trainer.data import HeadTerm, LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.forward import Reference, run, target_logprobs
 from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
+from grpo_trainer.policy.tiled_mlp import tile_mlps
 
 # token ids of whole sequences to the log-probability of each token after the first
 LogprobsFunction: TypeAlias = Callable[[list[list[int]]], Sequence[Sequence[float]]]
@@ -87,6 +88,7 @@ class Teacher(Term):
                 )
             self.vocab_size = min(own, ids)
             add_fused_head(base_policy(model))
+            tile_mlps(base_policy(model), args.mlp_tile_tokens)
             self._reference = Reference(placement, model.requires_grad_(False).eval())
         if placement.sharded and not self.by_logprobs:
             raise ValueError(

@@ -1,0 +1,127 @@
+"""MLPs that run over tiles of tokens: what is alive inside of one is bounded by the tile.
+
+Tiled MLPs are Arctic Long Sequence Training's, arXiv:2506.13996. Each tile is a checkpoint of
+torch's, so random numbers, autocast and hooks of parameters are as without tiles. What all tiles
+begin with is saved before the first one runs: a layer that is checkpointed itself has then all that
+its backward needs, and does not run its MLP a second time for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
+
+# classes of transformers whose output for a token depends on that token only
+TOKEN_WISE = (
+    *("ApertusMLP", "ArceeMLP", "Cohere2MLP", "CohereMLP", "Ernie4_5MLP", "Exaone4MLP"),
+    *("Gemma2MLP", "Gemma3MLP", "GemmaMLP", "Glm4MLP", "GlmMLP", "GraniteMLP", "HeliumMLP"),
+    *("HunYuanDenseV1MLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP"),
+    *("MllamaTextMLP", "NemotronMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Phi3MLP", "PhiMLP"),
+    *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
+    *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
+)
+
+
+def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
+    """Run the MLP of each layer over tiles of so many ``tokens``, with None as a whole again.
+
+    The backward computes each tile again. Outputs and gradients are the same up to rounding, and
+    names of weights stay. Parts for images are left as they are.
+
+    Raises:
+        ValueError: there is a layer without an MLP, or with one that is not known to be token-wise.
+    """
+    for module in model.modules():
+        if isinstance(module, _Tiled):
+            take_off(_Tiled, module)
+    if tokens is None:
+        return
+    for mlp in [_mlp_of(layer, model) for layer in _layers_of(model)]:
+        lay_over(_Tiled, mlp)
+        mlp.tile_tokens = tokens
+
+
+def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise _unsupported(model, "no list of layers")
+    return layers
+
+
+def _mlp_of(layer: nn.Module, model: PreTrainedModel) -> Any:
+    mlp = getattr(layer, "mlp", None)
+    if mlp is None:
+        raise _unsupported(model, f"a {type(layer).__name__} without mlp")
+    kind = type(mlp)
+    if kind.__name__ not in TOKEN_WISE or not kind.__module__.startswith("transformers."):
+        raise _unsupported(model, f"a {kind.__name__}")
+    if "forward" in vars(mlp):  # it would hide that of a class
+        raise _unsupported(model, f"a {kind.__name__} with a patched forward")
+    return mlp
+
+
+def _unsupported(model: PreTrainedModel, got: str) -> ValueError:
+    return ValueError(
+        "mlp_tile_tokens: expected a model whose layers have an mlp that treats each token by "
+        f"itself ({', '.join(TOKEN_WISE)}), got {got} in {type(model).__name__}; set it to None"
+    )
+
+
+class _Tiled(ForwardOverlay):
+    """What :func:`tile_mlps` makes of an MLP."""
+
+    tile_tokens: int
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:  # (..., D)
+        rows = hidden.flatten(0, -2)
+        tiles = rows.split(self.tile_tokens)
+        own_forward = super().forward
+        if torch.is_grad_enabled():
+            again = _Tiles(rows, self.tile_tokens, own_forward)
+            # a tile comes in a list, which nothing saves
+            done = [
+                checkpoint(again.run, index, [tile], use_reentrant=False)
+                for index, tile in enumerate(tiles)
+            ]
+        else:
+            done = [own_forward(tile) for tile in tiles]
+        return torch.cat(done).unflatten(0, hidden.shape[:-1])
+
+
+class _Tiles:
+    """Runs tiles, and runs them again in the backward, when it takes them from what was saved."""
+
+    def __init__(self, rows: Tensor, size: int, forward: Callable[[Tensor], Tensor]) -> None:
+        start = torch.empty(0, requires_grad=True)  # or frozen rows would not be saved
+        self._saved: Any = _Save.apply(start, rows).grad_fn
+        self._size = size
+        self._forward = forward
+        self._tiles: tuple[Tensor, ...] = ()
+
+    def run(self, index: int, first: list[Tensor]) -> Tensor:
+        if first:
+            return self._forward(first.pop())
+        if not self._tiles:
+            [rows] = self._saved.saved_tensors
+            self._tiles = rows.split(self._size)
+        return self._forward(self._tiles[index])
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor for a backward, in the order in which others are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return start.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nothing uses the output")
