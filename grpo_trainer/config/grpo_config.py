@@ -16,6 +16,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_kernels import LossConfig
 from grpo_trainer.common import hint
+from grpo_trainer.config.checkpointing import check_checkpointing
 from grpo_trainer.config.checks import (
     adopt_old_names,
     check_engine,
@@ -82,6 +83,7 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
     def __post_init__(self) -> None:
         parse_json_fields(self)
         adopt_old_names(self)
+        check_checkpointing(self)
         join_newer_names(self)
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
@@ -168,7 +170,9 @@ def check_arguments(args: Any, processing_class: Any) -> None:
     """Raise ValueError unless they are a configuration of this trainer, and what makes tokens."""
     if not isinstance(args, GRPOConfig):
         raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {type(args)}")
-    join_newer_names(args)  # one may have been set since
+    # one may have been set since
+    check_checkpointing(args)
+    join_newer_names(args)
     kinds = (PreTrainedTokenizerBase, ProcessorMixin, NoneType)
     if not isinstance(processing_class, kinds):
         raise ValueError(
