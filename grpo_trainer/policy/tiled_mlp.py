@@ -23,7 +23,7 @@ TOKEN_WISE = (
     *("ApertusMLP", "ArceeMLP", "Cohere2MLP", "CohereMLP", "Ernie4_5MLP", "Exaone4MLP"),
     *("Gemma2MLP", "Gemma3MLP", "GemmaMLP", "Glm4MLP", "GlmMLP", "GraniteMLP", "HeliumMLP"),
     *("HunYuanDenseV1MLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP"),
-    *("MllamaTextMLP", "NemotronMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Phi3MLP", "PhiMLP"),
+    *("NemotronMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Phi3MLP", "PhiMLP"),
     *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
     *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
 )

@@ -194,6 +194,7 @@ def images() -> Changes:
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 DYNAMIC = {"dynamic_sampling": True, "max_resampling_rounds": 2, "reward_funcs": rare_reward}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "lm_head"]}
+OF_MLP = LORA | {"target_modules": ["q_proj", "gate_proj", "down_proj"]}
 
 FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "nothing": {},
@@ -242,6 +243,8 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "tools": agents,
     "images": images,
     "packed": {"packing": "packed", "beta": 0.05, "gradient_checkpointing": True},
+    "tiles": {"mlp_tile_tokens": 7, "beta": 0.05, "gradient_checkpointing": True},
+    "tiles of all layers": lambda: {"mlp_tile_tokens": 7, "peft_config": LoraConfig(**OF_MLP)},
     "teacher": lambda: {"teacher": padded_teacher()},
     "tied": {"model": tied, "beta": 0.05},
     "lora": lambda: {"peft_config": LoraConfig(**LORA), "beta": 0.05},
