@@ -1,0 +1,217 @@
+"""Gradient checkpointing: its arguments, what each keeps, and that none changes what is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from transformers import modeling_utils
+
+from grpo_trainer.config import check_arguments, checkpointing
+from tests.support.trainer import CannedEngine, lengths_reward, logged, parameters
+from tests.tools.test_plan import LiveBytes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of names that transformers calls old
+    pytest.mark.skipif(
+        "offload" not in checkpointing._of_transformers(), reason="transformers is older"
+    ),
+]
+
+NAMES = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+LORA = {"r": 2, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": "all-linear"}
+EVERY_SECOND = {"every_n_layers": 2}
+OFFLOAD = {"offload": True}
+
+
+class Host(saved_tensors_hooks):
+    """Keeps tensors outside of torch, as pinned memory is outside of a GPU; counts their bytes."""
+
+    taken = 0
+
+    def __init__(self, **options: Any) -> None:
+        assert options == {"pin_memory": True, "device_type": "cpu"}
+        super().__init__(self._pack, self._unpack)
+
+    @classmethod
+    def _pack(cls, x: Tensor) -> Any:
+        cls.taken += x.nbytes
+        return x.dtype, x.shape, x.detach().contiguous().view(torch.uint8).numpy().copy()
+
+    @staticmethod
+    def _unpack(kept: Any) -> Tensor:
+        dtype, shape, values = kept
+        return torch.from_numpy(values).view(dtype).view(shape).clone()
+
+
+def unpinned(pin_memory: bool, **options: Any) -> save_on_cpu:
+    assert pin_memory  # which a machine without a GPU has not
+    return save_on_cpu(pin_memory=False, **options)
+
+
+@pytest.fixture(params=["of torch", "outside of torch"])
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = unpinned if request.param == "of torch" else Host
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", made)
+    monkeypatch.setattr(Host, "taken", 0)
+
+
+@pytest.fixture
+def train(make_trainer, policy):
+    def train(**changes: Any) -> tuple[Any, Tensor]:
+        """Return what two steps log, and the weights after them."""
+        settings = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"}
+        settings |= {"gradient_checkpointing": True} | changes
+        if settings.pop("adapted", False):
+            peft = pytest.importorskip("peft")
+            settings["peft_config"] = peft.LoraConfig(**LORA)
+        model = copy.deepcopy(policy)
+        trainer = make_trainer(lengths_reward, model, CannedEngine(), **settings)
+        trainer.train()
+        assert len(trainer.state.log_history) > 2
+        return logged(trainer), parameters(trainer.model)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"packing": "packed"}, {"adapted": True}, {"mlp_tile_tokens": 5}],
+    ids=["padded", "packed", "adapter", "tiles"],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_offload_changes_no_bit(train, host, name: str, changes: dict[str, Any]) -> None:
+    logged_with, weights_with = train(**changes, **{name: OFFLOAD})
+    logged_without, weights_without = train(**changes)
+    assert logged_with == logged_without
+    assert torch.equal(weights_with, weights_without)
+
+
+@pytest.mark.parametrize("more", [{}, OFFLOAD], ids=["kept", "offloaded"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_checkpointing_some_layers_changes_no_bit(train, host, adapted: bool, more: Any) -> None:
+    name = NAMES[0]
+    logged_with, weights_with = train(adapted=adapted, **{name: EVERY_SECOND | more})
+    logged_without, weights_without = train(adapted=adapted)
+    assert logged_with == logged_without
+    assert torch.equal(weights_with, weights_without)
+
+
+@contextmanager
+def checkpointed(model: Any, **options: Any) -> Iterator[Any]:
+    """Enable gradient checkpointing as transformers' trainer does."""
+    model.gradient_checkpointing_enable(**options)
+    yield model
+    model.gradient_checkpointing_disable()
+
+
+def growth(model: Any, tokens: int) -> int:
+    there = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
+    with LiveBytes(*there) as live:
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        hidden = model.model(input_ids=ids).last_hidden_state
+        hidden.backward(torch.ones_like(hidden))
+    return live.growth
+
+
+def test_what_leaves_the_device(tiny_qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offload the bytes of a token no longer grow with the number of layers."""
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Host)
+    monkeypatch.setattr(Host, "taken", 0)
+    few, many, width = 6, 10, 32
+
+    def per_token(layers: int, **options: Any) -> float:
+        with checkpointed(tiny_qwen3(layers), **options) as model:
+            growth(model, 2)  # the gradients of parameters are there from now on
+            return (growth(model, 384) - growth(model, 128)) / 256
+
+    of_layer = 4 * width  # a hidden state in fp32
+    assert per_token(many) - per_token(few) == (many - few) * of_layer
+    assert Host.taken == 0
+    assert per_token(many, **OFFLOAD) == per_token(few, **OFFLOAD)
+    assert Host.taken == (many + few) * of_layer * (2 + 384 + 128)
+    # every second layer keeps all of its inside
+    assert per_token(many, **EVERY_SECOND) > per_token(many) + (many - few) / 2 * 10 * of_layer
+
+
+@pytest.fixture
+def tiny_qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def make(layers: int) -> Any:
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        return Qwen3ForCausalLM(config).train()
+
+    return make
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ofload": True}, r": expected one of .*every_n_layers, offload.* \(is it offload\?\)"),
+        ({"every_n_layers": 0}, r"\['every_n_layers'\]: expected an integer >= 1, got 0"),
+        ({"every_n_layers": 1.5}, r"\['every_n_layers'\]: expected an integer >= 1, got 1.5"),
+        ({"offload": "no"}, r"\['offload'\]: expected True or False, got 'no'"),
+        ({"use_reentrant": 0}, r"\['use_reentrant'\]: expected True or False, got 0"),
+        ([1], r": expected a dictionary, as JSON"),
+    ],
+)
+def test_wrong_arguments(make_args, name: str, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=name + message):
+        make_args(gradient_checkpointing=None, **{name: arguments})
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+@pytest.mark.parametrize("arguments", [OFFLOAD, EVERY_SECOND, {"use_reentrant": False}])
+def test_arguments_without_checkpointing(make_args, kind: str, arguments: dict[str, Any]) -> None:
+    switch, name = f"{kind}_checkpointing", f"{kind}_checkpointing_kwargs"
+    off = {"gradient_checkpointing": None} | {switch: False}
+    with pytest.raises(ValueError, match=f"{name}: expected None with {switch}=False.*, got"):
+        make_args(**off, **{name: arguments})
+    args = make_args(gradient_checkpointing=None, **{name: arguments})
+    assert args.gradient_checkpointing is True  # the default
+    args.gradient_checkpointing = args.activation_checkpointing = False
+    with pytest.raises(ValueError, match="expected None with gradient_checkpointing=False"):
+        check_arguments(args, None)
+
+
+def test_known_arguments_pass(make_args) -> None:
+    for arguments in (
+        {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "none"},
+        OFFLOAD | EVERY_SECOND,
+        {},
+        None,
+    ):
+        args = make_args(gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
+        assert args.activation_checkpointing_kwargs == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version"), [(OFFLOAD, "5.17"), (EVERY_SECOND, "5.16")], ids=["offload", "every"]
+)
+def test_an_older_transformers(make_args, monkeypatch, arguments: Any, version: str) -> None:
+    class Older:
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+            pass
+
+    monkeypatch.setattr(checkpointing, "PreTrainedModel", Older)
+    monkeypatch.setattr(checkpointing.transformers, "__version__", "5.15.0")
+    with pytest.raises(ValueError, match=rf"expected transformers>={version} .*, got 5\.15\.0"):
+        make_args(gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
+    make_args(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
