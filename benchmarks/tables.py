@@ -49,6 +49,7 @@ LAYOUTS = {
     "exactness": Layout("Exactness on hard inputs"),
     "skipping": Layout("Rows without a gradient", BARE),
     "lora": Layout("LoRA steps of two trainers", errors=True),
+    "activations": Layout("What a body keeps", "plain", notes=True, errors=True),
     "real": Layout("Steps of a pretrained model", notes=True, errors=True),
     "curves": Layout("Whole runs of a pretrained model", together=True, notes=True),
     "optimizers": Layout("Sparse backwards by optimizer", together=True, notes=True),

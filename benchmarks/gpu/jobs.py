@@ -223,6 +223,12 @@ JOBS = (
         sources=_TRAINER,
     ),
     _suite(
+        "activations",
+        "What offload, every_n_layers and tiles of MLPs save in an 8B body, and what they cost.",
+        275,
+        sources=("grpo_trainer/policy/tiled_mlp.py",),
+    ),
+    _suite(
         "sparse",
         "Whether a sparse backward is faster than the bare GEMMs, and at which error.",
         240,

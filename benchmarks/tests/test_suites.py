@@ -23,7 +23,7 @@ NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
-    *("real", "curves", "sparsity", "mismatch"),
+    *("real", "curves", "sparsity", "mismatch", "activations"),
 )
 _UNTIMED = ("accuracy", "sparsity", "mismatch", "curves")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
