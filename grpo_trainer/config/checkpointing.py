@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, TrainingArguments
@@ -43,6 +44,11 @@ def check_checkpointing(args: TrainingArguments) -> None:
             )
         if key in _RULES:
             _RULES[key](f"{name}[{key!r}]", value)
+    if arguments.get("offload") and not torch.accelerator.is_available():
+        raise ValueError(
+            f"{name}['offload']: expected False without a GPU, where activations are in main "
+            "memory, got True"
+        )
 
 
 def _set_name(args: TrainingArguments, ending: str) -> str:

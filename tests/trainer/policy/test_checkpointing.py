@@ -55,8 +55,14 @@ def unpinned(pin_memory: bool, **options: Any) -> save_on_cpu:
     return save_on_cpu(pin_memory=False, **options)
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let offload pass, as on a machine with a GPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)
+
+
 @pytest.fixture(params=["of torch", "outside of torch"])
-def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
     made = unpinned if request.param == "of torch" else Host
     monkeypatch.setattr(modeling_utils, "save_on_cpu", made)
     monkeypatch.setattr(Host, "taken", 0)
@@ -179,7 +185,7 @@ def test_wrong_arguments(make_args, name: str, arguments: Any, message: str) -> 
 
 @pytest.mark.parametrize("kind", ["gradient", "activation"])
 @pytest.mark.parametrize("arguments", [OFFLOAD, EVERY_SECOND, {"use_reentrant": False}])
-def test_arguments_without_checkpointing(make_args, kind: str, arguments: dict[str, Any]) -> None:
+def test_arguments_without_checkpointing(make_args, gpu, kind: str, arguments: Any) -> None:
     switch, name = f"{kind}_checkpointing", f"{kind}_checkpointing_kwargs"
     off = {"gradient_checkpointing": None} | {switch: False}
     with pytest.raises(ValueError, match=f"{name}: expected None with {switch}=False.*, got"):
@@ -191,7 +197,7 @@ def test_arguments_without_checkpointing(make_args, kind: str, arguments: dict[s
         check_arguments(args, None)
 
 
-def test_known_arguments_pass(make_args) -> None:
+def test_known_arguments_pass(make_args, gpu) -> None:
     for arguments in (
         {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "none"},
         OFFLOAD | EVERY_SECOND,
@@ -200,6 +206,14 @@ def test_known_arguments_pass(make_args) -> None:
     ):
         args = make_args(gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
         assert args.activation_checkpointing_kwargs == arguments
+
+
+@pytest.mark.skipif("torch.accelerator.is_available()")
+@pytest.mark.parametrize("name", NAMES)
+def test_offload_without_a_gpu(make_args, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\['offload'\]: expected False without a GPU"):
+        make_args(gradient_checkpointing=None, **{name: OFFLOAD})
+    make_args(gradient_checkpointing=None, **{name: {"offload": False}})
 
 
 @pytest.mark.parametrize(

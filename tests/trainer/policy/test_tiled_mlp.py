@@ -1,4 +1,4 @@
-"""MLPs over tiles of tokens: the same outputs and gradients, a bound on memory, and what is tiled."""
+"""MLPs over tiles of tokens: the gradients of whole ones, a bound on memory, what is tiled."""
 
 from __future__ import annotations
 
