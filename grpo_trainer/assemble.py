@@ -62,6 +62,7 @@ from grpo_trainer.experience import (
 )
 from grpo_trainer.monitor import LogprobDoubt, phase
 from grpo_trainer.policy import (
+    AlikeRounding,
     Placement,
     Reference,
     RouterLoss,
@@ -69,6 +70,7 @@ from grpo_trainer.policy import (
     TeacherSource,
     base_policy,
     check_images_run,
+    check_optimizer,
     check_placement,
     check_processor,
     make_pack,
@@ -229,6 +231,7 @@ def assemble_models(trainer: Trainer, inputs: Inputs, peft_config: Any | None) -
     check_processor(trainer.processing_class, policy)
     check_images(inputs.train_dataset, inputs.eval_dataset, trainer.processing_class)
     placement = placement_of(trainer.accelerator)
+    check_optimizer(trainer, placement)
     reference = make_reference(policy, args, peft_config, placement)
     add_fused_head(base_policy(policy))
     teacher = _teacher(inputs.teacher, trainer, placement)
@@ -367,6 +370,8 @@ def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
         return math.inf  # the loss reads none
 
     callbacks.append(LogprobDoubt(most_gain))
+    if args.world_size > 1 and not models.placement.late:
+        callbacks.append(AlikeRounding())
     if args.write_report:
         callbacks.append(ReportWriter(trainer))
     return callbacks

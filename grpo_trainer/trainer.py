@@ -66,10 +66,12 @@ from grpo_trainer.monitor import (
     value_metric,
 )
 from grpo_trainer.policy import (
+    OptimizerClass,
     TeacherSource,
     load_policy,
     load_processing_class,
     policy_loss_of,
+    with_learning_rate,
 )
 from grpo_trainer.rewards import RewardLog, RewardSource, Tokenizers, columns_of, score
 from grpo_trainer.trl_names import ALIASES, TrlNames, check_overrides
@@ -94,7 +96,8 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             the one that belongs to the model.
         reward_processing_classes: tokenizers of reward models, one per reward function. Default,
             and None among them: the one that belongs to the model.
-        callbacks, optimizers: as in ``transformers.Trainer``.
+        callbacks, optimizers, optimizer_cls_and_kwargs: as in ``transformers.Trainer``; the
+            optimizer of the last has ``learning_rate`` unless it names an ``lr``.
         quantization_config: how a model given by name is quantised; needs ``peft_config``.
         peft_config: a new adapter, such as ``peft.LoraConfig``: only that is trained and saved.
         tools: functions, plain or ``async``, that the model can call; with type hints, and a
@@ -153,6 +156,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         prompts: MakePrompts | None = None,
         columns: Sequence[Column] = (),
         terms: Sequence[Term] = (),
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
     ) -> None:
         check_overrides(type(self), GRPOTrainer)
         args = args if args is not None else GRPOConfig()
@@ -173,6 +177,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             columns=columns,
             terms=terms,
         )
+        optimizer_class = with_learning_rate(optimizer_cls_and_kwargs, optimizers, args)
         self.settings = Settings(args)
         set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
@@ -185,6 +190,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             processing_class=processing_class or load_processing_class(policy, args),
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_class,
             # our loss is already scaled for gradient accumulation; Trainer takes that from here
             compute_loss_func=linear_policy_loss,
         )

@@ -36,6 +36,7 @@ from grpo_trainer.config.loss import (
     check_unused,
     loss_config,
 )
+from grpo_trainer.config.optimizers import optimizer_of
 from grpo_trainer.masking import masked
 
 _on_disk = ContextVar("_on_disk", default=False)
@@ -94,6 +95,7 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
         set_padding(self)
         check_token_budget(self)
         check_inherited(self)
+        optimizer_of(self)
         set_generation_batch(self)
         if self.eval_strategy != "no":
             self.check_eval_batch()

@@ -19,6 +19,12 @@ from grpo_trainer.policy.load import (
     router_coef,
     takes_images,
 )
+from grpo_trainer.policy.optimizers import (
+    AlikeRounding,
+    OptimizerClass,
+    check_optimizer,
+    with_learning_rate,
+)
 from grpo_trainer.policy.packing import make_pack
 from grpo_trainer.policy.placement import (
     WHOLE,

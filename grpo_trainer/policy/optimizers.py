@@ -1,0 +1,144 @@
+"""Optimizers of other libraries: what they do not work with, and rounding at random on replicas."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
+
+from grpo_trainer.config import GRPOConfig, optimizer_of
+from grpo_trainer.policy.placement import FullyShard, Placement, Zero
+
+OptimizerClass = tuple[type[Optimizer], dict[str, Any]]  # and what it is called with
+
+_ROUNDS = "bf16_stochastic_round"  # torchao's name
+
+
+def with_learning_rate(
+    chosen: OptimizerClass | None, optimizers: tuple[Any, Any], args: GRPOConfig
+) -> OptimizerClass | None:
+    """Return ``optimizer_cls_and_kwargs`` with ``learning_rate``, unless they have one.
+
+    Raises:
+        ValueError: they are no class and dictionary, or there are ``optimizers`` as well.
+    """
+    if chosen is None:
+        return None
+    name = "optimizer_cls_and_kwargs"
+    kind, settings = chosen if isinstance(chosen, tuple) and len(chosen) == 2 else (None, None)
+    if not isinstance(kind, type) or not isinstance(settings, dict):
+        raise ValueError(f"{name}: expected a class and a dictionary, got {chosen!r}")
+    if optimizers[0] is not None:
+        raise ValueError(f"optimizers, {name}: expected one of them, got both")
+    return kind, {"lr": args.learning_rate} | settings
+
+
+def check_optimizer(trainer: Trainer, placement: Placement) -> None:
+    """Raise ValueError if the optimizer does not work with the policy's weights, or with where they
+    are; warn of settings that another one replaces."""
+    args = trainer.args
+    name, kind, settings = _chosen(trainer)
+    if name != "optim":
+        defaults = {field: _default(args, field) for field in ("optim", "optim_args")}
+        unused = [field for field, value in defaults.items() if getattr(args, field) != value]
+        if unused:
+            warnings.warn(f"{', '.join(unused)}: no effect with {name}", stacklevel=4)
+    if kind is None:
+        return
+    if settings.get(_ROUNDS):
+        _check_rounding(trainer, placement)
+    if isinstance(placement, FullyShard):
+        _check_shards(name, kind, torch.bfloat16 in _trained(trainer, placement))
+    if kind.__name__ == "CPUOffloadOptimizer":
+        _check_offload(args, name)
+
+
+def _chosen(trainer: Trainer) -> tuple[str, Any, dict[str, Any]]:
+    """Return the argument that chooses the optimizer, its class and its settings."""
+    if trainer.optimizer is not None:
+        rounds = getattr(trainer.optimizer, _ROUNDS, False)
+        return "optimizers", type(trainer.optimizer), {_ROUNDS: rounds}
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return "optimizer_cls_and_kwargs", *trainer.optimizer_cls_and_kwargs
+    return "optim", *optimizer_of(trainer.args)
+
+
+def _default(args: TrainingArguments, name: str) -> Any:
+    return type(args).__dataclass_fields__[name].default
+
+
+def _trained(trainer: Trainer, placement: Placement) -> set[torch.dtype]:
+    """Return the dtypes of the weights that the optimizer updates."""
+    if isinstance(placement, FullyShard) and trainer.accelerator.mixed_precision != "no":
+        return {torch.float32}  # accelerate makes them so
+    return {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad}
+
+
+def _check_shards(name: str, kind: type[Optimizer], bfloat16: bool) -> None:
+    library = kind.__module__.partition(".")[0]
+    if library == "bitsandbytes" or kind is Adafactor:
+        raise ValueError(
+            f"{name}: expected an optimizer of torch or torchao (adamw_torch_8bit) under FSDP2, "
+            f"whose shards {kind.__name__} of {library} cannot update"
+        )
+    if bfloat16 and kind.__name__ in ("AdamW8bit", "AdamW4bit"):
+        raise ValueError(
+            f"{name}: expected float32 weights, which are bfloat16 in computation with "
+            f"mixed_precision=bf16, for {kind.__name__} under FSDP2, got bfloat16 (dtype=bfloat16)"
+        )
+
+
+def _check_rounding(trainer: Trainer, placement: Placement) -> None:
+    trained = _trained(trainer, placement)
+    if torch.bfloat16 not in trained:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
+        raise ValueError(
+            f"{_ROUNDS}: expected False, or bfloat16 weights to train (dtype=bfloat16), which it "
+            f"rounds; got {shown}"
+        )
+    if isinstance(placement, Zero):
+        raise ValueError(
+            f"{_ROUNDS}: expected False under DeepSpeed, which updates a float32 copy of the "
+            "weights, got True"
+        )
+
+
+def _check_offload(args: GRPOConfig, name: str) -> None:
+    if args.device.type not in ("cuda", "xpu"):
+        raise ValueError(
+            f"{name}: expected CPUOffloadOptimizer with a GPU only, got {args.device.type}"
+        )
+    if args.max_grad_norm > 0:
+        raise ValueError(
+            "max_grad_norm: expected 0 with CPUOffloadOptimizer, which has copied the gradients "
+            f"before they are clipped, got {args.max_grad_norm}"
+        )
+
+
+class AlikeRounding(TrainerCallback):
+    """Lets processes that each have the whole policy round its weights alike.
+
+    ``bf16_stochastic_round`` draws from torch's generator, which is at another number on each
+    process. Without this the copies of the policy would drift apart.
+    """
+
+    def __init__(self) -> None:
+        self._step = ExitStack()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: Any, control: Any, **models: Any
+    ) -> None:
+        optimizer = models["optimizer"].optimizer  # inside accelerate's
+        if getattr(optimizer, _ROUNDS, False):
+            devices = [args.device] if args.device.type == "cuda" else []
+            self._step.enter_context(torch.random.fork_rng(devices))
+            torch.manual_seed(args.seed + state.global_step)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: Any, control: Any, **models: Any
+    ) -> None:
+        self._step.close()
