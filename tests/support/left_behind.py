@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pyarrow import parquet
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.support.trainer import differs_between_runs
 
@@ -24,6 +25,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         kept = {name: v for name, v in value.items() if not differs_between_runs(str(name))}
         return {name: plain(v) for name, v in kept.items()}
+    if is_traceable_wrapper_subclass(value):  # torchao's
+        names, rest = value.__tensor_flatten__()
+        return {name: plain(getattr(value, name)) for name in names} | {"rest": plain(rest)}
     if isinstance(value, torch.Tensor):
         bits = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
         return value.dtype, tuple(value.shape), bits.numpy().tobytes()

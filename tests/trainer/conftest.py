@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -16,6 +17,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
+
+
+@pytest.fixture
+def uncompiled():
+    """Run torchao's steps as they are written: to compile them for each shape takes a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture

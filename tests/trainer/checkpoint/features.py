@@ -102,6 +102,11 @@ def dropout(**changes: Any) -> Changes:
     return {"model": model} | changes
 
 
+def rounded(**changes: Any) -> Changes:
+    model = make_policy(make_tokenizer(), seed=0).bfloat16()
+    return {"model": model, "optim_args": "bf16_stochastic_round=True"} | changes
+
+
 def stream(**changes: Any) -> Changes:
     rows = Dataset.from_list([{"prompt": f"{i}="} for i in range(6)])
     return {"train_dataset": rows.to_iterable_dataset().shuffle(7, buffer_size=4)} | changes
@@ -297,6 +302,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "plateau": EVALUATED | BEST | {"lr_scheduler_type": "reduce_lr_on_plateau"},
     "adafactor": {"optim": "adafactor"},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "8-bit states": {"optim": "adamw_8bit"},
+    "8-bit states of torchao": {"optim": "adamw_torch_8bit"},
+    "bf16 weights, rounded at random": lambda: rounded(optim="adamw_torch_4bit"),
     "bf16": {"bf16": True},
     "dropout": lambda: dropout(gradient_checkpointing=True, num_iterations=2),
     "noise": {"neftune_noise_alpha": 5.0},

@@ -12,6 +12,7 @@ from tests.trainer.checkpoint.features import FEATURES, SAVED, STEPS, trainer
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("uncompiled"),
     pytest.mark.filterwarnings("ignore"),  # peft's, on tied weights and switched adapters
 ]
 
