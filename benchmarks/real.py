@@ -66,6 +66,7 @@ class Setup:
     lora: bool = False  # whether only an adapter is trained
     frozen_head: bool = False  # with the embeddings, whose weight it is
     muon: bool = False  # in place of AdamW; vectors are not trained
+    rounded: bool = False  # whether AdamW rounds its bf16 weights at random
     changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
 
 
@@ -196,6 +197,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         train_dataset=load_dataset("json", data_files=str(train_file), split="train"),
         eval_dataset=load_dataset("json", data_files=str(eval_file), split="train"),
         peft_config=LoraConfig(**_LORA) if setup.lora else None,
+        **({"optimizer_cls_and_kwargs": rounded_adamw()} if setup.rounded else {}),
     )
     trainer.remove_callback(PrinterCallback)
     if setup.frozen_head:
@@ -208,6 +210,13 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
             row for row in range(len(rows)) for _ in range(each)
         ]
     return trainer
+
+
+def rounded_adamw() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return AdamW with states as wide as its weights, which rounds bf16 weights at random."""
+    from torchao.optim.adam import _AdamW
+
+    return _AdamW, {"bf16_stochastic_round": True, "weight_decay": 0.0}
 
 
 class _Muon(torch.optim.Muon):

@@ -26,6 +26,7 @@ from benchmarks.results import RESULTS, ROOT, Group, Row, load
 from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.test_optimizers import WAYS
+from benchmarks.test_states import LAST, STATES
 from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
 
 NOT_MEASURED = "not measured yet"
@@ -36,6 +37,7 @@ DOCUMENTS = (
     "docs/guides/limited-vram.md",
     "docs/guides/exactness.md",
     "docs/guides/real-model.md",
+    "docs/guides/optimizers.md",
 )
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
@@ -161,6 +163,32 @@ def optimizers(kind: str) -> str:
         ])  # fmt: skip
     before = fmean(row.info["held_out"][0] for rows in runs.values() for row in rows)
     caption = f"{tables.caption(groups)} The held-out reward was {before:.3f} before."
+    return f"{caption}\n\n{text.markdown(table)}"
+
+
+def states(kind: str) -> str:
+    """Write what whole runs with fewer bits of weights and states reach, over their seeds."""
+    groups = [group for group in newest(kind)[1] if group.benchmark == "states"]
+    runs: dict[str, list[Row]] = {}
+    for row in (row for group in groups for row in group.rows if row.runs):
+        runs.setdefault(row.provider, []).append(row)
+    if not runs:
+        return NOT_MEASURED
+    titles = "mean reward", f"of the last {LAST} steps", "held out", "small updates kept"
+    table = [["", *titles]]
+    for name in (name for name in STATES if name in runs):
+        infos = [row.info for row in runs[name]]
+        rewards = [info["rewards"] for info in infos]
+        values = (
+            [fmean(of_run) for of_run in rewards],
+            [fmean(of_run[-LAST:]) for of_run in rewards],
+            [info["held_out"][-1] for info in infos],
+        )
+        kept = f"{fmean(info['kept'] for info in infos):.2f}"
+        table.append([STATES[name].note, *map(text.mean_and_spread, values), kept])
+    one = groups[0]
+    seeds = len({group.facts["seed"] for group in groups})
+    caption = f"{one.about}, {seeds} seeds: the mean and its spread; {one.where}; {one.source}."
     return f"{caption}\n\n{text.markdown(table)}"
 
 

@@ -53,6 +53,7 @@ LAYOUTS = {
     "real": Layout("Steps of a pretrained model", notes=True, errors=True),
     "curves": Layout("Whole runs of a pretrained model", together=True, notes=True),
     "optimizers": Layout("Sparse backwards by optimizer", together=True, notes=True),
+    "states": Layout("Weights and optimizer states in fewer bits", together=True, notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "sparse": Layout("Steps with a sparse backward", BARE, notes=True),
     "entries": Layout("The passes of a sparse backward", notes=True, errors=True),

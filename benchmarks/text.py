@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from statistics import median
+from statistics import fmean, median
 
 Lines = list[list[str]]  # of cells; the first line is the header
 
@@ -54,6 +54,11 @@ def spread(values: Sequence[float]) -> str:
         return ""
     middle, *ends = map(ratio, (median(values), min(values), max(values)))
     return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """Write the mean, and in brackets from which to which."""
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def bold(text: str) -> str:

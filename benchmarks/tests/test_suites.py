@@ -23,9 +23,9 @@ NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
-    *("real", "curves", "sparsity", "mismatch", "activations"),
+    *("real", "curves", "states", "sparsity", "mismatch", "activations"),
 )
-_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves")
+_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
 OURS = PROVIDERS[0]
 

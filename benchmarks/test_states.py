@@ -1,0 +1,142 @@
+"""Whole runs of the demo's task by weights and optimizer states in fewer bits.
+
+A case is one way with one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from benchmarks.child import ask
+from benchmarks.conftest import Session
+from benchmarks.measure import attempt
+from benchmarks.providers.base import lacking
+from benchmarks.real import RealCase, Setup, rounded_adamw, run
+from benchmarks.results import Row
+
+_STEPS, _SEEDS = 60, (0, 1, 2)
+LAST = 10  # steps whose mean reward is that at the end
+# of the demo, with half of its completions
+_TASK: dict[str, Any] = {
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "linear",
+    "entropy_coef": 0.05,
+    "loss_type": "dapo",
+    "epsilon_high": 0.2,
+    "per_device_train_batch_size": 256,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 16,
+    "max_completion_length": 4,
+    "num_generations_eval": 4,
+    "per_device_eval_batch_size": 512,
+}
+_SMALL = 1e-6  # the trainer's default learning rate
+_BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+_ROUNDED = {"optim_args": "bf16_stochastic_round=True"}
+
+
+def _way(note: str, rounded: bool = False, **settings: Any) -> Setup:
+    changes = _TASK | {"optim": "adamw_torch"} | settings
+    return Setup(note=note, package="grpo_trainer", rounded=rounded, changes=changes)
+
+
+STATES = {
+    "fp32": _way("fp32 weights and states"),
+    "fp32-8bit": _way("8-bit states of bitsandbytes", optim="adamw_8bit"),
+    "fp32-adafactor": _way("Adafactor", optim="adafactor"),
+    "bf16": _way("bf16 weights and states", **_BF16),
+    "bf16-rounded": _way("the same, rounded at random", rounded=True, **_BF16),
+    "bf16-rounded-8bit": _way(
+        "8-bit states of torchao, rounded at random", optim="adamw_torch_8bit", **_BF16, **_ROUNDED
+    ),
+    "bf16-rounded-4bit": _way(
+        "4-bit states of torchao, rounded at random", optim="adamw_torch_4bit", **_BF16, **_ROUNDED
+    ),
+}
+CASES = {
+    "tiny": [RealCase(2, 0, name, tiny=True) for name in ("fp32", "bf16-rounded-8bit")],
+    "cpu": [RealCase(_STEPS, seed, name, tiny=True) for seed in _SEEDS for name in STATES],
+}
+
+
+def names(case: RealCase) -> list[str]:
+    return [case.setup]
+
+
+def about(case: RealCase, device: str) -> str:
+    return f"{case.steps} steps of 256 completions of the demo's task"
+
+
+def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
+    way = STATES[case.setup]
+    row = Row(case.setup, way.note, info={"work": f"seed {case.seed}"})
+    row.leave_out("absent", lacking("bitsandbytes", "torchao"))
+    if row.runs:
+        with attempt(row):
+            _fill(row, case, *ask(_uncompiled, way, case, session.device))
+    return [row]
+
+
+def _uncompiled(way: Setup, case: RealCase, device: str) -> tuple[dict[str, Any], float]:
+    """Return what a run logged, and which share of small updates arrives.
+
+    The optimizers' steps are not compiled: that would take longer than a run.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        return run(way, case, device), kept(way, case.seed)
+
+
+def kept(way: Setup, seed: int) -> float:
+    """Return the share of a step with the trainer's default learning rate that arrives, of weights
+    as large as those of pretrained models; the step in fp32 is the whole."""
+    generator = torch.Generator().manual_seed(seed)
+    start = 0.02 * torch.randn(512, 512, generator=generator).bfloat16()
+    gradient = torch.randn(start.shape, generator=generator)
+    exact = _moved(way, torch.float32, start, gradient)
+    dtype = torch.bfloat16 if "model_init_kwargs" in way.changes else torch.float32
+    moved = _moved(way, dtype, start, gradient)
+    return float((moved * exact).sum() / (exact * exact).sum())
+
+
+def _moved(way: Setup, dtype: torch.dtype, start: Tensor, gradient: Tensor) -> Tensor:
+    """Return how far the first step goes."""
+    args = TrainingArguments(
+        optim=way.changes["optim"],
+        optim_args=way.changes.get("optim_args"),
+        learning_rate=_SMALL,
+        use_cpu=True,
+    )
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    if way.rounded:
+        kind, settings = rounded_adamw()
+    weight = nn.Parameter(start.to(dtype))
+    weight.grad = gradient.to(dtype)
+    kind([weight], **{"lr": _SMALL} | settings).step()
+    return weight.detach().double() - start.double()
+
+
+def _fill(row: Row, case: RealCase, found: dict[str, Any], kept: float) -> None:
+    rewards, held_out = found["rewards"], found["held_out"]
+    row.info |= {"rewards": rewards, "held_out": held_out, "kept": kept}
+    complete = len(rewards) == case.steps and len(held_out) == 2
+    finite = all(map(math.isfinite, (*rewards, *held_out, kept)))
+    row.leave_out("wrong", None if complete and finite else "a step is missing or not finite")
+    if row.runs:
+        row.cells = {
+            "mean reward": f"{fmean(rewards):.3f}",
+            "at the end": f"{fmean(rewards[-LAST:]):.3f}",
+            "held out": f"{held_out[-1]:.3f}",
+            "small updates kept": f"{kept:.2f}",
+        }
+
+
+def test_states(row: Row) -> None:
+    """Train the demo's policy."""
+    assert row.info["rewards"]
