@@ -200,10 +200,13 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             self._columns = check_policy(self, models)
         self._rollouts = assemble_rollouts(self, inputs, models)
         self.rollouts = self._rollouts.sampler
+        # as they are loaded: under FSDP2 and DeepSpeed mixed precision casts what is placed
+        dtypes = sorted({str(weight.dtype) for weight in policy.parameters()})
         self.recipe = Recipe(
             rewards=self._rollouts.compare.weight_of,
             engine=self.rollouts.name,
-            hooks=inputs.hooks,
+            hooks=inputs.hooks
+            | {"dtypes of the model": dtypes, "optimizer_cls_and_kwargs": optimizer_class},
         )
         if args.log_completions:  # before other callbacks, which may read the files
             self._completions = CompletionLog(args)

@@ -75,7 +75,6 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "reward_funcs": list(recipe.rewards),
         "reward_weights": list(recipe.rewards.values()),
         "engine": recipe.engine,
-        "dtypes of the model": sorted({str(weight.dtype) for weight in trainer.model.parameters()}),
         "peft_config": None,
     }
     if is_peft_model(trainer.model):
