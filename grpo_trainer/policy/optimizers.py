@@ -16,6 +16,7 @@ from grpo_trainer.policy.placement import FullyShard, Placement, Zero
 OptimizerClass = tuple[type[Optimizer], dict[str, Any]]  # and what it is called with
 
 _ROUNDS = "bf16_stochastic_round"  # torchao's name
+_IN_BLOCKS = ("AdamW8bit", "AdamW4bit")  # of torchao
 
 
 def with_learning_rate(
@@ -53,6 +54,12 @@ def check_optimizer(trainer: Trainer, placement: Placement) -> None:
         _check_rounding(trainer, placement)
     if isinstance(placement, FullyShard):
         _check_shards(name, kind, torch.bfloat16 in _trained(trainer, placement))
+    if isinstance(placement, Zero) and kind.__name__ in _IN_BLOCKS:
+        raise ValueError(
+            f"{name}: expected an optimizer of torch or bitsandbytes (adamw_8bit) under DeepSpeed, "
+            f"from which {kind.__name__} of torchao gets all weights in one row, whose states it "
+            "keeps in float32 unless blocks divide it"
+        )
     if kind.__name__ == "CPUOffloadOptimizer":
         _check_offload(args, name)
 
@@ -85,7 +92,7 @@ def _check_shards(name: str, kind: type[Optimizer], bfloat16: bool) -> None:
             f"{name}: expected an optimizer of torch or torchao (adamw_torch_8bit) under FSDP2, "
             f"whose shards {kind.__name__} of {library} cannot update"
         )
-    if bfloat16 and kind.__name__ in ("AdamW8bit", "AdamW4bit"):
+    if bfloat16 and kind.__name__ in _IN_BLOCKS:
         raise ValueError(
             f"{name}: expected float32 weights, which are bfloat16 in computation with "
             f"mixed_precision=bf16, for {kind.__name__} under FSDP2, got bfloat16 (dtype=bfloat16)"
