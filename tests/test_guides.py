@@ -188,6 +188,23 @@ def test_from_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(at_the_head[1]) == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
+def test_optimizer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    write_policy(tmp_path / "path" / "to" / "model", seed=0)
+    monkeypatch.chdir(tmp_path)
+    (settings,) = blocks(page("optimizers"), "yaml")
+    (tmp_path / "run.yaml").write_text(settings)
+    _, args = parse(
+        ["--config", "run.yaml", "--dataset_name", "x", "--reward_funcs", "x", "--use_cpu"]
+    )
+    assert args.optim == "adamw_torch_8bit" and args.model_init_kwargs == {"dtype": "bfloat16"}
+    (code,) = blocks(page("optimizers"), "python")
+    init = 'model_init_kwargs={"dtype": "bfloat16"}'
+    assert init in code
+    with torch.compiler.set_stance("force_eager"):
+        assert train(code)["grad_norm"] > 0
+
+
 def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script writes prompts and grades; the settings train, with a tiny model for Qwen3's."""
     monkeypatch.chdir(tmp_path)
