@@ -302,6 +302,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "plateau": EVALUATED | BEST | {"lr_scheduler_type": "reduce_lr_on_plateau"},
     "adafactor": {"optim": "adafactor"},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "a class of optimizer": {"optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 1e-2})},
     "8-bit states": {"optim": "adamw_8bit"},
     "8-bit states of torchao": {"optim": "adamw_torch_8bit"},
     "bf16 weights, rounded at random": lambda: rounded(optim="adamw_torch_4bit"),

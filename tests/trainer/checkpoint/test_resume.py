@@ -107,7 +107,11 @@ def test_what_is_trained_otherwise_is_refused(make, checkpoint):
 
 
 def test_a_part_that_is_gone_is_refused(make):
-    changes = {"peft_config": LORA, "dynamic_prompts_fn": hint}
+    changes = {
+        "peft_config": LORA,
+        "dynamic_prompts_fn": hint,
+        "optimizer_cls_and_kwargs": (torch.optim.SGD, {}),
+    }
     make(**changes).train()
     for gone in changes:
         left = {name: value for name, value in changes.items() if name != gone}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -17,7 +18,9 @@ from torchao.optim.adam import _AdamW
 from torchao.optim.cpu_offload import CPUOffloadOptimizer
 from transformers import Adafactor, BitsAndBytesConfig, PreTrainedModel
 
+from grpo_trainer import GRPOConfig
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
+from grpo_trainer.policy import WHOLE, check_optimizer
 from tests.support.trainer import CannedEngine, parameters, rows_reward
 
 ROUNDED = "bf16_stochastic_round=True"
@@ -320,7 +323,14 @@ def test_no_class(make_trainer, chosen):
         make_trainer(optimizer_cls_and_kwargs=chosen)
 
 
-def test_states_in_main_memory_need_a_gpu(make_trainer, monkeypatch):
+def test_states_in_main_memory_need_a_gpu_and_whole_gradients(make_args, make_trainer, monkeypatch):
     chosen = CPUOffloadOptimizer, {}
     with pytest.raises(ValueError, match="CPUOffloadOptimizer with a GPU only, got cpu"):
         make_trainer(optimizer_cls_and_kwargs=chosen)
+    args = make_args(max_grad_norm=0.5)
+    monkeypatch.setattr(GRPOConfig, "device", torch.device("cuda"))
+    trainer = SimpleNamespace(args=args, optimizer=None, optimizer_cls_and_kwargs=chosen)
+    with pytest.raises(ValueError, match="max_grad_norm: expected 0 with CPUOffload.*got 0.5"):
+        check_optimizer(trainer, WHOLE)
+    trainer.args.max_grad_norm = 0.0
+    check_optimizer(trainer, WHOLE)
