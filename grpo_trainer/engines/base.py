@@ -186,6 +186,7 @@ class RolloutEngine(Protocol):
 
     keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
     takes_adapter: bool = False  # LoRA's factors come with ``adapter=True``, weights once before
+    has_base: bool = False  # with ``takes_adapter``: it loads those weights itself, they never come
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None

@@ -1,7 +1,8 @@
 """Completions of the policy as it is now, whichever engine samples them.
 
 Engines get its weights as a checkpoint has them: plain names, tied heads, adapters merged in. Those
-that can apply a LoRA adapter get the weights below it once, and then its factors.
+that can apply a LoRA adapter get the weights below it once, unless they load them, and then its
+factors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from grpo_trainer.engines.base import (
 )
 from grpo_trainer.engines.transformers import TransformersEngine
 from grpo_trainer.monitor import log_value, phase
-from grpo_trainer.policy import WHOLE, Placement, base_policy
+from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
@@ -144,14 +145,17 @@ class Sampler:
         version = (self.step(), parameter_versions(policy, placement))
         keeps = getattr(self.engine, "keeps_weights", True)
         adapter = getattr(self.engine, "takes_adapter", False)
+        has_base = adapter and getattr(self.engine, "has_base", False)
+        sends_base = not has_base and (not adapter or not keeps or self._version is None)
         if self._version != version or not keeps:
             self._wait()
             source = partial(policy_weights, policy, placement, merged=not adapter)
             with phase("sync"):
-                if not adapter or not keeps or self._version is None:
+                if sends_base:
                     self.engine.update_weights(lambda: self._counted(source()))
                 if adapter:
-                    below = 0 if keeps else self._sent  # what stays is no part of an update
+                    # what stays is no part of an update
+                    below = self._sent if sends_base and not keeps else 0
                     factors = partial(adapter_weights, policy, placement)
                     self.engine.update_weights(lambda: self._counted(factors(), below), True)
             self._version = version
@@ -289,14 +293,16 @@ def policy_weights(
     copy of that layer, so there is never a second model in memory.
 
     Raises:
-        ValueError: the policy's base is quantised, which cannot be merged exactly.
+        ValueError: the policy's base is quantized: no adapter can be merged into it exactly, and
+            no engine takes its weights as they are packed.
     """
     base = base_policy(policy)
     if is_peft_model(policy):
-        if getattr(base, "is_quantized", False):
+        if is_quantized(base):
             raise ValueError(
-                "use_vllm: expected a policy in full precision, got adapters on a quantised base, "
-                "which cannot be merged into it exactly"
+                "policy: expected weights in full precision, got an adapter on a quantized base, "
+                "into which it cannot be merged exactly; an engine with takes_adapter and has_base "
+                "gets only the adapter"
             )
         weights = _unwrapped(policy, placement, merged)
     else:

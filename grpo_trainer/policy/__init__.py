@@ -12,6 +12,7 @@ from grpo_trainer.policy.load import (
     base_policy,
     check_images_run,
     check_processor,
+    is_quantized,
     load_policy,
     load_pretrained,
     load_processing_class,

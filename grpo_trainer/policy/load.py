@@ -100,8 +100,10 @@ def load_policy(
     Raises:
         ValueError: there is no such model, the adapter cannot be trained, or MLPs not be tiled.
     """
+    revision = None
     if isinstance(model, str):
         model = load_model(model, args, quantization_config)
+        revision = options("model_init_kwargs", args.model_init_kwargs).get("revision")
     else:
         settings = {
             "model_init_kwargs": args.model_init_kwargs,
@@ -115,7 +117,7 @@ def load_policy(
     if args.cast_lm_head_to_fp32:
         keep_head_in_fp32(model)
     if peft_config is not None:
-        model = _with_adapter(model, peft_config)
+        model = _with_adapter(model, peft_config, revision)
     prepare_adapter(model, args)
     if args.disable_dropout:
         for module in model.modules():
@@ -184,8 +186,13 @@ def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
     return kind.from_pretrained(name, **settings)
 
 
-def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
-    """Return ``model`` under a new adapter, the only thing that is then trained."""
+def _with_adapter(
+    model: PreTrainedModel, peft_config: Any, revision: str | None
+) -> PreTrainedModel:
+    """Return ``model`` under a new adapter, the only thing that is then trained.
+
+    The adapter's configuration names the base, and its ``revision``.
+    """
     _require_peft("peft_config")
     from peft import PeftConfig, get_peft_model
 
@@ -199,7 +206,7 @@ def _with_adapter(model: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
             "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
             "one, merge the old one first (merge_and_unload)"
         )
-    return get_peft_model(model, peft_config)
+    return get_peft_model(model, peft_config, revision=revision)
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
@@ -211,8 +218,8 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
                 "model: expected a peft.PeftModel, got adapters loaded by transformers; use "
                 "peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)"
             )
-        if getattr(model, "is_quantized", False):
-            raise ValueError("peft_config: expected one with a quantised model, got None")
+        if is_quantized(model):
+            raise ValueError("peft_config: expected one with a quantized model, got None")
         return
     for config in model.peft_config.values():
         if config.is_prompt_learning:
@@ -229,7 +236,7 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         raise ValueError(
             f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
         )
-    if getattr(base_policy(model), "is_quantized", False):
+    if is_quantized(model):
         for name, parameter in model.named_parameters():
             # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves
             if parameter.requires_grad and "magnitude" not in name:
@@ -297,6 +304,11 @@ def check_images_run(
 def takes_images(model: PreTrainedModel) -> bool:
     """Return whether ``model`` has a part for images."""
     return getattr(base_policy(model).config, "vision_config", None) is not None
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether the weights of ``model``, or of the base below its adapter, are quantized."""
+    return bool(getattr(base_policy(model), "is_quantized", False))
 
 
 def load_saved(model: PreTrainedModel, folder: Path) -> bool:

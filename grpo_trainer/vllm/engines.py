@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from grpo_kernels.tools import install_command
 from grpo_trainer.common import start
 from grpo_trainer.config import options
 from grpo_trainer.engines import (
-    MAX_LOGPROBS,
     Completions,
     EngineContext,
     Images,
@@ -38,11 +36,22 @@ from grpo_trainer.engines import (
     on_first_process,
     vllm_params,
 )
-from grpo_trainer.policy import base_policy, loading_whole
+from grpo_trainer.policy import loading_whole
 from grpo_trainer.vllm.client import VLLMClient
 from grpo_trainer.vllm.requests import Request, joined, requests_of
+from grpo_trainer.vllm.settings import (
+    base_source,
+    check_requantized,
+    describe,
+    engine_ranks,
+    engine_settings,
+    loads_base,
+    quantization_of,
+    server_ranks,
+)
 from grpo_trainer.vllm.transfer import adapter_rank, save_adapter
 
+_QUANTIZATION = "vllm_engine_kwargs['quantization']"
 _STRIDE = 1_000_003  # between the seeds of processes
 # warnings that vLLM repeats at every update: the logger, and words of the message
 _NOISE = {
@@ -83,23 +92,37 @@ class ColocatedVLLM:
         self._accelerator = context.accelerator
         self._group = _tensor_parallel_group(context)  # None: every process is alone
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        settings = _engine_settings(context) | options(
-            "vllm_engine_kwargs", args.vllm_engine_kwargs
-        )
-        rank = adapter_rank(context, partial(_ranks, context, settings))
+        own = options("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        settings = engine_settings(context) | own
+        rank = adapter_rank(context, partial(engine_ranks, context, settings))
         settings |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
         self.takes_adapter = rank > 0
         self._adapter: Any = None  # vLLM's request for it
-        # the weights come from the policy, so what is on disk is not read; only its description is
-        place = tempfile.TemporaryDirectory()
-        with place as folder, self._own_random_numbers(), loading_whole():
-            if not args.trust_remote_code:  # whose code lies beside its description
-                _describe(context, folder)
-                settings |= {"model": folder, "tokenizer": folder}
-            self._llm = vllm.LLM(**settings)
-        self.keeps_weights = not args.vllm_enable_sleep_mode
-        self._sleeps = False
+        self.has_base = loads_base(
+            context,
+            takes_adapter=self.takes_adapter,
+            quantization=quantization_of(own),
+            setting=_QUANTIZATION,
+            model=own.get("model"),
+        )
+        if self.has_base:
+            source = {} if "model" in own else base_source(context)
+            settings |= {"load_format": "auto"} | source | own
+        self._llm = self._made(context, settings)
+        if not self.has_base:  # whatever has quantized them
+            check_requantized(self._llm.llm_engine.model_config.quantization, _QUANTIZATION)
+        # Level 2 keeps no copy of the weights: the policy has them, and sends them. A base that the
+        # policy does not have moves to main memory at level 1, and comes back as it was, in the
+        # layout of its kernels; a reload would read and quantize its files for each generation.
+        self._sleep_level = 0
+        if args.vllm_enable_sleep_mode:
+            self._sleep_level = 1 if self.has_base else 2
+        self._asleep: set[str] = set()  # what has no memory now
         atexit.register(self.close)
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self._sleep_level < 2
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
@@ -109,9 +132,8 @@ class ColocatedVLLM:
         Raises:
             ValueError: vLLM writes other tokens for an image than the processor did.
         """
-        if self._sleeps:  # the weights have their memory again
-            self._wake("kv_cache")
-            self._sleeps = False
+        self._wake("weights")
+        self._wake("kv_cache")
         parts: list[Any] = [requests_of(prompt_ids, images)]
         if self._group is not None:  # together they run each request
             own, parts = parts[0], [None] * dist.get_world_size(self._group)
@@ -126,9 +148,9 @@ class ColocatedVLLM:
         with self._own_random_numbers():
             adapter = {"lora_request": self._adapter}
             outputs = self._llm.generate(prompts, params, use_tqdm=False, **adapter)
-        if not self.keeps_weights:  # level 2 keeps no copy of them: the policy has them
-            self._llm.sleep(level=2)
-            self._sleeps = True
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
         for (request, _), output in zip(requests, outputs, strict=True):
             request.check(output.prompt_token_ids)
         samples = [sample for output in outputs for sample in output.outputs][mine]
@@ -148,6 +170,7 @@ class ColocatedVLLM:
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         """Replace the weights in place, tensor by tensor, and drop what was cached by the old; with
         ``adapter`` the LoRA adapter that completions are sampled with."""
+        self._wake("weights")
         if adapter:
             number = self._adapter.lora_int_id + 1 if self._adapter else 1
             request = self._vllm.lora.request.LoRARequest
@@ -156,20 +179,45 @@ class ColocatedVLLM:
                 self._adapter = request(f"update {number}", number, folder)
                 self._llm.llm_engine.add_lora(self._adapter)
         else:
-            if self._sleeps:
-                self._wake("weights")
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
 
     def _wake(self, tag: str) -> None:
-        torch.cuda.empty_cache()  # what training took and no longer uses; without a GPU: nothing
-        self._llm.wake_up(tags=[tag])
+        """Give what sleeps its memory again; the cache only when the weights have theirs."""
+        if tag in self._asleep:
+            torch.cuda.empty_cache()  # what training took and no longer uses; no GPU: nothing
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def close(self) -> None:
         atexit.unregister(self.close)
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _made(self, context: EngineContext, settings: dict[str, Any]) -> Any:
+        """Return ``vllm.LLM`` by ``settings``.
+
+        Weights that come from the policy are not read from its files, and only described to vLLM.
+        """
+        place = tempfile.TemporaryDirectory()
+        with place as folder, self._own_random_numbers(), loading_whole():
+            if not context.args.trust_remote_code:  # whose code lies beside its description
+                context.processing_class.save_pretrained(folder)
+                settings = settings | {"tokenizer": folder}
+                if not self.has_base:
+                    describe(context, folder)
+                    settings |= {"model": folder}
+            try:
+                return self._vllm.LLM(**settings)
+            except ValueError as error:
+                if not self.has_base:
+                    raise
+                raise ValueError(
+                    f"use_vllm: expected a base that vLLM can load, got {settings['model']!r}: "
+                    f"{error}; vllm_engine_kwargs={{'model': ...}} can name a folder or hub id of "
+                    "the same weights in another format"
+                ) from error
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -202,57 +250,6 @@ class ColocatedVLLM:
             raise ValueError(f"generation_kwargs: {error}") from error
 
 
-def _describe(context: EngineContext, folder: str) -> None:
-    """Write a model folder without weights."""
-    model = base_policy(context.policy())
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    context.processing_class.save_pretrained(folder)
-
-
-def _engine_settings(context: EngineContext) -> dict[str, Any]:
-    args, accelerator = context.args, context.accelerator
-    if args.vllm_enable_sleep_mode and accelerator.device.type != "cuda":
-        raise ValueError(
-            "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
-        )
-    computes_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    settings = {
-        "model": base_policy(context.policy()).config._name_or_path,
-        "load_format": "dummy",
-        "dtype": computes_in or str(context.policy().dtype).removeprefix("torch."),
-        "model_impl": args.vllm_model_impl,
-        "trust_remote_code": args.trust_remote_code,
-        "max_model_len": args.vllm_max_model_length,
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        # of the distribution that tokens are drawn from, after temperature and filters
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # none of the model's own sampling
-        "disable_log_stats": True,
-    }
-    if accelerator.num_processes > 1:
-        settings["distributed_executor_backend"] = "external_launcher"
-    return settings
-
-
-def _ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[int]:
-    """Return the largest ranks that vLLM can have room for; none where it can apply no adapter."""
-    from vllm.config.lora import MaxLoRARanks
-    from vllm.model_executor.models import ModelRegistry, supports_lora
-
-    model = ModelRegistry.models.get(type(base_policy(context.policy())).__name__)
-    # its kernels for GPUs compute in 16 bits
-    slow = settings["dtype"] == "float32" and context.accelerator.device.type == "cuda"
-    limited = settings.get("enable_lora") is False or settings.get("lora_target_modules")
-    if slow or limited or (model is not None and not supports_lora(model.load_model_cls())):
-        return ()
-    return (settings["max_lora_rank"],) if "max_lora_rank" in settings else get_args(MaxLoRARanks)
-
-
 def _tensor_parallel_group(context: EngineContext) -> Any | None:
     size, processes = context.args.vllm_tensor_parallel_size, context.accelerator.num_processes
     if processes % size:
@@ -277,7 +274,7 @@ class VLLMServer(RolloutEngine):
         self.client: VLLMClient | None = None  # on the first process
         sharded = context.placement.sharded
         self._on_first = partial(on_first_process, context.accelerator, sharded)
-        self.takes_adapter = self._on_first(lambda _: self._connect(context)) > 0
+        self.takes_adapter, self.has_base = self._on_first(lambda _: self._connect(context))
         atexit.register(self.close)
 
     def generate(
@@ -319,7 +316,8 @@ class VLLMServer(RolloutEngine):
         if self.client is not None:
             self.client.close()
 
-    def _connect(self, context: EngineContext) -> int:
+    def _connect(self, context: EngineContext) -> tuple[bool, bool]:
+        """Return whether the server applies the policy's adapter, and to a base that it has."""
         args = context.args
         self.client = VLLMClient(
             args.vllm_server_base_url,
@@ -333,11 +331,15 @@ class VLLMServer(RolloutEngine):
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
-        return adapter_rank(context, self._ranks)
-
-    def _ranks(self) -> Sequence[int]:
-        lora = self.client.get_server_info()["lora_config"]  # type: ignore[union-attr]
-        return [lora["max_lora_rank"]] if lora and not lora["target_modules"] else []
+        server = self.client.get_server_info()
+        takes_adapter = adapter_rank(context, partial(server_ranks, server)) > 0
+        has_base = loads_base(
+            context,
+            takes_adapter=takes_adapter,
+            quantization=server["model_config"]["quantization"],
+            setting="--quantization of the server",
+        )
+        return takes_adapter, has_base
 
     async def _complete(
         self, client: VLLMClient, requests: list[Request], params: dict[str, Any]

@@ -13,9 +13,10 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer.engines import EngineContext, WeightSource
-from grpo_trainer.policy import base_policy, takes_images
+from grpo_trainer.policy import base_policy, is_quantized, takes_images
 from grpo_trainer.vllm.http import JsonServer, ServerError
 
 logger = logging.getLogger(__name__)
@@ -69,25 +70,41 @@ def save_adapter(folder: str, factors: WeightSource) -> None:
     Path(folder, "adapter_config.json").write_text(json.dumps(described))
 
 
-def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int]]) -> int:
+def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str]) -> int:
     """Return which of ``ranks`` has room for the policy's adapter; 0: vLLM gets it merged.
 
+    ``ranks`` may say why there are none.
+
     Raises:
-        ValueError: ``vllm_lora_transfer`` asks for what vLLM cannot apply.
+        ValueError: vLLM cannot apply the adapter, and ``vllm_lora_transfer`` asks for that, or the
+            base is quantized, so that the adapter cannot be merged either.
     """
     setting, policy = context.args.vllm_lora_transfer, context.policy()
+    if setting == "merged" and is_quantized(policy):
+        raise ValueError(
+            "vllm_lora_transfer: expected auto or adapter with a quantized base, into which no "
+            "adapter can be merged exactly, got 'merged'"
+        )
     if setting == "merged" or (setting == "auto" and not is_peft_model(policy)):
         return 0
     reason = _beyond_vllm(policy)
     if reason is None:
         config = policy.peft_config[policy.active_adapters[0]]
         rank, known = max([config.r, *config.rank_pattern.values()]), ranks()
-        if room := [each for each in known if each >= rank]:
+        if isinstance(known, str):
+            reason = known
+        elif room := [each for each in known if each >= rank]:
             return min(room)
-        most = f"{max(known, default=0)} at most (enable_lora, max_lora_rank)"
-        reason = f"its rank is {rank}, and vLLM as it was started takes {most}"
+        else:
+            most = f"{max(known)} at most (max_lora_rank)"
+            reason = f"its rank is {rank}, and vLLM as it was started takes {most}"
     if setting == "adapter":
         raise ValueError(f"vllm_lora_transfer: expected an adapter that vLLM applies, but {reason}")
+    if is_quantized(policy):
+        raise ValueError(
+            "use_vllm: expected a LoRA adapter that vLLM applies on a quantized base, into which "
+            f"it cannot be merged exactly, but {reason}"
+        )
     logger.warning("vllm_lora_transfer: the adapter is merged into the weights: %s", reason)
     return 0
 
@@ -96,19 +113,32 @@ def _beyond_vllm(policy: Any) -> str | None:
     """Return why no vLLM can apply the adapter as the policy does."""
     if not is_peft_model(policy):
         return "the policy has none"
-    from peft.tuners.lora import Linear
-
     if takes_images(policy):
         return "the policy takes images"
+    adapters, linear = _linear_layers()
     head, [adapter] = base_policy(policy).get_output_embeddings(), policy.active_adapters
     for name, parameter in policy.named_parameters():
         path, _, factor = name.rpartition(".lora_")
         layer = policy.get_submodule(path)
-        plain = type(layer) is Linear and layer is not head and not layer.lora_variant
-        plain = plain and type(layer.get_base_layer()) is nn.Linear
+        plain = type(layer) in adapters and layer is not head and not layer.lora_variant
+        plain = plain and type(layer.get_base_layer()) in linear
         if parameter.requires_grad and not (plain and factor[1:] == f".{adapter}.weight"):
             return f"{name} is no factor of plain LoRA on a linear layer of the body"
     return None
+
+
+def _linear_layers() -> tuple[set[type], set[type]]:
+    """Return PEFT's classes of LoRA on what vLLM has as a linear layer, and those of that layer."""
+    from peft.tuners import lora
+
+    adapters: set[type] = {lora.Linear}
+    linear: set[type] = {nn.Linear}
+    if is_bitsandbytes_available():
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+        adapters |= {lora.Linear4bit, lora.Linear8bitLt}
+        linear |= {Linear4bit, Linear8bitLt}
+    return adapters, linear
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -1,0 +1,175 @@
+"""How vLLM is started: what it loads, in which precision, with room for which adapter."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from grpo_trainer.config import loss_config
+from grpo_trainer.data import looks_local
+from grpo_trainer.engines import MAX_LOGPROBS, EngineContext
+from grpo_trainer.policy import base_policy, is_quantized
+
+logger = logging.getLogger(__name__)
+
+# Methods that make vLLM's weights of those of a checkpoint in full precision. vLLM reloads a layer
+# in the checkpoint's dtype and then quantizes it again (model_loader/reload/layerwise.py), which it
+# does for each update. Others reload only what was quantized before, which the policy is not.
+REQUANTIZED = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+# of LoRA's factors: those that leave the base as it is in its folder
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
+
+def engine_settings(context: EngineContext) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM, except those that depend on an adapter."""
+    args, accelerator = context.args, context.accelerator
+    if args.vllm_enable_sleep_mode and accelerator.device.type != "cuda":
+        raise ValueError(
+            "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
+        )
+    computes_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    settings = {
+        "model": base_policy(context.policy()).config._name_or_path,
+        "load_format": "dummy",
+        "dtype": computes_in or str(context.policy().dtype).removeprefix("torch."),
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+        "max_model_len": args.vllm_max_model_length,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        # of the distribution that tokens are drawn from, after temperature and filters
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
+        "generation_config": "vllm",  # none of the model's own sampling
+        "disable_log_stats": True,
+    }
+    if accelerator.num_processes > 1:
+        settings["distributed_executor_backend"] = "external_launcher"
+    return settings
+
+
+def engine_ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[int] | str:
+    """Return the largest ranks that vLLM can have room for, or why it can apply no adapter."""
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    if settings.get("enable_lora") is False:
+        return "vllm_engine_kwargs has enable_lora=False"
+    if settings.get("lora_target_modules"):
+        return "vllm_engine_kwargs has lora_target_modules, which leaves out other layers"
+    if settings["dtype"] == "float32" and context.accelerator.device.type == "cuda":
+        return (
+            "vLLM computes in float32, and its LoRA kernels for GPUs in 16 bits: set bf16, or "
+            "vllm_engine_kwargs={'dtype': 'bfloat16'}"
+        )
+    kind = type(base_policy(context.policy())).__name__
+    model = ModelRegistry.models.get(kind)
+    if model is not None and not supports_lora(model.load_model_cls()):
+        return f"vLLM's code of {kind} takes no adapters"
+    return (settings["max_lora_rank"],) if "max_lora_rank" in settings else get_args(MaxLoRARanks)
+
+
+def server_ranks(server: dict[str, Any]) -> Sequence[int] | str:
+    """Return the largest rank of a server by its configuration, or why it applies no adapter."""
+    lora = server["lora_config"]
+    if not lora:
+        return "the server was started without --enable-lora --max-lora-rank"
+    if lora["target_modules"]:
+        return "the server was started with --lora-target-modules, which leaves out other layers"
+    return [lora["max_lora_rank"]]
+
+
+def describe(context: EngineContext, folder: str) -> None:
+    """Write what a model folder says about the policy."""
+    model = base_policy(context.policy())
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+
+
+def quantization_of(engine_options: Mapping[str, Any]) -> str | None:
+    """Return how ``vllm_engine_kwargs`` has vLLM quantize its weights; None: it does not."""
+    by_layer = engine_options.get("quantization_config") is not None
+    return engine_options.get("quantization") or ("online" if by_layer else None)
+
+
+def loads_base(
+    context: EngineContext,
+    *,
+    takes_adapter: bool,
+    quantization: str | None,
+    setting: str,
+    model: str | None = None,
+) -> bool:
+    """Return whether vLLM loads the weights below the adapter itself: only the adapter is sent.
+
+    Args:
+        quantization: of vLLM's weights; None: they have the policy's precision.
+        setting: where it comes from, in an error.
+        model: what vLLM loads in place of the policy's base; None: the base.
+
+    Raises:
+        ValueError: vLLM would sample by other weights than the policy's.
+    """
+    policy = context.policy()
+    if quantization is not None or is_quantized(policy):
+        _warn_without_correction(context)
+    if not takes_adapter:
+        if model is not None:
+            raise ValueError(
+                "vllm_engine_kwargs['model']: expected none, since all weights come from the "
+                f"policy unless vLLM applies its LoRA adapter, got {model!r}"
+            )
+        check_requantized(quantization, setting)
+        return False
+    if model is None and quantization is None and not is_quantized(policy):
+        return False
+    init = policy.peft_config[policy.active_adapters[0]].init_lora_weights
+    if init not in _KEEPS_BASE:
+        raise ValueError(
+            f"peft_config: expected one of {', '.join(map(repr, _KEEPS_BASE))} for "
+            "init_lora_weights, since vLLM loads the base itself, which others change; got "
+            f"{init!r}"
+        )
+    return True
+
+
+def check_requantized(quantization: str | None, setting: str) -> None:
+    """Raise ValueError unless vLLM quantizes the weights of an update as its first ones."""
+    if quantization is None or quantization in REQUANTIZED:
+        return
+    raise ValueError(
+        f"{setting}: expected one of {', '.join(REQUANTIZED)} where weights are updated: by these "
+        "vLLM quantizes what it is sent, others need a checkpoint that is quantized; got "
+        f"{quantization!r}. A LoRA adapter that vLLM applies goes with all methods"
+    )
+
+
+def base_source(context: EngineContext) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM that name the files which the policy's base is from.
+
+    Raises:
+        ValueError: there are none.
+    """
+    policy = context.policy()
+    name = base_policy(policy).config._name_or_path
+    if not name or (looks_local(name) and not Path(name).is_dir()):
+        raise ValueError(
+            "model: expected one that was loaded from a folder or the hub, where vLLM finds the "
+            f"base that it loads itself, got one of {name!r}; set vllm_engine_kwargs={{'model': "
+            "...}, a folder or hub id of the same weights"
+        )
+    return {"model": name, "revision": policy.peft_config[policy.active_adapters[0]].revision}
+
+
+def _warn_without_correction(context: EngineContext) -> None:
+    loss = loss_config(context.args)
+    if loss.correction_mode is None and not loss.bypasses:
+        logger.warning(
+            "vllm_importance_sampling_correction: off, although policy and vLLM compute with "
+            "weights that are rounded differently; set it to True, which corrects the loss for that"
+        )
