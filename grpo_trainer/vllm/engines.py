@@ -198,16 +198,14 @@ class ColocatedVLLM:
     def _made(self, context: EngineContext, settings: dict[str, Any]) -> Any:
         """Return ``vllm.LLM`` by ``settings``.
 
-        Weights that come from the policy are not read from its files, and only described to vLLM.
+        Weights that come from the policy are not read from a disk; only their description is.
         """
         place = tempfile.TemporaryDirectory()
         with place as folder, self._own_random_numbers(), loading_whole():
             if not context.args.trust_remote_code:  # whose code lies beside its description
-                context.processing_class.save_pretrained(folder)
+                describe(context, folder)
                 settings = settings | {"tokenizer": folder}
-                if not self.has_base:
-                    describe(context, folder)
-                    settings |= {"model": folder}
+                settings |= {} if self.has_base else {"model": folder}
             try:
                 return self._vllm.LLM(**settings)
             except ValueError as error:

@@ -84,11 +84,12 @@ def server_ranks(server: dict[str, Any]) -> Sequence[int] | str:
 
 
 def describe(context: EngineContext, folder: str) -> None:
-    """Write what a model folder says about the policy."""
+    """Write a model folder without weights."""
     model = base_policy(context.policy())
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
+    context.processing_class.save_pretrained(folder)
 
 
 def quantization_of(engine_options: Mapping[str, Any]) -> str | None:

@@ -115,7 +115,7 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
     context = SimpleNamespace(policy=lambda: policy, placement=WHOLE, vocab_size=None)
     rollouts = Sampler(engine, context, sampling(tokenizer), step=lambda: 0, name="vllm")
-    engine.keeps_weights = False
+    engine._sleep_level = 2
     for changes in (True, False):
         if changes:
             change(policy)

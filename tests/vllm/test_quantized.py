@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 
@@ -12,7 +11,6 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_trainer import GRPOTrainer
@@ -170,3 +168,188 @@ def test_a_resumed_run_is_the_straight_run(
     assert left_behind.rows(resumed.state.log_history) == rows
     own, other = (dict(one.model.state_dict()) for one in (straight, resumed))
     assert all(other[name].equal(value) for name, value in own.items())
+
+
+def test_by_the_command_line(rounded, dataset, tmp_path):
+    """It loads the model twice: into 4 bits, and into vLLM."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps(row) for row in dataset))
+    words = {
+        "--model_name_or_path": rounded, "--dataset_name": prompts,
+        "--reward_funcs": "grpo_trainer.demo.task.digits_reversal_reward",
+        "--load_in_4bit": "true", "--use_peft": "true", "--lora_target_modules": "all-linear",
+        "--lora_dropout": 0,
+        "--use_vllm": "true", "--vllm_engine_kwargs": json.dumps(ENGINE),
+        "--vllm_gpu_memory_utilization": 0.1, "--output_dir": tmp_path / "out", "--max_steps": 3,
+        "--per_device_train_batch_size": 8, "--num_generations": 4, "--max_completion_length": 6,
+        "--learning_rate": 0.1, "--logging_steps": 1, "--use_cpu": "true", "--report_to": "none",
+    }  # fmt: skip
+    trainer = build_trainer([str(word) for pair in words.items() for word in pair])
+    trainer.train()
+    assert worst_mismatch(trainer, steps=3) < CLOSE_IN_BF16
+    trainer.rollouts.close()
+
+
+def test_the_revision_of_the_base(make_args, tokenizer, dataset, rounded, tmp_path, monkeypatch):
+    """vLLM loads the one that the policy was loaded with, and the adapter says which."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / "models--tests--tiny"
+    commits = {"main": "a" * 40, "v1": "b" * 40}
+    for name, commit in commits.items():
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / name).write_text(commit)
+        files = place / "snapshots" / commit
+        model = AutoModelForCausalLM.from_pretrained(rounded)
+        if name == "main":
+            change(model)
+        model.save_pretrained(files)
+        tokenizer.save_pretrained(files)
+    init = {"revision": "v1"}
+    trainer = make_trainer(make_args, tokenizer, dataset, "tests/tiny", model_init_kwargs=init)
+    completions = trainer.rollouts.generate(PROMPTS)
+    assert difference(trainer.model.eval(), PROMPTS, completions) < CLOSE_IN_BF16
+    assert trainer.model.peft_config["default"].revision == "v1"
+    trainer.rollouts.close()
+
+
+def test_sleep(make_sampler, rounded, monkeypatch):
+    """A base that the policy cannot send again is kept, in main memory."""
+    policy, asked = adapted(quantized(rounded)), []
+    sampler = make_sampler(policy)
+    llm = sampler.engine._llm
+    monkeypatch.setattr(llm, "sleep", lambda level: asked.append(f"sleep {level}"))
+    monkeypatch.setattr(llm, "wake_up", lambda tags: asked.extend(tags))
+    sampler.engine._sleep_level = 1
+    for changes in (False, True, False):
+        if changes:
+            change(policy)
+        assert apart(sampler, policy) < CLOSE
+        assert sampler._sent == adapter_bytes(policy)
+    assert asked == ["sleep 1", *["weights", "kv_cache", "sleep 1"] * 2]
+
+
+NO_FACTOR = "no factor of plain LoRA"
+
+
+@pytest.mark.parametrize(
+    ("lora", "changes", "message"),
+    [
+        ({}, {"vllm_lora_transfer": "merged"}, "vllm_lora_transfer: expected auto or adapter"),
+        ({"use_dora": True}, {}, f"use_vllm: expected a LoRA adapter .*{NO_FACTOR}"),
+        ({"modules_to_save": ["norm"]}, {}, f"use_vllm: .*{NO_FACTOR}"),
+        ({"use_dora": True}, {"vllm_lora_transfer": "adapter"}, "vllm_lora_transfer: .*no factor"),
+        ({"r": 9}, {"vllm_engine_kwargs": ENGINE | {"max_lora_rank": 8}}, "is 9, .* 8 at most"),
+        ({}, {"vllm_engine_kwargs": ENGINE | {"enable_lora": False}}, "has enable_lora=False"),
+        ({"init_lora_weights": "olora"}, {}, "init_lora_weights, since .* got 'olora'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work(make_args, tokenizer, dataset, rounded, lora, changes, message):
+    """It is an error before training, and where that is possible before vLLM is started."""
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_args, tokenizer, dataset, rounded, LORA | lora, **changes)
+
+
+def test_a_base_that_is_nowhere(make_sampler, rounded, original, tmp_path):
+    policy = adapted(quantized(rounded))
+    config = policy.get_base_model().config
+    for config._name_or_path in ("", str(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=r"model: expected one that was loaded from a folder"):
+            make_sampler(policy)
+    named = {"vllm_engine_kwargs": ENGINE | {"model": rounded}}
+    assert apart(make_sampler(policy, **named), policy) < CLOSE
+    full = AutoModelForCausalLM.from_pretrained(rounded)
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs\['model'\]: expected none"):
+        make_sampler(full, **named)
+
+
+def test_a_base_that_vllm_cannot_load(make_sampler, original, tokenizer, tmp_path):
+    """Files in 4 bits, in a format that vLLM 0.32 does not have."""
+    quantized(original).save_pretrained(tmp_path / "packed")
+    tokenizer.save_pretrained(tmp_path / "packed")
+    policy = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
+    with pytest.raises(ValueError, match=r"use_vllm: expected a base that vLLM can load.*packed"):
+        make_sampler(policy)
+
+
+def test_servers_that_take_less(make_sampler, server, rounded, tmp_path, tokenizer):
+    port = {"vllm_server_port": server.port}
+    with pytest.raises(ValueError, match=r"use_vllm: .*rank is 9, .* takes 8 at most"):
+        make_sampler(adapted(quantized(rounded), r=9), **port)
+    model = AutoModelForCausalLM.from_pretrained(rounded)
+    refused = pytest.raises(ValueError, match="use_vllm: .*started without --enable-lora")
+    with serving(tmp_path, model, tokenizer) as plain, refused:
+        make_sampler(adapted(quantized(rounded)), vllm_server_port=plain.port)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_a_correction_that_is_off(make_sampler, rounded, correction, caplog):
+    changes = {"vllm_importance_sampling_correction": correction}
+    with caplog.at_level(logging.WARNING, "grpo_trainer"):
+        make_sampler(adapted(quantized(rounded)), **changes)
+    said = [record.message for record in caplog.records if record.name.startswith("grpo_trainer")]
+    if correction:
+        assert not said
+    else:
+        [warning] = said
+        assert "vllm_importance_sampling_correction: off" in warning
+        assert "set it to True" in warning
+
+
+FP8 = {"vllm_engine_kwargs": ENGINE | {"quantization": "fp8_per_channel", "dtype": "bfloat16"}}
+
+
+def test_weights_that_vllm_quantizes(make_sampler, policy):
+    """Each update is quantized again, to a scale per channel."""
+    sampler = make_sampler(policy, **FP8)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    for _ in range(4):
+        completions = sampler.generate(prompts)
+        vllms = dict(sampler.engine._llm.apply_model(_weights)[0])
+        for name, (weight, scale) in vllms.items():
+            expected, of_channel = _in_fp8(policy.get_submodule(name).weight)
+            torch.testing.assert_close(scale, of_channel, rtol=1e-6, atol=0)
+            assert weight.float().equal(expected.float())
+        assert len(vllms) == 4
+        assert difference(policy, prompts, completions) < 1.0
+        change(policy)
+        assert difference(policy, prompts, completions) > 2.0
+
+
+def _weights(model: nn.Module) -> list[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return what vLLM has of the layers that it does not fuse with others: (N, K), (N, 1)."""
+    return [
+        (name, (layer.weight.t().clone(), layer.weight_scale.clone()))
+        for name, layer in model.named_modules()
+        if name.endswith(("o_proj", "down_proj"))
+    ]
+
+
+def _in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in 8 bits and the scales of its rows."""
+    kind, weight = torch.float8_e4m3fn, weight.detach().bfloat16().float()
+    scale = weight.abs().amax(-1, keepdim=True) / torch.finfo(kind).max
+    return (weight / scale).to(kind), scale
+
+
+def test_an_adapter_on_weights_that_vllm_quantizes(make_sampler, original):
+    """vLLM loads and quantizes the base; only the adapter is sent."""
+    policy = adapted(AutoModelForCausalLM.from_pretrained(original))
+    sampler = make_sampler(policy, **FP8)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    for _ in range(3):
+        completions = sampler.generate(prompts)
+        assert sampler._sent == adapter_bytes(policy)
+        assert difference(policy, prompts, completions) < 1.0
+        for _ in range(6):
+            change(policy)
+        assert difference(policy, prompts, completions) > 2.0
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "compressed-tensors", "torchao", "mxfp8"])
+def test_methods_that_updates_cannot_go_through(make_sampler, policy, method):
+    engine = ENGINE | {"quantization": method, "dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="expected one of fp8_per_tensor, .*got '" + method):
+        make_sampler(policy, vllm_engine_kwargs=engine)
+    merged = {"vllm_lora_transfer": "merged", "vllm_engine_kwargs": engine}
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs\['quantization'\]: .*"):
+        make_sampler(adapted(policy), **merged)
