@@ -321,6 +321,7 @@ class RolloutBuffer:
     def current(self, make: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
         """Return the micro-batches of this micro-step."""
         if not self.batches or self.position % self._uses == 0:
+            self.batches = []  # before vLLM wakes
             self.batches = make()
         step, count = self.position % self._slices, len(self.batches)
         return self.batches[step * count // self._slices : (step + 1) * count // self._slices]

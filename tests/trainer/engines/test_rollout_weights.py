@@ -9,7 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    BitsAndBytesConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_trainer import GRPOConfig
 from grpo_trainer.engines import Sampler, adapter_weights, policy_weights
@@ -75,18 +81,10 @@ def test_adapters_are_merged_and_the_policy_is_as_before(tmp_path, changes):
     assert_same(sent, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("tied", "quantised", "message"),
-    [
-        (True, False, "no adapter on tied embeddings.*model.embed_tokens"),
-        (False, True, "full precision"),
-    ],
-)
-def test_adapters_that_cannot_be_merged(tied, quantised, message):
-    config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
+def test_adapters_that_cannot_be_merged():
+    config = Qwen3Config(**SIZES, tie_word_embeddings=True)
     model = lora(Qwen3ForCausalLM(config), target_modules=["embed_tokens"])
-    model.get_base_model().is_quantized = quantised
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"no adapter on tied embeddings.*model.embed_tokens"):
         dict(policy_weights(model))
 
 
@@ -161,7 +159,7 @@ NO_FACTOR = "is no factor of plain LoRA on a linear layer of the body"
         ({"bias": "all"}, [8], f"q_proj.base_layer.bias {NO_FACTOR}"),
         ({"r": 17}, [8, 16], "rank is 17, and vLLM as it was started takes 16 at most"),
         (PATTERNS, [1, 4], "rank is 5, and vLLM as it was started takes 4 at most"),
-        ({}, [], "rank is 2, and vLLM as it was started takes 0 at most"),
+        ({}, "it has no room for any", "it has no room for any"),
     ],
 )
 def test_adapters_that_are_merged(changes, ranks, reason, caplog):
@@ -172,6 +170,50 @@ def test_adapters_that_are_merged(changes, ranks, reason, caplog):
     assert said.startswith("vllm_lora_transfer: the adapter is merged") and reason in said
     with pytest.raises(ValueError, match=f"vllm_lora_transfer: expected an adapter .*{reason}"):
         room(model, "adapter", ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "ranks", "message"),
+    [
+        ({}, "merged", [8], "vllm_lora_transfer: expected auto or adapter with a quantized base"),
+        ({"use_dora": True}, "auto", [8], f"use_vllm: expected a LoRA adapter .*{NO_FACTOR}"),
+        ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM as it was started takes 8"),
+        ({}, "auto", "it has no room", "use_vllm: .*but it has no room"),
+        ({}, "adapter", "it has no room", "vllm_lora_transfer: .*but it has no room"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_into_4_bits(changes, setting, ranks, message, quantized):
+    model = lora(quantized, **changes)
+    with pytest.raises(ValueError, match=message):
+        room(model, setting, ranks)
+    with pytest.raises(ValueError, match="policy: expected weights in full precision"):
+        policy_weights(model)
+
+
+def test_an_adapter_on_a_quantized_base_goes_alone(quantized):
+    """The engine loads the base; its factors are B times the scaling, in the adapter's dtype."""
+    model = lora(quantized, r=4, lora_alpha=8, target_modules="all-linear")
+    assert room(model) == 8
+    engine = _Engine(takes_adapter=True, has_base=True)
+    context = SimpleNamespace(policy=lambda: model, placement=WHOLE)
+    sampler = Sampler(engine, context, None, step=lambda: 0, name="")
+    trained = [value for value in model.parameters() if value.requires_grad]
+    for engine.keeps_weights in (True, False):
+        sampler.outdated()
+        sampler._ready(None)
+        assert sampler._sent == size_of(trained)
+    assert engine.sent == [(True, size_of(trained))] * 2
+    factors = dict(adapter_weights(model))
+    layer = model.get_base_model().model.layers[0].mlp.down_proj
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+    assert factors[name].equal(2.0 * layer.lora_B["default"].weight)
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path / "model")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    return Qwen3ForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
 
 
 def test_adapters_that_go_alone(caplog):

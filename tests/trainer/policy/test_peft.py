@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import is_bitsandbytes_available
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.cli.arguments import ModelConfig, get_quantization_config
 from grpo_trainer.policy import load_policy
-from grpo_trainer.policy.load import prepare_adapter
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
 
 peft = pytest.importorskip("peft")
@@ -99,7 +99,7 @@ def test_disable_dropout_reaches_the_adapter(make):
     assert all(m.p == 0 for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_quantisation_by_arguments(make_args, monkeypatch):
+def test_quantization_by_arguments(make_args, monkeypatch):
     available = "grpo_trainer.cli.arguments.is_bitsandbytes_available"
     monkeypatch.setattr(available, lambda: False)
     with pytest.raises(ValueError, match="expected the package bitsandbytes"):
@@ -130,31 +130,102 @@ def test_wrong_command_line_arguments(arguments, message):
         ModelConfig(**arguments)
 
 
-def test_quantisation_of_a_model(make_args, policy, tmp_path):
-    config = ModelConfig  # any value
+def test_quantization_of_a_model(make_args, policy, tmp_path, monkeypatch):
+    config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.warns(UserWarning, match="quantization_config: no effect on a model inst"):
         load_policy(policy, make_args(), quantization_config=config)
-    if is_bitsandbytes_available():
-        pytest.skip("bitsandbytes is installed")
     policy.save_pretrained(tmp_path / "model")
-    config = BitsAndBytesConfig(load_in_8bit=True)
+    missing = "transformers.quantizers.quantizer_bnb_8bit.is_bitsandbytes_available"
+    monkeypatch.setattr(missing, lambda: False)
     with pytest.raises(ValueError, match="quantization_config: .*bitsandbytes"):
         load_policy(str(tmp_path / "model"), make_args(), quantization_config=config)
 
 
-def test_adapters_of_a_quantised_base_are_bf16(make_args, policy):
-    """A stand-in for bitsandbytes: what matters is that the base says it is quantised."""
-    policy.is_quantized = True
-    args = make_args()
-    with pytest.raises(ValueError, match="peft_config: expected one with a quantised model"):
-        prepare_adapter(policy, args)
-    model = peft.get_peft_model(policy, peft.LoraConfig(**CONFIGS["dora"]))
-    prepare_adapter(model, args)
+@pytest.fixture
+def make_quantized(make_trainer, policy, tmp_path):
+    """Return a trainer of an adapter on a base that bitsandbytes has quantized."""
+    policy.save_pretrained(tmp_path / "model")
+
+    def trainer(lora=None, config=NF4, **changes) -> GRPOTrainer:
+        changes = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"} | changes
+        return make_trainer(
+            lengths_reward,
+            str(tmp_path / "model"),
+            CannedEngine(),
+            peft_config=peft.LoraConfig(**(lora or LORA)),
+            quantization_config=config,
+            **changes,
+        )
+
+    return trainer
+
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize("config", [NF4, BitsAndBytesConfig(load_in_8bit=True)], ids=["4", "8"])
+def test_an_adapter_on_a_quantized_base(make_quantized, config, tmp_path):
+    """It trains, what is saved is the adapter, and a resumed run is the straight run."""
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight = make_quantized(config=config, **steps)
+    kinds = {type(module).__name__ for module in straight.model.modules()}
+    assert "Linear4bit" in kinds if config is NF4 else "Linear8bitLt" in kinds
+    start = {name: p.detach().clone() for name, p in straight.model.named_parameters()}
+    straight.train()
+    for name, parameter in straight.model.named_parameters():
+        assert torch.equal(parameter, start[name]) != ("lora_" in name), name
+        assert parameter.dtype == torch.bfloat16 or "lora_" not in name
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    assert not list(checkpoint.glob("model*.safetensors"))
+    resumed = make_quantized(config=config, **steps)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    ends = [dict(trainer.model.named_parameters()) for trainer in (straight, resumed)]
+    assert all(ends[1][name].equal(parameter) for name, parameter in ends[0].items())
+
+
+def test_the_gradient_on_a_quantized_base(make_quantized, policy):
+    """It is that on the same weights, as they are in 4 bits, in full precision."""
+    trainer = make_quantized(max_steps=1)
+    twin = adapted(copy.deepcopy(policy), **LORA)
+    for name, layer in trainer.model.get_base_model().named_modules():
+        if isinstance(layer, Linear4bit):
+            weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            twin.get_base_model().get_submodule(name).weight.data = weight
+    factors = {name: x for name, x in trainer.model.state_dict().items() if "lora_" in name}
+    assert factors and not twin.load_state_dict(factors, strict=False).unexpected_keys
+    ids = torch.arange(3, 15)[None] % policy.config.vocab_size
+    for model in (trainer.model, twin):
+        model.eval()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+    expected = dict(twin.named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            error = (parameter.grad.float() - expected[name].grad).norm()
+            assert error < 0.02 * expected[name].grad.norm(), name
+
+
+def test_dora_on_a_quantized_base(make_quantized):
+    """Its magnitudes stay in fp32: bf16 would round their updates away."""
+    model = make_quantized(CONFIGS["dora"]).model
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     assert dtypes and all(
         dtype == (torch.float32 if "magnitude" in name else torch.bfloat16)
         for name, dtype in dtypes.items()
     )
+
+
+def test_a_quantized_base_without_an_adapter(make_args, policy, tmp_path):
+    policy.save_pretrained(tmp_path / "model")
+    for model in (str(tmp_path / "model"), None):
+        if model is None:
+            model = type(policy).from_pretrained(tmp_path / "model", quantization_config=NF4)
+        config = NF4 if isinstance(model, str) else None
+        with pytest.raises(ValueError, match="peft_config: expected one with a quantized model"):
+            load_policy(model, make_args(), quantization_config=config)
 
 
 def test_loading_adapters_keeps_their_dtype(make, tmp_path):

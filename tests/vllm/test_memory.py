@@ -1,0 +1,116 @@
+"""What training has in memory when a colocated vLLM takes its share back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+
+from grpo_trainer import GRPOTrainer
+from grpo_trainer.demo.task import digits_reversal_reward
+from grpo_trainer.engines import EngineContext
+from grpo_trainer.policy import base_policy
+from grpo_trainer.vllm.engines import ColocatedVLLM
+from tests.tools.test_plan import LiveBytes
+from tests.vllm.test_adapters import LORA, make_sampler
+from tests.vllm.vllm_helpers import change
+
+__all__ = ["make_sampler"]  # a fixture
+
+SLACK = 64 << 10  # bytes of prompts, completions and metrics
+
+
+@pytest.fixture
+def tied() -> bool:
+    return True
+
+
+@pytest.fixture
+def policy(policy) -> Qwen3ForCausalLM:
+    """Return a model of many layers, each much larger than the slack."""
+    config = policy.config
+    config.update({"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8})
+    config.layer_types = ["full_attention"] * 8
+    return Qwen3ForCausalLM(config)
+
+
+def states(trainer: GRPOTrainer) -> int:
+    """Return the bytes of the optimizer's states."""
+    values = trainer.optimizer.state.values()
+    tensors = (value for state in values for value in state.values() if torch.is_tensor(value))
+    return sum(value.nbytes for value in tensors)
+
+
+class Watched:
+    """What exists when vLLM falls asleep, and when it wakes."""
+
+    def __init__(self, trainer: GRPOTrainer, live: LiveBytes, monkeypatch) -> None:
+        self.trainer, self.live = trainer, live
+        self.asleep: list[int] = []  # bytes, without the optimizer's states
+        self.awake: list[int] = []
+        self.peaks: list[int] = []  # of all bytes while training had the memory
+        engine = trainer.rollouts.engine
+        engine._sleep_level = 2
+        monkeypatch.setattr(engine._llm, "sleep", self._sleep)
+        monkeypatch.setattr(engine._llm, "wake_up", self._wake)
+
+    def _now(self) -> int:
+        return self.live._now - states(self.trainer)
+
+    def _sleep(self, level: int) -> None:
+        self.asleep.append(self._now())
+        self.live.growth = 0
+
+    def _wake(self, tags: list[str]) -> None:
+        if tags == ["weights"]:
+            self.awake.append(self._now())
+            self.peaks.append(self.live.growth)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_has_given_its_memory_back(
+    make_args, policy, tokenizer, dataset, monkeypatch, adapter, bf16
+):
+    """When vLLM wakes there are weights and the optimizer's states, and nothing of the step."""
+    args = make_args(bf16=bf16, max_steps=4, beta=0.1 if adapter else 0.0)
+    made, before_vllm = ColocatedVLLM.__init__, []
+
+    def make(engine: ColocatedVLLM, context: EngineContext) -> None:
+        before_vllm.append(live._now)
+        made(engine, context)
+
+    monkeypatch.setattr(ColocatedVLLM, "__init__", make)
+    with LiveBytes() as live:
+        trainer = GRPOTrainer(
+            Qwen3ForCausalLM(policy.config), digits_reversal_reward, args, dataset,
+            processing_class=tokenizer, peft_config=LoraConfig(**LORA) if adapter else None,
+        )  # fmt: skip
+        watched = Watched(trainer, live, monkeypatch)
+        trainer.train()
+    trainer.rollouts.close()
+    weights = sum(value.nbytes for value in trainer.model.parameters())
+    assert weights <= before_vllm[0] <= weights + SLACK
+    assert len(watched.awake) == 3
+    for awake, peak in zip(watched.awake, watched.peaks, strict=True):
+        assert awake <= watched.asleep[0] + SLACK
+        assert peak > awake + 10 * SLACK  # gradients and activations are seen
+    assert all(value.grad is None for value in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("transfer", ["full", "merged"])
+def test_weights_are_sent_one_after_the_other(make_sampler, policy, transfer):
+    """What is alive besides weights is of one layer of vLLM: some of them are several of ours."""
+    if transfer == "merged":
+        policy = get_peft_model(policy, LoraConfig(**LORA))
+    sampler = make_sampler(policy, vllm_lora_transfer="auto" if transfer == "full" else transfer)
+    sampler._ready(None)
+    change(policy)
+    layer = base_policy(policy).model.layers[0].mlp
+    largest = 2 * layer.up_proj.weight.nbytes  # with gate_proj
+    with LiveBytes(*policy.state_dict().values()) as live:
+        sampler._ready(None)
+    weights = sum(value.nbytes for value in policy.parameters())
+    print(transfer, live.growth, live._now, largest, weights)
+    assert 0 < live.growth - live._now <= 4 * largest < weights / 3
