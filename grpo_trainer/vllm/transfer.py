@@ -115,30 +115,24 @@ def _beyond_vllm(policy: Any) -> str | None:
         return "the policy has none"
     if takes_images(policy):
         return "the policy takes images"
-    adapters, linear = _linear_layers()
     head, [adapter] = base_policy(policy).get_output_embeddings(), policy.active_adapters
     for name, parameter in policy.named_parameters():
         path, _, factor = name.rpartition(".lora_")
         layer = policy.get_submodule(path)
-        plain = type(layer) in adapters and layer is not head and not layer.lora_variant
-        plain = plain and type(layer.get_base_layer()) in linear
+        plain = layer is not head and _is_plain(layer)
         if parameter.requires_grad and not (plain and factor[1:] == f".{adapter}.weight"):
             return f"{name} is no factor of plain LoRA on a linear layer of the body"
     return None
 
 
-def _linear_layers() -> tuple[set[type], set[type]]:
-    """Return PEFT's classes of LoRA on what vLLM has as a linear layer, and those of that layer."""
+def _is_plain(layer: Any) -> bool:
+    """Return whether a module is LoRA of PEFT's on what is a linear layer in vLLM."""
     from peft.tuners import lora
 
-    adapters: set[type] = {lora.Linear}
-    linear: set[type] = {nn.Linear}
-    if is_bitsandbytes_available():
-        from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-        adapters |= {lora.Linear4bit, lora.Linear8bitLt}
-        linear |= {Linear4bit, Linear8bitLt}
-    return adapters, linear
+    if is_bitsandbytes_available() and type(layer) in (lora.Linear4bit, lora.Linear8bitLt):
+        return not layer.lora_variant
+    on_linear = type(layer) is lora.Linear and type(layer.get_base_layer()) is nn.Linear
+    return on_linear and not layer.lora_variant
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
