@@ -36,8 +36,8 @@ class FusedHead(ForwardOverlay, nn.Module):
         loss, metrics = model.lm_head.policy_loss(hidden, batch, config)
 
     Args:
-        layer: an ``nn.Linear``, or PEFT's wrapper of one (LoRA, ``modules_to_save``), whose active
-            adapters are looked up in each call.
+        layer: an ``nn.Linear``, or PEFT's wrapper of one (LoRA, ``modules_to_save``,
+            ``trainable_token_indices``), whose active adapters are looked up in each call.
         logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`; ``head(hidden)`` gives
             logits without them.
         vocab_size: the ids in use, where the weight has further rows of padding; None: all.

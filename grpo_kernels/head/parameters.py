@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard
+from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, stats_dtype
 
 AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head)"
 
 
 def head_of_layer(layer: Any, transform: Transform) -> Head:
-    """Return the layer's parameters as they are now, its active LoRA adapters as one."""
+    """Return the layer's parameters as they are now, its active adapters as one."""
     layer = layer_in_use(layer)
-    adapted = hasattr(layer, "base_layer")
-    base = layer.base_layer if adapted else layer
-    weight = getattr(base, "weight", None)
+    updates: list[HeadLoRA] = []
+    if hasattr(layer, "base_layer"):
+        updates += _lora(layer)
+        layer = layer.base_layer
+    tokens = getattr(layer, "token_adapter", None)  # PEFT's, of single tokens
+    base = layer if tokens is None else tokens.base_layer
+    weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
     # a quantised weight is packed: it has no (V, D) floating point numbers
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(
@@ -35,32 +39,33 @@ def head_of_layer(layer: Any, transform: Transform) -> Head:
             f"lm_head: expected a weight of shape (V, D), got {tuple(weight.shape)}"
             f"{why_not_whole(weight)}"
         )
-    lora = _lora(layer) if adapted else None
-    return Head(weight, getattr(base, "bias", None), transform, lora)
+    if tokens is not None:
+        if bias is not None:
+            raise ValueError(
+                "lm_head: expected one without a bias, which PEFT leaves out with "
+                "trainable_token_indices; use modules_to_save for the head"
+            )
+        updates += _trained_rows(tokens, weight)
+    return Head(weight, bias, transform, HeadLoRA.joined(updates))
 
 
 def layer_in_use(layer: Any) -> Any:
     """Look through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
-    if not hasattr(layer, "original_module"):
-        return layer
-    active = [] if layer.disable_adapters else layer.active_adapters
     copies = getattr(layer, "modules_to_save", None)
     if copies is None:
-        raise ValueError(
-            f"lm_head: expected one that is trained as a whole or by LoRA, got "
-            f"{type(layer).__name__} (single tokens of it); use modules_to_save for the head"
-        )
+        return layer
+    active = [] if layer.disable_adapters else layer.active_adapters
     names = [name for name in active if name in copies]
     return copies[names[0]] if names else layer.original_module
 
 
-def _lora(layer: Any) -> HeadLoRA | None:
-    """Return the adapters in use; None if there is none or they are merged into the weight."""
+def _lora(layer: Any) -> list[HeadLoRA]:
+    """Return the adapters in use; none if they are merged into the weight."""
+    found: list[HeadLoRA] = []
     if layer.merged or layer.disable_adapters:
-        return None
+        return found
     plain = hasattr(layer, "lora_A") and not hasattr(layer, "parameter_name")
     problem = None if plain else f"an adapter of type {type(layer).__name__}"
-    found = []
     for name in layer.active_adapters:
         if plain and name in layer.lora_A:
             a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name], layer.scaling[name]
@@ -76,7 +81,36 @@ def _lora(layer: Any) -> HeadLoRA | None:
                 f"lm_head: expected plain LoRA without dropout, got {problem}; change it "
                 "or exclude the head from target_modules"
             )
-    return HeadLoRA.joined(found)
+    return found
+
+
+def _trained_rows(tokens: Any, weight: Tensor) -> list[HeadLoRA]:
+    """Return what rows R that stand in place of some of the weight's (``trainable_token_indices``)
+    add to it, in the form of LoRA.
+
+    With P (V, k), which has a 1 at the id of each row, logits are ``X W^T + X (R - P^T W)^T P^T``.
+    So the weight is not copied, and the gradient of R (k, D) is the only one that is computed.
+    """
+    updates: list[HeadLoRA] = []
+    if tokens.merged or tokens.disable_adapters:
+        return updates
+    if is_sharded(weight):
+        raise ValueError(
+            "lm_head: expected a whole weight with trainable_token_indices, got a sharded one; "
+            f"{AS_A_MODULE}, and where ZeRO-3 or tensor parallelism shards it use modules_to_save"
+        )
+    for name in tokens.active_adapters:
+        ids = tokens.token_indices[name]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"trainable_token_indices: expected each id once, got {ids}")
+        index = torch.tensor(ids, device=weight.device)
+        trained = tokens.trainable_tokens_delta[name].to(weight)  # rounded as PEFT does
+        wide = stats_dtype(weight.dtype)
+        a = trained.to(wide) - weight[index].to(wide)
+        b = torch.zeros(len(weight), len(ids), dtype=wide, device=weight.device)
+        b[index, torch.arange(len(ids), device=weight.device)] = 1.0
+        updates.append(HeadLoRA(a=a, b=b))
+    return updates
 
 
 def unshard_head(head: Head) -> Head:

@@ -235,7 +235,7 @@ def put_into(
     if head_of_layer(model.get_output_embeddings(), Transform()).lora is not None:
         raise ValueError(
             "model: expected lm_head without an adapter, whose weight Liger's module does not "
-            "get; got LoRA on it"
+            "get; got LoRA or trainable_token_indices on it"
         )
     if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # made while enable() was in force
         names = inspect.signature(LigerFusedLinearGRPOLoss).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,18 +13,20 @@ from grpo_kernels.hf import add_fused_head, check_fused_head, keep_head_in_fp32
 from tests.hf.test_families import (
     assert_head_equals_own_logits,
     head_in_use,
+    logprobs_fn,
     tiny_model,
     tokens,
 )
 
 
-def adapted(family: str, **lora: object) -> PreTrainedModel:
+def adapted(family: str, dtype: torch.dtype = torch.float32, **lora: object) -> PreTrainedModel:
     """Return a model under LoRA, with weights that make a difference."""
     peft = pytest.importorskip("peft")
-    model = tiny_model(family)
+    model = tiny_model(family).to(dtype)
     add_fused_head(model)
     settings = {"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM"} | lora
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    config = copy.deepcopy(peft.LoraConfig(**settings))  # PEFT writes into its lists
+    wrapped = peft.get_peft_model(model, config)
     with torch.no_grad():
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
@@ -38,6 +41,17 @@ ADAPTED = {
     "whole head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "embedding": dict(target_modules=["q_proj", "embed_tokens"]),
     "tied": dict(target_modules=["q_proj", "lm_head"], ensure_weight_tying=True),
+    "whole ends, tied": dict(
+        target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True
+    ),
+    "tokens": dict(target_modules=["q_proj"], trainable_token_indices=[5, 98]),
+    "a token of the head": dict(
+        target_modules=["q_proj"], trainable_token_indices={"lm_head": [7]}
+    ),
+    "other tokens of each end": dict(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3], "lm_head": [4, 0]}
+    ),
+    "tokens and head": dict(target_modules=["lm_head"], trainable_token_indices=[5, 98]),
 }
 
 
@@ -50,6 +64,43 @@ def test_adapters_wherever_they_are(family: str, lora: str) -> None:
     check_fused_head(model.get_base_model())
     with model.disable_adapter():
         assert_head_equals_own_logits(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("ids", [[98], [1, 57, 3]])
+@pytest.mark.parametrize("length", [2, 9])  # of one, and of eight log-probabilities
+def test_trained_tokens_in_fp64(family: str, ids: list[int], length: int) -> None:
+    chosen = {"lm_head": ids, "embed_tokens": ids}
+    model = adapted(
+        family, torch.float64, trainable_token_indices=chosen, target_modules=["q_proj"]
+    )
+    text = torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(2))
+    text[0, 0] = ids[0]
+    rows = [value for name, value in model.named_parameters() if "tokens_delta" in name]
+    assert len(rows) == (1 if model.config.tie_word_embeddings else 2)
+    logits = model(input_ids=text).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, text[:, 1:, None]).squeeze(-1)
+    got = model(input_ids=text, head_fn=logprobs_fn(text)).head
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    mine, own = (torch.autograd.grad(x.sum(), rows) for x in (got, expected))
+    torch.testing.assert_close(mine, own, rtol=0, atol=1e-12)
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in own)  # far above the tolerance
+
+
+def test_a_head_is_not_copied_for_its_tokens() -> None:
+    """Nor has it a gradient, as big as it is."""
+    model = adapted("qwen2", target_modules=["q_proj"], trainable_token_indices=[5, 98])
+    head = head_in_use(model.get_base_model())
+    assert head.weight is model.get_base_model().lm_head.token_adapter.base_layer.weight
+    assert not head.weight.requires_grad and head.lora is not None and head.lora.rank == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's, on merging
+def test_merged_tokens() -> None:
+    model = adapted("llama", target_modules=["q_proj"], trainable_token_indices={"lm_head": [7, 4]})
+    model.merge_adapter()
+    assert head_in_use(model.get_base_model()).lora is None
+    assert_head_equals_own_logits(model)
 
 
 def test_an_adapter_is_not_merged() -> None:
@@ -97,8 +148,8 @@ def test_an_fp32_head_stays_one_under_an_adapter() -> None:
     [
         ("Lora", dict(lora_dropout=0.1), "lora_dropout=0.1"),
         ("Lora", dict(use_dora=True), "DoRA"),
-        ("Lora", dict(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3]}),
-         "single tokens"),
+        ("Lora", dict(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 3]}),
+         "expected each id once, got"),
         ("LoHa", {}, "adapter of type"),
     ],
 )  # fmt: skip
@@ -110,3 +161,9 @@ def test_what_is_refused(kind: str, settings: dict[str, Any], problem: str) -> N
     wrapped = peft.get_peft_model(model, getattr(peft, f"{kind}Config")(**settings))
     with pytest.raises(ValueError, match=problem):
         head_in_use(wrapped.get_base_model())
+
+
+def test_peft_leaves_out_the_bias_of_a_head_with_trained_tokens() -> None:
+    model = adapted("phi", target_modules=["q_proj"], trainable_token_indices={"lm_head": [3]})
+    with pytest.raises(ValueError, match="expected one without a bias"):
+        head_in_use(model.get_base_model())
