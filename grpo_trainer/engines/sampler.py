@@ -35,7 +35,7 @@ from grpo_trainer.engines.base import (
 )
 from grpo_trainer.engines.transformers import TransformersEngine
 from grpo_trainer.monitor import log_value, phase
-from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized
+from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized, stay_tied
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
@@ -254,6 +254,8 @@ def make_sampler(
     policy, vocab_size = context.policy(), context.vocab_size
     sampling = Sampling.from_config(args, context.tokenizer, policy, vocab_size)
     if engine is None:
+        if name != "transformers" and is_peft_model(policy):
+            _adapted_modules(policy)  # for its checks, before an engine starts
         factory = ENGINES[name]
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
     else:
@@ -332,7 +334,7 @@ def adapter_weights(policy: Any, placement: Placement = WHOLE) -> Weights:
 def _unwrapped(policy: PreTrainedModel, placement: Placement, merged: bool) -> Weights:
     base = base_policy(policy)
     [adapter] = policy.active_adapters
-    adapted = _adapted_modules(base)
+    adapted = _adapted_modules(policy)
     prefixes = tuple(f"{name}." for name in adapted)
     yield from placement.weights(base, lambda name: not name.startswith(prefixes))
     for name, module in adapted.items():
@@ -347,25 +349,28 @@ def _unwrapped(policy: PreTrainedModel, placement: Placement, merged: bool) -> W
             yield f"{name}.{key}", value
 
 
-def _adapted_modules(base: PreTrainedModel) -> dict[str, Any]:
+def _adapted_modules(policy: Any) -> dict[str, Any]:
     """Return what PEFT put into the model, by the name of the module it replaced, if it can be
     merged and an engine that ties the head could hold it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    adapted = {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
-    for name, module in adapted.items():
-        nested = name.rpartition(".")[0] in adapted
-        other = isinstance(module, AuxiliaryTrainingWrapper)
-        if nested or (other and not isinstance(module, ModulesToSaveWrapper)):
-            raise ValueError(f"peft_config: expected whole layers for use_vllm, got {name}")
+    base, [adapter] = base_policy(policy), policy.active_adapters
+    adapted: dict[str, Any] = {}
+    for name, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper | TrainableTokensWrapper):
+            place = name.removesuffix(".token_adapter")  # which merges what its wrapper replaces
+            if place.rpartition(".")[0] in adapted:
+                raise ValueError(f"peft_config: expected whole layers for use_vllm, got {place}")
+            adapted[place] = module
     if base.config.get_text_config().tie_word_embeddings:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
-        tied = [name for name, module in adapted.items() if module in ends]
-        if tied:
+        names = [name for name in adapted if base.get_submodule(name) in ends]
+        if names and not stay_tied(*ends, adapter):
             raise ValueError(
                 "peft_config: expected no adapter on tied embeddings, whose ends then differ (an "
-                f"engine has one weight for both), got one on {', '.join(tied)}"
+                f"engine has one weight for both), got one on {', '.join(names)}; "
+                "ensure_weight_tying=True in the LoraConfig, with modules_to_save or "
+                "trainable_token_indices, keeps them tied"
             )
     return adapted

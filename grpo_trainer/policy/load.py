@@ -38,6 +38,7 @@ from grpo_kernels.tools import hub_or_cache, install_command
 from grpo_trainer.config import GRPOConfig, options
 from grpo_trainer.data import ProcessingClass, tokenizer_of
 from grpo_trainer.masking import cut_at_secret
+from grpo_trainer.policy.ends import check_ends, check_tokens, make_room
 from grpo_trainer.policy.forward import evaluating
 from grpo_trainer.policy.tiled_mlp import tile_mlps
 
@@ -158,7 +159,7 @@ def load_model(
         if adapter is None:
             return _pretrained(name, settings)
         _require_peft(what)
-        from peft import PeftModel
+        from peft import PeftModel, load_peft_weights
 
         config = json.loads(Path(adapter).read_text())
         base, revision = config["base_model_name_or_path"], config.get("revision")
@@ -166,6 +167,7 @@ def load_model(
         settings |= {} if revision is None else {"revision": revision}
         with hub_or_cache(base):
             model = _pretrained(base, settings)
+        make_room(model, load_peft_weights(name, device="cpu", **where), config)
         return PeftModel.from_pretrained(model, name, is_trainable=True, **where)
 
 
@@ -206,7 +208,11 @@ def _with_adapter(
             "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
             "one, merge the old one first (merge_and_unload)"
         )
-    return get_peft_model(model, peft_config, revision=revision)
+    check_tokens(model, peft_config)
+    try:
+        return get_peft_model(model, peft_config, revision=revision)
+    except TypeError as error:  # two kinds of adapters on one layer
+        raise ValueError(f"peft_config: {error}") from error
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
@@ -236,6 +242,7 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         raise ValueError(
             f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
         )
+    check_ends(model, args)
     if is_quantized(model):
         for name, parameter in model.named_parameters():
             # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from types import SimpleNamespace
 
@@ -81,10 +82,60 @@ def test_adapters_are_merged_and_the_policy_is_as_before(tmp_path, changes):
     assert_same(sent, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
 
 
-def test_adapters_that_cannot_be_merged():
+IDS = [31, 4]
+ENDS = {
+    "tokens": {"trainable_token_indices": IDS},
+    "tokens of both ends": {"trainable_token_indices": {"embed_tokens": IDS, "lm_head": IDS}},
+    "whole embeddings": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "whole head": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's, on models that are not tied
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("changes", ENDS.values(), ids=ENDS)
+def test_new_rows_and_tied_ends_are_merged(tmp_path, tied, changes):
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+    plain = model.model.embed_tokens.weight.clone()
+    model = lora(model, **copy.deepcopy(changes))
+    model.add_adapter("another", model.peft_config["default"])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sent = {name: value.clone() for name, value in policy_weights(model)}
+    assert_same(model.state_dict(), before)
+    ids = torch.arange(SIZES["vocab_size"])[None]
+    expected = model.eval()(input_ids=ids).logits
+    fresh = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    fresh.load_state_dict(sent)  # all names, and no other
+    torch.testing.assert_close(fresh(input_ids=ids).logits, expected)
+    ends = sent["model.embed_tokens.weight"], sent["lm_head.weight"]
+    assert torch.equal(*ends) == tied
+    if "trainable_token_indices" in changes:
+        moved = (ends[0] != plain).any(1).nonzero().flatten()
+        assert moved.tolist() == sorted(IDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["embed_tokens"]},
+         "no adapter on tied embeddings.*model.embed_tokens; ensure_weight_tying=True"),
+        ({"target_modules": ["lm_head"]}, "no adapter on tied embeddings.* lm_head"),
+        ({"modules_to_save": ["lm_head", "embed_tokens"]},
+         "no adapter on tied embeddings.*model.embed_tokens, lm_head; ensure_weight_tying=True"),
+        ({"trainable_token_indices": {"lm_head": [3]}},
+         "no adapter on tied embeddings.* lm_head"),
+        ({"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}},
+         "no adapter on tied embeddings.*model.embed_tokens, lm_head"),
+        ({"trainable_token_indices": [3], "target_modules": ["lm_head"]},
+         "expected whole layers for use_vllm, got lm_head.base_layer"),
+        (False, True, {}, "full precision"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # peft's, on tied weights
+def test_adapters_that_cannot_be_merged(changes, message):
     config = Qwen3Config(**SIZES, tie_word_embeddings=True)
-    model = lora(Qwen3ForCausalLM(config), target_modules=["embed_tokens"])
-    with pytest.raises(ValueError, match=r"no adapter on tied embeddings.*model.embed_tokens"):
+    model = lora(Qwen3ForCausalLM(config), **changes)
+    with pytest.raises(ValueError, match=message):
         dict(policy_weights(model))
 
 
@@ -155,6 +206,7 @@ NO_FACTOR = "is no factor of plain LoRA on a linear layer of the body"
         ({"modules_to_save": ["norm"]}, [8], f"norm.modules_to_save.default.weight {NO_FACTOR}"),
         ({"target_modules": ["lm_head"]}, [8], f"lm_head.lora_A.default.weight {NO_FACTOR}"),
         ({"target_modules": ["embed_tokens"]}, [8], f"lora_embedding_A.default {NO_FACTOR}"),
+        ({"trainable_token_indices": [3]}, [8], f"trainable_tokens_delta.default {NO_FACTOR}"),
         ({"lora_bias": True}, [8], f"lora_B.default.bias {NO_FACTOR}"),
         ({"bias": "all"}, [8], f"q_proj.base_layer.bias {NO_FACTOR}"),
         ({"r": 17}, [8, 16], "rank is 17, and vLLM as it was started takes 16 at most"),

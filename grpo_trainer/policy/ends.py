@@ -1,0 +1,108 @@
+"""Adapters on the two ends of a model, its embeddings and its head: tied ends, and new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from grpo_kernels.hf import runs_in_fp32
+from grpo_trainer.config import GRPOConfig
+
+
+def check_ends(policy: Any, args: GRPOConfig) -> None:
+    """Raise ValueError for an adapter of embeddings or head that is not trained as its config says.
+
+    PEFT ties LoRA factors by memory only: they are two parameters, with two updates by Adam, and
+    separate once the model moves to a GPU. Its tied copy of a head has no bias.
+    """
+    base = policy.get_base_model()
+    [adapter] = policy.active_adapters
+    head, config = base.get_output_embeddings(), policy.peft_config[adapter]
+    if head is None:  # an error of the fused head
+        return
+    tied = base.config.get_text_config().tie_word_embeddings
+    ensured = tied and getattr(config, "ensure_weight_tying", False)
+    if ensured and adapter in getattr(head, "lora_A", {}):
+        raise ValueError(
+            "peft_config: expected modules_to_save or trainable_token_indices with "
+            "ensure_weight_tying=True, got LoRA on embeddings and head, which PEFT trains apart; "
+            "leave both out of target_modules"
+        )
+    copied = adapter in getattr(head, "modules_to_save", {})
+    if ensured and copied and getattr(head.original_module, "bias", None) is not None:
+        raise ValueError(
+            "peft_config: expected a head without a bias with ensure_weight_tying=True, which "
+            "leaves it out; use trainable_token_indices={'embed_tokens': [...]} or no "
+            "modules_to_save for the head"
+        )
+    if is_deepspeed_zero3_enabled() and getattr(config, "trainable_token_indices", None):
+        raise ValueError(
+            "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
+            "rows to replace; use ZeRO-2 or FSDP2"
+        )
+    if args.cast_lm_head_to_fp32 and not runs_in_fp32(base):
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False with an adapter that replaces the head "
+            "(trainable_token_indices, ensure_weight_tying), got True"
+        )
+
+
+def check_tokens(model: PreTrainedModel, peft_config: Any) -> None:
+    """Raise ValueError unless the model has a row for each token that is trained by itself."""
+    rows = model.get_input_embeddings().num_embeddings
+    for ids in _trained_tokens(getattr(peft_config, "trainable_token_indices", None)):
+        if len(set(ids)) < len(ids) or not all(0 <= token < rows for token in ids):
+            raise ValueError(
+                f"trainable_token_indices: expected different ids below {rows}, the rows of the "
+                f"embeddings, got {ids}; for new tokens call model.resize_token_embeddings first"
+            )
+
+
+def make_room(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],  # of an adapter's file
+    config: Mapping[str, Any],  # the adapter's
+) -> None:
+    """Resize the embeddings of ``model`` to the rows with which an adapter was saved.
+
+    PEFT has them in the adapter's file where their number is not the base model's.
+
+    Raises:
+        ValueError: the adapter trains tokens that have no row.
+    """
+    embeddings = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embeddings)
+    saved = [
+        len(value)
+        for key, value in weights.items()
+        if key.startswith(f"base_model.model.{name}.") and key.endswith("weight")
+    ]
+    rows = max(saved, default=embeddings.num_embeddings)
+    last = max(chain(*_trained_tokens(config.get("trainable_token_indices"))), default=-1)
+    if last >= rows:
+        raise ValueError(
+            f"expected a base model with a row for token {last}, which the adapter trains, got "
+            f"{rows} rows; save the base model after resize_token_embeddings, and name its folder "
+            "as base_model_name_or_path in adapter_config.json"
+        )
+    if rows != embeddings.num_embeddings:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def stay_tied(embeddings: Any, head: Any, adapter: str) -> bool:
+    """Return whether the ends of a model that ties them are one weight under the adapter, too."""
+    copies = [getattr(end, "modules_to_save", {}) for end in (embeddings, head)]
+    if all(adapter in each for each in copies):
+        return copies[0][adapter].weight is copies[1][adapter].weight
+    first, second = (getattr(end, "token_adapter", end) for end in (embeddings, head))
+    return getattr(second, "tied_adapter", None) is first
+
+
+def _trained_tokens(indices: list[int] | dict[str, list[int]] | None) -> list[list[int]]:
+    """Return the ids of each layer, from PEFT's ``trainable_token_indices``."""
+    return list(indices.values()) if isinstance(indices, dict) else [indices or []]
