@@ -162,7 +162,7 @@ def keep_head_in_fp32(model: PreTrainedModel) -> None:
     """
     layer = model.get_output_embeddings()
     if layer.weight.dtype != torch.float32:
-        if layer.weight is model.get_input_embeddings().weight:
+        if not set(layer.parameters()).isdisjoint(model.get_input_embeddings().parameters()):
             raise ValueError(
                 "cast_lm_head_to_fp32: expected a head of its own, or fp32 weights, got "
                 f"{layer.weight.dtype} shared with the embeddings"
@@ -215,7 +215,8 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
     # one that stands for text: the embedding of padding may be zero
     token = next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)
-    ids = torch.full((1, _TOKENS), token, device=model.get_input_embeddings().weight.device)
+    device = next(model.get_input_embeddings().parameters()).device
+    ids = torch.full((1, _TOKENS), token, device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
     seen: dict[str, Any] = {}  # kept from hooks on the head, which would change a loss as well

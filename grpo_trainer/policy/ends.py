@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo_kernels.hf import runs_in_fp32
 from grpo_trainer.config import GRPOConfig
+from grpo_trainer.policy.placement import Placement
 
 
 def check_ends(policy: Any, args: GRPOConfig) -> None:
@@ -40,15 +41,35 @@ def check_ends(policy: Any, args: GRPOConfig) -> None:
             "leaves it out; use trainable_token_indices={'embed_tokens': [...]} or no "
             "modules_to_save for the head"
         )
-    if is_deepspeed_zero3_enabled() and getattr(config, "trainable_token_indices", None):
-        raise ValueError(
-            "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
-            "rows to replace; use ZeRO-2 or FSDP2"
-        )
     if args.cast_lm_head_to_fp32 and not runs_in_fp32(base):
         raise ValueError(
             "cast_lm_head_to_fp32: expected False with an adapter that replaces the head "
             "(trainable_token_indices, ensure_weight_tying), got True"
+        )
+
+
+def check_shards(policy: Any, placement: Placement) -> None:
+    """Raise ValueError for new tokens whose embeddings cannot be sharded.
+
+    FSDP2 as accelerate applies it shards the ends one by one where it does not see that they are
+    tied, and an adapter of single tokens hides that.
+    """
+    if not placement.sharded or not is_peft_model(policy):
+        return
+    tied = policy.get_base_model().config.get_text_config().tie_word_embeddings
+    config = policy.peft_config[policy.active_adapters[0]]
+    ids = getattr(config, "trainable_token_indices", None)
+    if not ids:
+        return
+    if placement.name != "FSDP2":
+        raise ValueError(
+            "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
+            f"rows to replace, got {ids}; use ZeRO-2"
+        )
+    if tied:
+        raise ValueError(
+            "peft_config: expected no trainable_token_indices with FSDP2 and tied embeddings, got "
+            f"{ids}; set modules_to_save=['embed_tokens'] with ensure_weight_tying=True"
         )
 
 

@@ -208,5 +208,5 @@ def _tried(model: PreTrainedModel) -> MicroBatch:
         Sample("", prompt[:length], completion_ids=[*islice(more, max(length - 5, 0))])
         for length in _LENGTHS
     ]
-    one = torch.ones((), device=model.get_input_embeddings().weight.device)
+    one = torch.ones((), device=next(model.get_input_embeddings().parameters()).device)
     return collate(rows, one.expand(len(rows)), Divisors(one, one), pad_token_id=0)

@@ -86,6 +86,14 @@ def adapter(trained: bool = False, **changes: Any) -> Changes:
     return {"model": adapted(make_policy(make_tokenizer(), seed=0), **lora)} | changes
 
 
+def tied_adapter(**changes: Any) -> Changes:
+    """Return an adapter of a policy whose head has the weight of its embeddings."""
+    model = make_policy(make_tokenizer(), seed=0)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return adapter(target_modules=["q_proj"], model=model, **changes)
+
+
 def experts() -> Changes:
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -323,4 +331,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "dora": lambda: adapter(use_dora=True, target_modules=["q_proj"], beta=0.1),
     "adapter, whole head": lambda: adapter(target_modules=".*q_proj", modules_to_save=["lm_head"]),
     "a trained adapter": lambda: adapter(trained=True, beta=0.1),
+    "single tokens": lambda: adapter(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3], "lm_head": [3, 7]}
+    ),
+    "single tokens, tied": lambda: tied_adapter(trainable_token_indices=[3, 7], beta=0.1),
+    "a tied head": lambda: tied_adapter(modules_to_save=["lm_head"], ensure_weight_tying=True),
 }  # fmt: skip

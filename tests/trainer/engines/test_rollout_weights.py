@@ -128,7 +128,6 @@ def test_new_rows_and_tied_ends_are_merged(tmp_path, tied, changes):
          "no adapter on tied embeddings.*model.embed_tokens, lm_head"),
         ({"trainable_token_indices": [3], "target_modules": ["lm_head"]},
          "expected whole layers for use_vllm, got lm_head.base_layer"),
-        (False, True, {}, "full precision"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # peft's, on tied weights

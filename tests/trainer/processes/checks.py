@@ -27,7 +27,7 @@ from grpo_trainer.experience.deal import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
-from tests.trainer.processes.features import held, make_trainer, plain, weights
+from tests.trainer.processes.features import FEATURES, held, make_trainer, plain, weights
 from tests.trainer.test_extensions import Replay
 
 Found = dict[str, Any]
@@ -202,6 +202,7 @@ def refused(placement: str, folder: str) -> Found:
     asked: dict[str, dict[str, Any]] = {
         "fp32 head": {"cast_lm_head_to_fp32": True, "bf16": True},
         "overlap": {"generation_batches_ahead": 1},
+        "tokens": FEATURES["tokens"](),  # type: ignore[operator]
     }
     found = {
         name: refusal(

@@ -195,6 +195,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 DYNAMIC = {"dynamic_sampling": True, "max_resampling_rounds": 2, "reward_funcs": rare_reward}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "lm_head"]}
 OF_MLP = LORA | {"target_modules": ["q_proj", "gate_proj", "down_proj"]}
+LORA_ON_LAYERS = LORA | {"target_modules": ["q_proj", "v_proj"]}
 
 FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "nothing": {},
@@ -249,4 +250,19 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "tied": {"model": tied, "beta": 0.05},
     "lora": lambda: {"peft_config": LoraConfig(**LORA), "beta": 0.05},
     "trained adapter": {"model": with_trained_adapter, "beta": 0.05},
+    "tokens": lambda: {
+        "model": tied, "beta": 0.05,
+        "peft_config": LoraConfig(**LORA_ON_LAYERS, trainable_token_indices=[3, 7, 9]),
+    },
+    "tokens of both ends": lambda: {
+        "peft_config": LoraConfig(
+            **LORA_ON_LAYERS, trainable_token_indices={"embed_tokens": [3, 7, 9], "lm_head": [7]}
+        ),
+    },
+    "tied ends": lambda: {
+        "model": tied, "beta": 0.05,
+        "peft_config": LoraConfig(
+            **LORA_ON_LAYERS, modules_to_save=["lm_head"], ensure_weight_tying=True
+        ),
+    },
 }  # fmt: skip

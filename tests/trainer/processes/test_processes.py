@@ -29,6 +29,8 @@ FILES = launch.ROOT / "grpo_trainer" / "accelerate_configs"
 SHARDED = ("fsdp2", "zero3")
 # ZeRO-1 and 2 differ from plain data parallelism by the engine alone
 FEW = {"zero1": ("clipped", "reference", "token budget"), "zero2": ("adam", "lora", "token budget")}
+# embeddings that cannot be sharded
+BEYOND = {("fsdp2", "tokens"), ("zero3", "tokens"), ("zero3", "tokens of both ends")}
 # of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
 ATOL = {"adam": 1e-5}
 SELDOM = ("accumulated", "iterations")  # log their two steps together
@@ -100,6 +102,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         pytest.param(*placement.values, feature, marks=placement.marks)
         for placement in place(name for name in PLACEMENTS if name != "one")
         for feature in FEW.get(*placement.values, FEATURES)
+        if (*placement.values, feature) not in BEYOND
     ],
 )
 def test_several_processes_are_one_process(placement, feature, alone, tmp_path):
@@ -112,7 +115,7 @@ def test_several_processes_are_one_process(placement, feature, alone, tmp_path):
     assert_alike(found["log"], one["log"])
     atol = ATOL.get(feature, 2e-6)
     torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=atol)
-    assert found["held"] == pytest.approx(0.5 if placement in SHARDED else 1.0, abs=0.02)
+    assert found["held"] == pytest.approx(0.5 if placement in SHARDED else 1.0, abs=0.03)
 
 
 @pytest.mark.parametrize("placement", place(SHARDED))
@@ -174,6 +177,8 @@ def test_what_cannot_work_is_refused(placement, tmp_path):
     assert "cast_lm_head_to_fp32: expected False" in found["fp32 head"]
     expected = "generation_batches_ahead: expected 0, or an engine with weights of its own"
     assert expected in found["overlap"]
+    instead = {"fsdp2": "set modules_to_save=", "zero2": "nothing", "zero3": "use ZeRO-2"}
+    assert instead[placement] in found["tokens"]
     if placement != "fsdp2":
         assert "evaluate: expected it during or after train" in found["evaluate"]
 
