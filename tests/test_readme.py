@@ -263,6 +263,16 @@ def test_training_from_python(kinds: str) -> None:
     assert names["trainer"].state.log_history[0]["reward"] > 0
 
 
+def test_new_tokens(folder: Path) -> None:
+    pytest.importorskip("peft")
+    names: dict[str, Any] = {}
+    exec(with_settings(python_block(DOCS, "trainable_token_indices="), TINY), names)
+    trainer, new = names["trainer"], names["new"]
+    assert trainer.state.global_step == 1 and trainer.model.config.vocab_size == new[-1] + 1
+    trained = [x for name, x in trainer.model.named_parameters() if "tokens_delta" in name]
+    assert [len(rows) for rows in trained] == [2, 2] and all(x.requires_grad for x in trained)
+
+
 def test_several_datasets(folder: Path) -> None:
     for name in ("sums", "words"):
         rows = [{"prompt": f"{n}=", "answer": name, name: n} for n in range(40)]

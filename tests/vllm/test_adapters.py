@@ -3,6 +3,7 @@ and only the adapter travels."""
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -164,6 +165,69 @@ def test_what_is_merged(make_sampler, policy, caplog, lora, engine, reason):
         change(policy)
 
 
+# merged: rows of single tokens, and whole ends that stay tied
+ENDS = {
+    "tokens": {"trainable_token_indices": [5, 13]},
+    "tokens of both ends": {"trainable_token_indices": {"embed_tokens": [5], "lm_head": [5, 0]}},
+    "whole ends": {"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's, where nothing is tied
+@pytest.mark.parametrize(
+    ("tied", "kind"),
+    [
+        (True, "tokens"), (False, "tokens"), (False, "tokens of both ends"),
+        (True, "whole ends"), (False, "whole ends"),
+    ],
+)  # fmt: skip
+def test_new_rows_and_tied_ends(make_sampler, tokenizer, caplog, tied, kind):
+    policy = adapted(make_model(tokenizer, tied), **copy.deepcopy(ENDS[kind]))
+    with caplog.at_level(logging.WARNING, "grpo_trainer"):
+        sampler = make_sampler(policy)
+    [said] = [text for text in caplog.messages if "the adapter is merged" in text]
+    assert "is no factor of plain LoRA" in said and "embed_tokens" in said
+    for _ in range(4):  # with the first weights, and after each of three updates
+        assert apart(sampler, policy) < CLOSE
+        assert sampler._sent == bytes_of(policy, adapter=False)
+        change(policy)
+    assert apart(sampler, policy) < CLOSE
+    with policy.disable_adapter():
+        assert apart(sampler, policy) > 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens(make_args, tokenizer, dataset, tied):
+    """They are in the prompts, sampled by both, and trained."""
+    model, tokenizer = make_model(tokenizer, tied), copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<plan>", "</plan>"])
+    new = tokenizer.convert_tokens_to_ids(["<plan>", "</plan>"])
+    model.resize_token_embeddings(len(tokenizer))
+    rows = dataset.map(lambda row: {"prompt": f"<plan>{row['prompt']}</plan>"})
+    both = {"embed_tokens": new, "lm_head": new}
+    trainer = GRPOTrainer(
+        model, digits_reversal_reward, make_args(learning_rate=0.1), rows,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(**LORA, trainable_token_indices=both),
+    )  # fmt: skip
+    trained = [x for name, x in trainer.model.named_parameters() if "tokens_delta" in name]
+    before = [value.detach().clone() for value in trained]
+    trainer.train()
+    trainer.rollouts.close()
+    assert len(trained) == (1 if tied else 2)
+    assert all((now != old).any() for now, old in zip(trained, before, strict=True))
+    assert worst_mismatch(trainer, steps=3) < CLOSE
+
+
+def test_ends_that_differ(make_args, policy, tokenizer, dataset):
+    lora = LoraConfig(**LORA, modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="on lm_head; ensure_weight_tying=True in the LoraConfig"):
+        GRPOTrainer(
+            policy, digits_reversal_reward, make_args(), dataset, processing_class=tokenizer,
+            peft_config=lora,
+        )  # fmt: skip
+
+
 def test_a_server_that_takes_less(make_sampler, server, policy):
     policy, changes = adapted(policy, r=9), {"vllm_server_port": server.port}
     with pytest.raises(ValueError, match=r"rank is 9, .* takes 8 at most"):
@@ -172,10 +236,19 @@ def test_a_server_that_takes_less(make_sampler, server, policy):
     assert not sampler.engine.takes_adapter and apart(sampler, policy) < CLOSE
 
 
-@pytest.mark.parametrize("transfer", ["adapter", "merged"])
+RESUMED = {
+    "adapter": {},
+    "merged": {},
+    "tokens": {"trainable_token_indices": [5, 13]},
+    "whole ends": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_resumed_run_is_the_straight_run(
-    make_args, settings, policy, tokenizer, dataset, transfer, tmp_path
+    make_args, settings, policy, tokenizer, dataset, kind, tmp_path
 ):
+    transfer = kind if kind in ("adapter", "merged") else "auto"
     start = {name: value.clone() for name, value in policy.state_dict().items()}
 
     def run(**resume):
@@ -188,7 +261,7 @@ def test_a_resumed_run_is_the_straight_run(
         )  # fmt: skip
         trainer = GRPOTrainer(
             model, digits_reversal_reward, args, dataset, processing_class=tokenizer,
-            peft_config=LoraConfig(**LORA),
+            peft_config=LoraConfig(**LORA, **copy.deepcopy(RESUMED[kind])),
         )  # fmt: skip
         trainer.train(**resume)
         trainer.rollouts.close()
