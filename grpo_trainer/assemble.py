@@ -233,7 +233,7 @@ def assemble_models(trainer: Trainer, inputs: Inputs, peft_config: Any | None) -
     check_images(inputs.train_dataset, inputs.eval_dataset, trainer.processing_class)
     placement = placement_of(trainer.accelerator)
     check_optimizer(trainer, placement)
-    check_shards(policy, placement)
+    check_shards(policy, placement, trainer.accelerator)
     reference = make_reference(policy, args, peft_config, placement)
     add_fused_head(base_policy(policy))
     teacher = _teacher(inputs.teacher, trainer, placement)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -48,35 +49,42 @@ def check_ends(policy: Any, args: GRPOConfig) -> None:
         )
 
 
-def check_shards(policy: Any, placement: Placement) -> None:
-    """Raise ValueError for new tokens whose embeddings cannot be sharded.
+def check_shards(policy: Any, placement: Placement, accelerator: Accelerator) -> None:
+    """Raise ValueError for adapters on embeddings and head that cannot be sharded.
 
-    FSDP2 as accelerate applies it shards the ends one by one where it does not see that they are
-    tied, and an adapter of single tokens hides that.
+    accelerate shards the ends one by one where it does not see that they are tied, and an adapter
+    of single tokens hides that. Nor can weights be tied again through PEFT's wrappers, as it does
+    with ``cpu_ram_efficient_loading``.
     """
     if not placement.sharded or not is_peft_model(policy):
         return
-    tied = policy.get_base_model().config.get_text_config().tie_word_embeddings
-    config = policy.peft_config[policy.active_adapters[0]]
+    base, config = policy.get_base_model(), policy.peft_config[policy.active_adapters[0]]
+    tied = base.config.get_text_config().tie_word_embeddings
     ids = getattr(config, "trainable_token_indices", None)
-    if not ids:
-        return
-    if placement.name != "FSDP2":
+    if ids and placement.name != "FSDP2":
         raise ValueError(
             "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
             f"rows to replace, got {ids}; use ZeRO-2"
         )
-    if tied:
+    if ids and tied:
         raise ValueError(
             "peft_config: expected no trainable_token_indices with FSDP2 and tied embeddings, got "
             f"{ids}; set modules_to_save=['embed_tokens'] with ensure_weight_tying=True"
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    replaced = hasattr(base.get_output_embeddings(), "modules_to_save")
+    if tied and replaced and getattr(plugin, "cpu_ram_efficient_loading", False):
+        raise ValueError(
+            "cpu_ram_efficient_loading: expected False with modules_to_save and tied embeddings, "
+            "got True; set fsdp_cpu_ram_efficient_loading: false in the file of `accelerate "
+            "launch`, or cpu_ram_efficient_loading in fsdp_config"
         )
 
 
 def check_tokens(model: PreTrainedModel, peft_config: Any) -> None:
     """Raise ValueError unless the model has a row for each token that is trained by itself."""
-    rows = model.get_input_embeddings().num_embeddings
     for ids in _trained_tokens(getattr(peft_config, "trainable_token_indices", None)):
+        rows = model.get_input_embeddings().num_embeddings
         if len(set(ids)) < len(ids) or not all(0 <= token < rows for token in ids):
             raise ValueError(
                 f"trainable_token_indices: expected different ids below {rows}, the rows of the "
@@ -126,4 +134,6 @@ def stay_tied(embeddings: Any, head: Any, adapter: str) -> bool:
 
 def _trained_tokens(indices: list[int] | dict[str, list[int]] | None) -> list[list[int]]:
     """Return the ids of each layer, from PEFT's ``trainable_token_indices``."""
-    return list(indices.values()) if isinstance(indices, dict) else [indices or []]
+    if isinstance(indices, dict):
+        return list(indices.values())
+    return [indices] if indices else []

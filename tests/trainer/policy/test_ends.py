@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy
+from grpo_trainer.policy import load_policy
+from tests.support.tiny_models import tiny_model
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, rows_reward
 
 peft = pytest.importorskip("peft")
@@ -59,7 +61,7 @@ def test_new_tokens(make_args, tokenizer, base, tmp_path, written):
         model.save_pretrained(tmp_path / "resized")
     tied, before = model.config.tie_word_embeddings, model.get_input_embeddings().weight.clone()
     indices = new if tied else {"embed_tokens": new, "lm_head": new}
-    args = make_args(max_steps=3, learning_rate=0.1, beta=0.1)
+    args = make_args(max_steps=3, learning_rate=0.1, beta=0.1, gradient_checkpointing=written)
     trainer = GRPOTrainer(
         str(tmp_path / "resized") if written else model, rows_reward, args, Dataset.from_list(ROWS),
         processing_class=tokenizer,
@@ -147,6 +149,16 @@ def test_tied_ends_stay_tied(make_trainer, tokenizer, tmp_path, kind, trained):
 def test_adapters_that_peft_does_not_train_as_they_say(make_trainer, tokenizer, lora, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(model=tied_policy(tokenizer), peft_config=peft.LoraConfig(**(LORA | lora)))
+
+
+def test_a_tied_copy_has_no_bias(make_args):
+    model = tiny_model("phi")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    config = peft.LoraConfig(**LORA, modules_to_save=["lm_head"], ensure_weight_tying=True)
+    config.target_modules = {"q_proj"}
+    with pytest.raises(ValueError, match="expected a head without a bias with ensure_weight_tying"):
+        load_policy(model, make_args(), config)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "whole head"])

@@ -27,10 +27,12 @@ from grpo_trainer.experience.deal import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
-from tests.trainer.processes.features import FEATURES, held, make_trainer, plain, weights
+from tests.trainer.processes.features import FEATURES, held, make_trainer, plain, tied, weights
 from tests.trainer.test_extensions import Replay
 
 Found = dict[str, Any]
+
+ADAPTED = {"lora": plain, "tied ends": tied}  # features whose policy has an adapter
 
 
 def generation(placement: str, folder: str) -> Found:
@@ -60,7 +62,7 @@ def greedy(trainer: GRPOTrainer) -> list[list[int]]:
 def checkpoints(placement: str, folder: str) -> Found:
     """Stop after each of the steps, go on, and save the model."""
     found: Found = {}
-    for name in ("reference", "lora", "dynamic"):
+    for name in ("reference", "lora", "dynamic", "tied ends"):
         out = Path(folder, name)
         straight = make_trainer(name, placement, out, save_strategy="steps", save_steps=1)
         straight.train()
@@ -82,11 +84,11 @@ def checkpoints(placement: str, folder: str) -> Found:
 
 def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     """Return the weights of the model that was saved to ``folder``, adapters merged."""
-    if name != "lora":
+    if name not in ADAPTED:
         return AutoModelForCausalLM.from_pretrained(folder).state_dict()
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(plain(), folder)
+    model = PeftModel.from_pretrained(ADAPTED[name](), folder)
     return {name: value.detach() for name, value in policy_weights(model)}
 
 
@@ -210,6 +212,11 @@ def refused(placement: str, folder: str) -> Found:
         )
         for name, changes in asked.items()
     }
+    if placement == "fsdp2":
+        config = FSDP2["fsdp_config"] | {"cpu_ram_efficient_loading": True}
+        found["loading"] = refusal(
+            lambda: make_trainer("tied ends", placement, folder, fsdp_config=config)
+        )
     if placement.startswith("zero"):
         found["evaluate"] = refusal(make_trainer("clipped", placement, folder).evaluate)
     return found

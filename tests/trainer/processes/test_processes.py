@@ -149,7 +149,8 @@ def test_a_resumed_run_is_the_straight_one(placement, tmp_path):
         assert straight == resumed
         files = set(found["files"])
         assert {of.get(placement, shards), "SHA256SUMS", "process_state_1.pt"} <= files
-        weights = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
+        adapted = name in checks.ADAPTED
+        weights = "adapter_model.safetensors" if adapted else "model.safetensors"
         assert (weights in files) == whole
 
 
@@ -179,7 +180,9 @@ def test_what_cannot_work_is_refused(placement, tmp_path):
     assert expected in found["overlap"]
     instead = {"fsdp2": "set modules_to_save=", "zero2": "nothing", "zero3": "use ZeRO-2"}
     assert instead[placement] in found["tokens"]
-    if placement != "fsdp2":
+    if placement == "fsdp2":
+        assert "cpu_ram_efficient_loading: expected False" in found["loading"]
+    else:
         assert "evaluate: expected it during or after train" in found["evaluate"]
 
 
