@@ -61,7 +61,8 @@ MODELS = {
         Model("qwen3-1.7b", 2048, 151936),
         Model("llama-3.2-1b", 2048, 128256),
         Model("gemma-2-2b", 2304, 256000, softcap=30.0),
-        Model("gemma-3-4b", 2560, 262144),
+        Model("gemma-3-1b", 1152, 262144),
+        Model("gemma-3-4b", 2560, 262208),
         Model("qwen3-8b", 4096, 151936),
     )
 }

@@ -20,7 +20,10 @@ from benchmarks.tables import is_quoted
 _HEAD = "qwen3-1.7b"
 _CPU = ("logprobs-grad", "nll", "gspo-kl", "dapo-frozen", "dapo-masked", "dapo-zero")
 _MOST = ("dapo", "logprobs-entropy", "logprobs-grad", "nll")
-_HEADS = ("qwen3-8b", "gemma-2-2b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-4b")
+_HEADS = (
+    *("qwen3-8b", "gemma-2-2b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"),
+    *("gemma-3-4b", "gemma-3-1b"),
+)
 
 
 def _cases(works: Iterable[str], models: Iterable[str], tokens: Iterable[int]) -> list[Case]:
@@ -40,6 +43,7 @@ def _cpu() -> list[Case]:
         ),
         *(make_case(work, head, 256, dtype) for work in _CPU for dtype in DTYPES),
         *(make_case("dapo", "smollm2-135m", 1024, dtype, REAL) for dtype in DTYPES),
+        *(make_case("dapo", "gemma-3-1b", 1024, dtype, memory=True) for dtype in DTYPES),
         *(make_case(work, "small", 128, dtype) for work in WORKS for dtype in DTYPES),
     ]
 
