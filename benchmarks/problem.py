@@ -16,7 +16,7 @@ from grpo_kernels import LossConfig, TokenBatch
 
 _CHUNK_ROWS = 128  # of full logits at a time
 _LOGPROBS = ("old_logprobs", "ref_logprobs", "dlogprobs")
-_LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
+LOG_RATIOS = (-0.35, -0.1, 0.0, 0.1, 0.3)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Problem:
     target: Tensor  # (B, L) int64, valid everywhere
     mask: Tensor  # (B, L) bool, False: padding
     advantages: Tensor  # (B,) fp32
-    old_logprobs: Tensor  # (B, L) fp32
+    old_logprobs: Tensor | None  # (B, L) fp32; None: on-policy
     ref_logprobs: Tensor | None  # (B, L) fp32, where the loss has a KL term
     dlogprobs: Tensor  # (B, L) fp32, the upstream gradient of a "backward" work
 
@@ -101,8 +101,8 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     # would move it across. A loss of sequence ratios gets one value per sequence.
     of_tokens = work.loss is None or work.loss.scope(False) == "token"
     width = case.length if of_tokens else 1
-    choice = torch.randint(len(_LOG_RATIOS), (case.sequences, width), generator=generator)
-    log_ratios = torch.tensor(_LOG_RATIOS)[choice].expand(shape)
+    choice = torch.randint(len(LOG_RATIOS), (case.sequences, width), generator=generator)
+    log_ratios = torch.tensor(LOG_RATIOS)[choice].expand(shape)
     mask = torch.ones(shape, dtype=torch.bool)
     if work.rows == "masked":  # every other sequence is three quarters full, the others one
         mask[0::2, 3 * case.length // 4 :] = False

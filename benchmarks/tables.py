@@ -38,6 +38,7 @@ class Layout:
 LAYOUTS = {
     "heads": Layout("Every case", BARE, beside=True, contest=True),
     "training": Layout("Training step", contest=True, errors=True),
+    "vocabulary": Layout("Step of a model with a large vocabulary", contest=True, errors=True),
     "padding": Layout("Padding of a generation batch", notes=True, errors=True),
     "divergence": Layout("Divergence from a teacher", BARE, notes=True),
     "savings": Layout("What is saved", notes=True, errors=True),

@@ -76,6 +76,22 @@ def test_a_long_sequence_on_a_gpu_and_in_triton(
     assert_exact(problem, config, device, torch.float32, floor, schedule=schedule, **options)
 
 
+@pytest.mark.parametrize("vocab_size", (262_144, 262_145, 262_208))  # Gemma 3 1B, an odd one, 4B
+@pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
+@pytest.mark.parametrize("dtype", FLOOR)
+@pytest.mark.parametrize("backend,device", targets())
+def test_a_large_vocabulary(
+    dtype: torch.dtype, schedule: str, vocab_size: int, backend: str, device: torch.device
+) -> None:
+    """In two chunks, the first and the last id among the targets."""
+    problem = make_problem(2, 7, 24, vocab_size)
+    problem.mask.fill_(True)
+    problem.target[:, 0], problem.target[:, 1] = 0, vocab_size - 1
+    config = make_config("dapo", beta=0.05)
+    options = dict(backend=backend, max_workspace_bytes=8 * vocab_size * 4)
+    assert_exact(problem, config, device, dtype, schedule=schedule, **options)
+
+
 def run_part(part: str, posed: Problem, **options: Any) -> dict[str, Tensor]:
     """Run a loss whose batch or head has one more part."""
     fields: dict[str, Any] = {}

@@ -229,6 +229,12 @@ JOBS = (
         sources=("grpo_trainer/policy/tiled_mlp.py",),
     ),
     _suite(
+        "vocabulary",
+        "Time, memory and longest sequence of a step with Gemma 3 1B's head: ours, TRL's, eager.",
+        275,
+        reserve=60,
+    ),
+    _suite(
         "sparse",
         "Whether a sparse backward is faster than the bare GEMMs, and at which error.",
         240,

@@ -23,7 +23,7 @@ NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
-    *("real", "curves", "states", "sparsity", "mismatch", "activations"),
+    *("real", "curves", "states", "sparsity", "mismatch", "activations", "vocabulary"),
 )
 _UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")

@@ -47,14 +47,14 @@ class Inputs:
 
 
 @cache
-def inputs(kind: str) -> Inputs:
+def inputs(kind: str, tokens: int = TOKENS, columns: int = COLUMNS) -> Inputs:
     """Return inputs that 16 bits hold exactly, with targets drawn from the policy."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, DEPTH, generator=generator).bfloat16().float()
-    weight = torch.randn(COLUMNS, DEPTH, generator=generator) * SIZES[kind] / math.sqrt(DEPTH)
+    hidden = torch.randn(tokens, DEPTH, generator=generator).bfloat16().float()
+    weight = torch.randn(columns, DEPTH, generator=generator) * SIZES[kind] / math.sqrt(DEPTH)
     weight = weight.half().bfloat16().float()
     target = torch.multinomial((hidden @ weight.t()).softmax(1), 1, generator=generator)[:, 0]
-    dlogp = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    dlogp = torch.randn(tokens, generator=generator, dtype=torch.float64)
     dlogp[::7] = 0
     return Inputs(hidden, weight, target, dlogp)
 
@@ -84,6 +84,22 @@ def test_the_error_is_within_the_tolerance(
     got = gradients(x.to(dtype), backward=sparse(tolerance=tolerance), backend=backend)
     for name, value in got.items():
         assert frobenius(value, exact[name]) <= tolerance + ROUNDING[dtype], name
+
+
+@pytest.mark.parametrize("columns", (262_144, 262_145))
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_large_vocabulary(dtype: torch.dtype, columns: int) -> None:
+    """Rows keep entries: none has to be computed whole."""
+    x = inputs("policy-like", 24, columns)
+    exact = gradients(x.to(torch.float64), backend="reference")
+    backward = sparse(tolerance=1e-2)
+    got = gradients(x.to(dtype), backward=backward)
+    for name, value in got.items():
+        assert frobenius(value, exact[name]) <= 1e-2 + ROUNDING[dtype], name
+    y = x.to(dtype)
+    names = ("logprobs", "entries")
+    out = linear_logprobs(y.hidden, y.weight, y.target, outputs=names, backward=backward)
+    assert (out.entries >= 0).all()
 
 
 @pytest.mark.parametrize("kind", SIZES)
