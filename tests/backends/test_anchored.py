@@ -199,6 +199,18 @@ def test_a_rows_bits_depend_on_it_alone(device: torch.device) -> None:
     assert torch.equal(of_some.dlogits, gradient.dlogits[7:20])
 
 
+@pytest.mark.gpu  # 4 GiB
+def test_offsets_beyond_32_bits() -> None:
+    """A vocabulary of 262,144, and more than 2**31 exponentials: the last rows are as alone."""
+    rows, columns, last = 8192 + 130, 262_144, slice(8192 - 70, None)
+    hidden, weight = (torch.randn(n, 64, dtype=BF16, device="cuda") for n in (rows, columns))
+    head, target = Head(weight, None, PLAIN), torch.randint(columns, (rows,), device="cuda")
+    stats, gradient = run(hidden, head, target, config=None)
+    some, of_some = run(hidden[last], head, target[last], config=None)
+    assert torch.equal(some.logp, stats.logp[last])
+    assert torch.equal(of_some.dlogits, gradient.dlogits[last])
+
+
 def test_statistics_are_those_without_a_gradient(device: torch.device) -> None:
     hidden, head, target = head_problem(30, 24, 150, BF16, bias=False, device=device)
     head = dataclasses.replace(head, transform=Transform(temperature=0.7))

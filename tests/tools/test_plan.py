@@ -158,6 +158,18 @@ def test_a_step_allocates_what_is_said(
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
+@pytest.mark.parametrize("vocabulary", (262_144, 262_145))
+@pytest.mark.parametrize("name,dtype", [("one_pass", FP32), ("two_pass", FP32), ("two_pass", BF16)])
+def test_a_step_with_a_large_vocabulary_allocates_what_is_said(
+    monkeypatch, name, dtype, vocabulary
+) -> None:
+    without_what_libraries_take(monkeypatch)
+    for tokens in (1, 100, 400):
+        call = call_of(name, tokens, {}, hidden=32, vocabulary=vocabulary, dtype=dtype)
+        assert growth(call) == pytest.approx(allocated(call), rel=0.01), tokens
+
+
+@pytest.mark.skipif("cpu" not in available_backends(), reason="other backends take more on a CPU")
 @pytest.mark.parametrize("name", ("one_pass", "two_pass"))
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("exact", (False, True))
