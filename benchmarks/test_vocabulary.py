@@ -1,7 +1,8 @@
 """A step of a model with Gemma 3's vocabulary: its time, its memory and the longest sequence.
 
 The model has the sizes of Gemma 3 1B and random weights. A step is forward and backward of a GRPO
-loss on one sequence, with gradient checkpointing and without an optimizer.
+loss on one sequence, with gradient checkpointing and without an optimizer. On a CPU only the memory
+is measured.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Case:
         return f"{self.head.name}-{self.layers}-layers-{self.tokens}-{self.dtype}"
 
 
-_ON_CPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 2, dtype, 2048, 128) for dtype in DTYPES]
+_ON_CPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 2, dtype, 1024, 64) for dtype in ("bf16", "fp32")]
 _ON_GPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 26, "bf16", 8192, 256, step=2048, most=65536)]
 CASES = {
     "tiny": [Case(MODELS["tiny"], _TINY, 2, dtype, 32, 16, step=16, most=64) for dtype in DTYPES],
@@ -108,8 +109,9 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     _compare(rows, policy)
     if device == "cuda":
         _measure_growth(rows, policy.growth)
-    steps = [(row, partial(policy.step, row.provider, case.tokens)) for row in rows if row.runs]
-    race(steps, session.rounds(_ROUNDS), make_timer(device))
+    if device == "cuda" or session.suite == "tiny":  # a CPU's times are those of the heads
+        steps = [(row, partial(policy.step, row.provider, case.tokens)) for row in rows if row.runs]
+        race(steps, session.rounds(_ROUNDS), make_timer(device))
     if case.step:
         with within(_CARD, device):
             for row in rows:
@@ -307,5 +309,5 @@ def growth(case: Case, device: str, name: str) -> int:
 
 
 def test_vocabulary(row: Row) -> None:
-    """Time a step of a model with a large vocabulary."""
-    assert row.seconds
+    """Measure a step of a model with a large vocabulary."""
+    assert row.errors
