@@ -77,7 +77,7 @@ class Case:
         return f"{self.head.name}-{self.layers}-layers-{self.tokens}-{self.dtype}"
 
 
-_ON_CPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 2, dtype, 1024, 64) for dtype in ("bf16", "fp32")]
+_ON_CPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 2, dtype, 1024, 64) for dtype in DTYPES]
 _ON_GPU = [Case(MODELS["gemma-3-1b"], _GEMMA, 26, "bf16", 8192, 256, step=2048, most=65536)]
 CASES = {
     "tiny": [Case(MODELS["tiny"], _TINY, 2, dtype, 32, 16, step=16, most=64) for dtype in DTYPES],
