@@ -8,7 +8,7 @@ is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import text
 from benchmarks.check import StepResult, compare_steps, reference, take_gradient, why_wrong
 from benchmarks.child import ask
 from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, race
+from benchmarks.measure import add_growth, attempt, free, race
 from benchmarks.problem import LOG_RATIOS, Problem, Result
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
@@ -29,8 +28,6 @@ from benchmarks.shapes import DTYPES, MODELS, WORKS, Model, make_case
 from benchmarks.timing import cuda_growth, make_timer, resident_growth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
 _ROUNDS = 3
@@ -104,11 +101,12 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
     for row in rows:
         row.leave_out("absent", PROVIDERS[row.provider].absent(device))
     if device == "cpu" and session.suite != "tiny":  # while this process is small
-        _measure_growth(rows, lambda name: ask(growth, case, device, name))
+        add_growth(rows, partial(ask, growth, case, device))
     policy = Policy(case, device)
     _compare(rows, policy)
-    if device == "cuda":
-        _measure_growth(rows, policy.growth)
+    for row in rows if device == "cuda" else ():
+        with attempt(row):
+            add_growth([row], policy.growth)
     if device == "cuda" or session.suite == "tiny":  # a CPU's times are those of the heads
         steps = [(row, partial(policy.step, row.provider, case.tokens)) for row in rows if row.runs]
         race(steps, session.rounds(_ROUNDS), make_timer(device))
@@ -119,14 +117,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
                     with attempt(row):
                         _find_longest(row, policy, session.deadline)
     return rows
-
-
-def _measure_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:
-    for row in rows:
-        if row.runs:
-            with attempt(row):
-                row.info["grown_bytes"] = growth(row.provider)
-                row.cells["MiB beyond the weights"] = text.mib(row.info["grown_bytes"])
 
 
 def _compare(rows: Sequence[Row], policy: Policy) -> None:
@@ -143,9 +133,7 @@ def _compare(rows: Sequence[Row], policy: Policy) -> None:
 
 def _find_longest(row: Row, policy: Policy, deadline: float) -> None:
     case = policy.case
-    fits, fails = longest(
-        lambda tokens: policy.fits(row.provider, tokens), case.step, case.most, deadline
-    )
+    fits, fails = longest(partial(policy.fits, row.provider), case.step, case.most, deadline)
     row.info |= {"longest": fits, "too_long": fails, "card_bytes": _CARD}
     at_least = " or more" * (fails is None or fails - fits > case.step)
     row.cells[f"longest sequence in {_CARD >> 30} GiB"] = f"{fits:,}{at_least}"
