@@ -345,6 +345,11 @@ class GRPOFields:
     distillation_beta: Tolerance = setting(0.5, "Weight of the teacher in the mixture of jsd.")
 
     # the gradients of the LM head, as linear_policy_loss computes them
+    schedule: Annotated[str, choice(("auto", "one_pass", "two_pass"))] = setting(
+        "auto",
+        "one_pass; two_pass: less memory for an LM head that is trained, one more product; auto: "
+        "one pass where that is faster.",
+    )
     backward: Annotated[str, choice(("exact", "sparse"))] = setting(
         "exact",
         "exact, or sparse: the LM head's gradient from likely tokens and an unbiased sample.",

@@ -163,13 +163,21 @@ def check_level(args: TrainingArguments, loss: LossConfig) -> None:
 
 
 def check_backward(args: TrainingArguments, loss: LossConfig) -> None:
-    """Raise ValueError for a sparse backward where only an exact one is possible."""
+    """Raise ValueError for a sparse backward where only an exact one is possible, and for one pass
+    where a loss needs two."""
     backward_options(args)  # which checks the seed
+    scope = loss.scope(args.use_vllm or args.rollout_engine is not None)
+    if args.schedule == "one_pass" and scope != "token":
+        raise ValueError(
+            f"schedule: expected auto or two_pass, since a token's loss depends on its {scope} "
+            f"with {loss.loss_type} and these settings; got {args.schedule!r}"
+        )
     if args.backward == "exact" or loss.entropy_coef == 0:
         return
     for name, is_set in (
         ("top_entropy_quantile", args.top_entropy_quantile < 1),
         ("use_sampling_mask", args.use_sampling_mask),
+        ("schedule", args.schedule == "two_pass"),
     ):
         if is_set:
             raise ValueError(
@@ -180,7 +188,10 @@ def check_backward(args: TrainingArguments, loss: LossConfig) -> None:
 
 def backward_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments of ``linear_policy_loss`` that ``args`` describes."""
-    arguments: dict[str, Any] = {"activation_bytes": args.activation_bytes}
+    arguments: dict[str, Any] = {
+        "schedule": args.schedule,
+        "activation_bytes": args.activation_bytes,
+    }
     if args.backward == "sparse":
         arguments["backward"] = Bounded(
             tolerance=float(args.backward_tolerance),

@@ -72,12 +72,20 @@ def test_settings_that_trl_has_for_every_loss_are_left_out_with_a_warning(make_a
 
 
 def test_the_backward_of_the_head(make_args):
-    assert backward_options(make_args()) == {"activation_bytes": None}
+    assert backward_options(make_args()) == {"schedule": "auto", "activation_bytes": None}
     words = "--backward sparse --backward_tolerance 2e-3 --no_backward_exact_weight "
-    words += "--activation_bytes 4096 --seed 7"
+    words += "--activation_bytes 4096 --schedule two_pass --seed 7"
     _, args = parse([*RUN, *words.split()])
     bounded = Bounded(tolerance=2e-3, exact_weight=False, seed=7)
-    assert backward_options(args) == {"backward": bounded, "activation_bytes": 4096}
+    options = {"backward": bounded, "schedule": "two_pass", "activation_bytes": 4096}
+    assert backward_options(args) == options
+    with pytest.raises(ValueError, match="schedule: .*one_pass.*got 'three_pass'"):
+        make_args(schedule="three_pass")
+    assert make_args(schedule="one_pass", loss_type="grpo").schedule == "one_pass"
+    with pytest.raises(ValueError, match="schedule: expected auto or two_pass.*sequence with gspo"):
+        make_args(schedule="one_pass", loss_type="gspo")
+    with pytest.raises(ValueError, match="backward: .* with schedule=two_pass"):
+        make_args(schedule="two_pass", backward="sparse", entropy_coef=0.1)
 
 
 def test_settings_of_trust_regions():
