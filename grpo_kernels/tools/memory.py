@@ -1,0 +1,205 @@
+"""The memory of a run on one GPU, by its parts and at its moments: an estimate by formulas."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from grpo_kernels.tools.activations import TILE, activations, masks
+from grpo_kernels.tools.call import Call
+from grpo_kernels.tools.estimate import total
+from grpo_kernels.tools.model import Model
+from grpo_kernels.tools.training import Training
+
+GIB = 1 << 30
+SLACK = 2 * GIB  # the CUDA context, workspaces of libraries, what the allocator cannot use
+ENGINE_SLACK = 2 * GIB  # of vLLM's share: its activations, CUDA graphs, and a little cache
+DEFAULT_SHARE = 0.3  # the trainer's vllm_gpu_memory_utilization
+_SHARE_STEP, _LARGEST_SHARE = 0.05, 0.9
+STEP, _MOST_STEPS = 256, 1 << 13  # tokens, of what is tried
+ENGINES = ("none", "colocate", "server", "transformers")
+ENGINE_WEIGHTS = {"bf16": 2, "fp8": 1}  # bytes of a weight of the body's matrices
+_FP8 = "fp8_per_channel"  # of vLLM's methods one that quantizes the weights of every update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What samples completions, by its place and its share of the GPU."""
+
+    place: str = "none"  # of ENGINES; none: nothing on this GPU is planned
+    share: float | None = None  # of a colocated vLLM; None: the default, or what its weights need
+    weights: str = "bf16"  # of ENGINE_WEIGHTS
+    sleeps: bool = False
+
+    @property
+    def colocated(self) -> bool:
+        return self.place == "colocate"
+
+    @property
+    def samples_by_vllm(self) -> bool:
+        return self.place in ("colocate", "server")
+
+    def weight_bytes(self, model: Model) -> int:
+        matrices = model.linear + model.experts
+        return matrices * ENGINE_WEIGHTS[self.weights] + (model.parameters - matrices) * 2
+
+    def share_of(self, model: Model, memory: int) -> float:
+        """Return the part of ``memory`` that a colocated vLLM takes."""
+        if self.share is not None:
+            return self.share
+        needed = (self.weight_bytes(model) + ENGINE_SLACK) / memory
+        steps = math.ceil(round(needed / _SHARE_STEP, 6))
+        return min(max(DEFAULT_SHARE, round(steps * _SHARE_STEP, 2)), _LARGEST_SHARE)
+
+    def settings(self, model: Model, memory: int) -> dict[str, Any]:
+        """Return the lines of the run file."""
+        if self.place in ("none", "transformers"):
+            return {}
+        lines: dict[str, Any] = {"use_vllm": True}
+        if self.place == "server":
+            return lines | {"vllm_mode": "server"}
+        lines["vllm_gpu_memory_utilization"] = self.share_of(model, memory)
+        if self.sleeps:
+            lines["vllm_enable_sleep_mode"] = True
+        if self.weights == "fp8":
+            lines["vllm_engine_kwargs"] = {"quantization": _FP8}
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on one GPU, by what its memory depends on."""
+
+    model: Model
+    memory: int  # bytes of the GPU
+    tokens: int  # of a micro-batch
+    longest: int = 4096  # tokens of the longest sequence
+    training: Training
+    engine: Engine = Engine()
+    reference: bool = False  # a frozen copy of the weights, for beta above 0
+    implementation: str | None = None  # of the head, as Call.name; None: the trainer's
+    two_pass: bool = False  # at the head
+    offload: bool = False  # of the hidden states between layers
+    tiled: bool = False  # MLPs
+
+    def head(self, name: str) -> Call:
+        """Return a call of the loss at the head: ours by its schedule, ``trl`` or ``eager``."""
+        return Call(
+            name=name,
+            hidden=self.model.hidden,
+            vocabulary=self.model.vocabulary,
+            tokens=self.tokens,
+            weight_dtype=torch.float32 if self.training.cast else None,
+            frozen=bool(self.training.rank),
+            softcap=self.model.softcap,
+        )
+
+    def schedules(self) -> set[str]:
+        """Return what may run at the head.
+
+        vLLM's log-probabilities correct the loss by sequences, which takes two passes where a
+        sequence is longer than a tile.
+        """
+        if self.implementation or self.two_pass:
+            return {self.implementation or "two_pass"}
+        default = {self.head("one_pass").default}
+        return default | {"two_pass"} if self.engine.samples_by_vllm else default
+
+    def settings(self) -> dict[str, Any]:
+        """Return the lines of the run file that say what is planned."""
+        lines = dict(self.training.settings)
+        if self.training.rank and self.model.adapted:
+            lines["lora_target_modules"] = list(self.model.adapted)
+        lines["max_tokens_per_micro_batch"] = self.tokens
+        if not self.model.masked:
+            lines["attn_implementation"] = "kernels-community/vllm-flash-attn3"
+        if self.two_pass:
+            lines["schedule"] = "two_pass"
+        if self.offload:
+            lines["gradient_checkpointing_kwargs"] = {"offload": True}
+        if self.tiled:
+            lines["mlp_tile_tokens"] = TILE
+        return lines | self.engine.settings(self.model, self.memory)
+
+    def head_bytes(self) -> int:
+        """Return the peak at the head, without its weight.
+
+        The gradient of the weight counts once more than among the gradients: with several
+        micro-batches a step it is formed beside the sum of those before.
+        """
+        calls = [self.head(name) for name in self.schedules()]
+        return max(total(call) - call.weight for call in calls)
+
+    def activation_bytes(self) -> int:
+        return activations(
+            self.model,
+            self.tokens,
+            state=self.training.state,
+            inside=self.training.inside,
+            offload=self.offload,
+            tile=TILE if self.tiled else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What is on the GPU, or in the engine's share of it, at one time."""
+
+    name: str
+    parts: dict[str, int]  # bytes by name
+    limit: int
+
+    @property
+    def free(self) -> int:
+        """What is left; below 0: what does not fit."""
+        return self.limit - sum(self.parts.values())
+
+
+def moments(run: Run) -> list[Moment]:
+    """Return the moments of a step at which memory may run out."""
+    model, way, engine = run.model, run.training, run.engine
+    stays = {"weights": way.weights(model), "optimizer states": way.optimizer(model)}
+    if run.reference and not way.rank:  # an adapter that is switched off is its own reference
+        stays["reference model"] = model.parameters * way.weight
+    share = int(engine.share_of(model, run.memory) * run.memory) if engine.colocated else 0
+    of_engine = {"engine weights": min(share, engine.weight_bytes(model))}
+    of_engine["engine KV cache"] = share - of_engine["engine weights"]
+    training = stays | {
+        "gradients": way.gradients(model),
+        "activations": run.activation_bytes(),
+        "attention masks": masks(model, run.tokens, run.longest),
+        "LM head and loss": run.head_bytes(),
+    }
+    slack = {"CUDA context, slack": SLACK}
+    beside = of_engine if engine.colocated and not engine.sleeps else {}
+    result = [Moment(name="training", parts=training | beside | slack, limit=run.memory)]
+    if engine.colocated and engine.sleeps:
+        waking = stays | of_engine | slack
+        result.append(Moment(name="waking the engine", parts=waking, limit=run.memory))
+    if engine.colocated:
+        needed = {"engine weights": engine.weight_bytes(model), "engine slack": ENGINE_SLACK}
+        result.append(Moment(name="vLLM's share", parts=needed, limit=share))
+    return result
+
+
+def missing(run: Run) -> int:
+    """Return the bytes that a run lacks at its worst moment; 0: it fits."""
+    return max(0, -min(moment.free for moment in moments(run)))
+
+
+def largest(run: Run, *, one_sequence: bool = False) -> int:
+    """Return the most tokens of a micro-batch that fit, a multiple of :data:`STEP`; 0: none.
+
+    ``one_sequence``: all of them are one. The memory grows with the tokens.
+    """
+
+    def lacks(steps: int) -> int:
+        tokens = steps * STEP
+        longest = tokens if one_sequence else run.longest
+        return missing(replace(run, tokens=tokens, longest=longest))
+
+    return STEP * (bisect_left(range(1, _MOST_STEPS), True, key=lambda n: lacks(n) > 0))
