@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.tools.body import Body, body_of
 from grpo_kernels.tools.machine import install_command
 
 
@@ -38,8 +37,8 @@ def hub_or_cache(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def read_model(model: str) -> tuple[dict[str, Any], Body | None]:
-    """Read what the head and the body of a model are, in a folder, on the hub or in its cache.
+def read_config(model: str) -> Any:
+    """Read the config of a model, in a folder, on the hub or in its cache.
 
     Raises:
         ValueError: there is no config, or none of a model with a head; or no transformers.
@@ -65,10 +64,21 @@ def read_model(model: str) -> tuple[dict[str, Any], Body | None]:
     absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
     if absent:
         raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
-    head = {
+    return config
+
+
+def head_of(config: Any) -> dict[str, Any]:
+    """Return what the head of a model is, by its config."""
+    text = config.get_text_config()
+    return {
         "hidden": text.hidden_size,
         "vocabulary": text.vocab_size,
         "dtype": getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16,
         "softcap": getattr(text, "final_logit_softcapping", None) is not None,
     }
-    return head, body_of(text)
+
+
+def name_of(model: str) -> str:
+    """Return the name of a model: the last part of its folder, or of its hub id."""
+    path = Path(model).expanduser().resolve()
+    return (path.parent if path.is_file() else path).name

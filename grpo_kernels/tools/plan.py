@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_kernels.engine import Bounded, RunOptions
 from grpo_kernels.tools import machine
-from grpo_kernels.tools.body import Body, activations
+from grpo_kernels.tools.activations import ADAPTED, TRAINED, activations
 from grpo_kernels.tools.call import DTYPES, Call
 from grpo_kernels.tools.estimate import growth, total
-from grpo_kernels.tools.hub import read_model
+from grpo_kernels.tools.gpus import GPU_NAMES, find_gpu, gpu_named
+from grpo_kernels.tools.hub import head_of, name_of, read_config
+from grpo_kernels.tools.model import Model, model_of
+from grpo_kernels.tools.plan_run import add_run_arguments, check_run_arguments, run_facts, run_lines
 from grpo_kernels.tools.plan_table import table
 from grpo_kernels.tools.text import byte_size, count, in_units, positive
 
-# name, pattern of what a driver or a user calls it, TFLOP/s in 16 bits and in fp32: dense GEMMs
-# with fp32 sums, by the data sheets. The first pattern that is found decides.
-GPUS = (
-    ("H100 SXM", r"\bh100\b(?!.*(pcie|nvl))", 989, 67),
-    ("H200", r"\bg?h200\b", 989, 67),
-    ("B200", r"\bg?b200\b", 2250, 75),
-    ("A100", r"\ba100\b", 312, 19.5),
-    ("MI300X", r"\bmi300x\b", 1307, 163.4),
-)
-_GPU_NAMES = ", ".join(name for name, *_ in GPUS)
 _REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
 # TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
 _MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
@@ -43,6 +35,7 @@ _ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Add those of the subcommand. What a message names is the ``dest`` of an option."""
+    add_run_arguments(plan)
     head = plan.add_argument_group("the head").add_argument
     head("--model", help="folder with a config.json, that file, or a hub id")
     head("--hidden", type=count, help="hidden size, in place of --model")
@@ -59,7 +52,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     reserved = "for all else in training; with --model the body's activations are estimated"
     device("--reserved", type=byte_size, default=0, help=reserved)
     device("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
-    device("--gpu", help=f"for the time [the present device]: {_GPU_NAMES}")
+    device("--gpu", help=f"for the time [the present device]: {GPU_NAMES}")
     device("--tflops", type=positive, help="for the time: reached by GEMMs")
     backward = plan.add_argument_group("our backward").add_argument
     kept = "what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]"
@@ -82,23 +75,23 @@ def _read_ranks(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit code."""
     try:
-        facts = _facts(arguments)
+        check_run_arguments(arguments)
+        facts = _facts(arguments) if arguments.train is None else run_facts(arguments)
     except ValueError as error:
         name, _, message = str(error).partition(": ")
         name = "max_workspace" if name == "max_workspace_bytes" else name
         if name not in vars(arguments):
             raise
         arguments.parser.error(f"argument --{name.replace('_', '-')}: {message}")
-    for name in ("dtype", "weight_dtype"):
-        facts["head"][name] = str(facts["head"][name]).removeprefix("torch.")
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(table(facts)))
+    lines = table if arguments.train is None else run_lines
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(lines(facts)))
     return 0
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
     whole, body = _asked(arguments)
-    call, per_token = whole, None if body is None else activations(body, whole)
+    call, per_token = whole, None if body is None else _per_token(body, whole)
     ranks, shard, memory, device = arguments.shard, None, arguments.gpu_memory, call.device
     if ranks is not None:
         call = replace(call, vocabulary=-(-call.vocabulary // ranks), sums_dhidden=True)
@@ -113,11 +106,13 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     if memory is None and device in machine.device_types():
         memory = machine.device_memory(device)
     free = None if memory is None else max(0, memory - arguments.reserved)
-    folder = arguments.model and Path(arguments.model).expanduser().resolve()
+    head = {name: getattr(whole, name) for name in _OF_HEAD}
+    for name in ("dtype", "weight_dtype"):
+        head[name] = str(head[name]).removeprefix("torch.")
     calls = _calls(call, arguments.max_workspace, arguments.bounded, arguments.teacher)
     return {
-        "model": folder and (folder.parent if folder.is_file() else folder).name,
-        "head": {name: getattr(whole, name) for name in _OF_HEAD},
+        "model": arguments.model and name_of(arguments.model),
+        "head": head,
         "shard": shard,
         "tokens": call.tokens,
         "device": device,
@@ -133,7 +128,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Call, Body | None]:
+def _asked(arguments: argparse.Namespace) -> tuple[Call, Model | None]:
     """Return the call for the whole head that is asked for, and the body if it is known."""
     sizes = {"hidden": arguments.hidden, "vocabulary": arguments.vocab}
     head: dict[str, Any] = {"dtype": torch.bfloat16, **sizes}
@@ -141,7 +136,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[Call, Body | None]:
     if arguments.model is not None:
         if any(sizes.values()):
             raise ValueError("model: not allowed with --hidden or --vocab")
-        head, body = read_model(arguments.model)
+        config = read_config(arguments.model)
+        head = head_of(config)
+        with suppress(ValueError):  # of a body that is none of attention
+            body = model_of(config)
     elif None in sizes.values():
         raise ValueError("model: expected it, or both --hidden and --vocab")
     head["dtype"] = DTYPES.get(arguments.dtype, head["dtype"])
@@ -157,10 +155,15 @@ def _asked(arguments: argparse.Namespace) -> tuple[Call, Body | None]:
     return call, body
 
 
-def find_gpu(name: str) -> tuple[str, str, float, float] | None:
-    """Return the row of ``GPUS`` for a device's name; None when it is not in the table."""
-    plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    return next((row for row in GPUS if re.search(row[1], plain)), None)
+def _per_token(model: Model, call: Call) -> int:
+    """Return the bytes of a token in the body whose last hidden states a call is given."""
+    return activations(
+        model,
+        1,
+        state=(call.weight_dtype or call.dtype).itemsize,
+        inside=ADAPTED if call.frozen else TRAINED,
+        width=call.dtype.itemsize,
+    )
 
 
 def _gemm_rate(
@@ -168,11 +171,11 @@ def _gemm_rate(
 ) -> tuple[float | None, str]:
     """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
     column = 1 if dtype == torch.float32 else 0
-    row = None if gpu is None else find_gpu(gpu)
     if gpu is not None and tflops is not None:
         raise ValueError("gpu: not allowed with --tflops")
-    if gpu is not None and (row is None or device == "cpu"):
-        raise ValueError(f"gpu: expected one of {_GPU_NAMES}, with --device cuda; got {gpu!r}")
+    if gpu is not None and device == "cpu":
+        raise ValueError(f"gpu: expected a name only with --device cuda; got {gpu!r}")
+    row = None if gpu is None else gpu_named(gpu)
     if tflops is not None:
         return tflops, "--tflops"
     if device == "cpu":
@@ -184,8 +187,8 @@ def _gemm_rate(
         row = find_gpu(torch.cuda.get_device_name())
     if row is None:
         return None, "not known: --gpu or --tflops says it"
-    peak = row[2:][column]
-    sheet = f"the {peak:g} TFLOP/s in the data sheet of {row[0]}"
+    peak = row.tflops[column]
+    sheet = f"the {peak:g} TFLOP/s in the data sheet of {row.name}"
     return peak * _REACHED, f"a guess, {_REACHED:.0%} of {sheet}"
 
 

@@ -44,7 +44,7 @@ from grpo_kernels.head import matmul
 from grpo_kernels.tools import cli, estimate
 from grpo_kernels.tools.call import Call
 from grpo_kernels.tools.estimate import growth, total
-from grpo_kernels.tools.plan import find_gpu
+from grpo_kernels.tools.gpus import find_gpu
 from tests.tools.test_cli import error
 
 D, V = 64, 5000
@@ -344,7 +344,7 @@ def test_heads_of_models(capsys, tmp_path) -> None:
 def test_the_body_of_a_dense_model_counts(capsys, tmp_path) -> None:
     """As the tables of docs/guides/limited-vram.md do: ``benchmarks/tests/test_vram.py``."""
     sizes = {"hidden_size": 64, "vocab_size": 1000, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "intermediate_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     memory = ("--gpu-memory", "1GiB", "--dtype", "bf16")
     dense = ("--model", save(Qwen2Config(**sizes), tmp_path / "dense"), *memory)
     for options, state, inside in (
@@ -362,9 +362,14 @@ def test_the_body_of_a_dense_model_counts(capsys, tmp_path) -> None:
         assert f"max_tokens_per_micro_batch = {most} of the trainer\n" in plan(
             capsys, *dense, *options
         )
-    mixture = Qwen3MoeConfig(**sizes, num_experts=4)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    mixture = Qwen3MoeConfig(**sizes, **experts, head_dim=16)
     mixed = plan_data(capsys, "--model", save(mixture, tmp_path / "mixture"), *memory)
-    assert mixed["body_bytes_per_token"] is None
+    per_token = (3 + 4) * 64 * 2 + 64 * (32 + 2 * 4) + 64 * 16 + 2 * 48 * 12
+    assert mixed["body_bytes_per_token"] == per_token
+    hybrid = Qwen2Config(**sizes, layer_types=["linear_attention"] * 3)
+    unknown = plan_data(capsys, "--model", save(hybrid, tmp_path / "hybrid"), *memory)
+    assert unknown["body_bytes_per_token"] is None
 
 
 def test_a_model_of_the_hub_is_read_from_its_cache_where_no_hub_answers(

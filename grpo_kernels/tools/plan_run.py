@@ -1,0 +1,203 @@
+"""``grpo-kernels plan --train``: whether a run fits, and what to set so that it does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_kernels.tools import machine
+from grpo_kernels.tools.chart import bars
+from grpo_kernels.tools.gpus import gpu_named
+from grpo_kernels.tools.hub import name_of, read_config
+from grpo_kernels.tools.memory import ENGINE_WEIGHTS, ENGINES, Engine, Run, moments
+from grpo_kernels.tools.model import model_of
+from grpo_kernels.tools.search import Answer, answer
+from grpo_kernels.tools.text import count, in_units
+from grpo_kernels.tools.training import WAYS, training
+
+_PLACES = {
+    "none": "generation not counted",
+    "colocate": "with a colocated vLLM",
+    "server": "with a vLLM on another GPU",
+    "transformers": "with generation by transformers",
+}
+# options of the table of heads, which a whole run decides itself
+_OF_THE_HEAD = (
+    *("hidden", "vocab", "dtype", "weight_dtype", "frozen_head", "shard", "reserved"),
+    *("max_workspace", "tflops", "activation_bytes", "bounded", "teacher"),
+)
+
+
+def add_run_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the options of a whole run."""
+    run = plan.add_argument_group("a whole run, and what to set so that it fits").add_argument
+    run("--train", choices=WAYS, help="what is trained; without it only the head is planned")
+    run("--lora-rank", type=count, help="of lora and qlora, on all linear layers [16]")
+    widest = "tokens of the longest sequence, for attention masks [4096]"
+    run("--longest", type=count, help=widest)
+    run("--engine", choices=ENGINES, help="what generates [none: not on this GPU]")
+    run("--engine-share", type=_share, help="vllm_gpu_memory_utilization [0.3, or what it needs]")
+    run("--engine-weights", choices=ENGINE_WEIGHTS, help="of a colocated vLLM [bf16]")
+    run("--engine-sleeps", action="store_true", help="vllm_enable_sleep_mode is on")
+    run("--reference", action="store_true", help="a reference model, for beta above 0")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number > 0 and <= 1; got {text!r}")
+    return share
+
+
+def check_run_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options of the head next to those of a run, and for those of neither."""
+    whole = arguments.train is not None
+    names = {
+        "lora_rank": arguments.train in ("lora", "qlora"),
+        "longest": whole,
+        "engine": whole,
+        "engine_share": arguments.engine == "colocate",
+        "engine_weights": arguments.engine == "colocate",
+        "engine_sleeps": arguments.engine == "colocate",
+        "reference": whole,
+    }
+    needs = dict.fromkeys(names, "--train") | {"lora_rank": "--train lora or qlora"}
+    for name, allowed in names.items():
+        if getattr(arguments, name) and not allowed:
+            needed = "--engine colocate" if name.startswith("engine_") else needs[name]
+            raise ValueError(f"{name}: expected only with {needed}")
+    if not whole:
+        return
+    for name in _OF_THE_HEAD:
+        if getattr(arguments, name) not in (None, False, 0):
+            raise ValueError(f"{name}: not allowed with --train, which decides it")
+    if arguments.model is None:
+        raise ValueError("model: expected it with --train")
+    if arguments.device != "cuda":
+        raise ValueError(f"device: expected cuda with --train; got {arguments.device!r}")
+    if arguments.gpu is not None and arguments.gpu_memory is not None:
+        raise ValueError("gpu: not allowed with --gpu-memory and --train")
+
+
+def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the question and its answer as plain data."""
+    run = Run(
+        model=model_of(read_config(arguments.model)),
+        memory=_memory(arguments),
+        tokens=arguments.tokens,
+        longest=arguments.longest or Run.longest,
+        training=training(arguments.train, arguments.lora_rank or 16),
+        engine=Engine(
+            place=arguments.engine or "none",
+            share=arguments.engine_share,
+            weights=arguments.engine_weights or "bf16",
+            sleeps=arguments.engine_sleeps,
+        ),
+        reference=arguments.reference,
+    )
+    return facts_of(answer(run), arguments.model)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    if arguments.gpu is not None:
+        return gpu_named(arguments.gpu).gib << 30
+    if arguments.gpu_memory is not None:
+        return arguments.gpu_memory
+    if "cuda" not in machine.device_types():
+        raise ValueError("gpu_memory: expected it, or --gpu, where there is no GPU")
+    return machine.device_memory("cuda")
+
+
+def facts_of(found: Answer, model: str) -> dict[str, Any]:
+    """Return an answer as plain data."""
+    run, sizes = found.run, found.run.model
+    settings = {"model_name_or_path": model} | run.settings()
+    return {
+        "model": name_of(model),
+        "parameters": sizes.parameters,
+        "trained_parameters": run.training.trainable(sizes),
+        "tokens": run.tokens,
+        "memory_bytes": run.memory,
+        "train": found.asked.training.title,
+        "engine": found.asked.engine.place,
+        "fits": not found.missing,
+        "missing_bytes": found.missing,
+        "worst": min(moments(run), key=lambda moment: moment.free).name,
+        "changes": [{"change": x.title, "costs": x.cost} for x in found.changes],
+        "settings": settings,
+        "moments": [
+            {"name": x.name, "limit_bytes": x.limit, "parts_bytes": x.parts} for x in moments(run)
+        ],
+        "cached_bytes_per_token": 2 * sizes.cached,
+    }
+
+
+def run_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the lines that say whether it fits, what to set, and where the memory goes."""
+    changes = [f"  * {x['change']} (costs: {x['costs']})" for x in facts["changes"]]
+    return [
+        f"{facts['model']}: {facts['parameters'] / 1e9:.3g} billion parameters; {facts['train']}, "
+        f"{_PLACES[facts['engine']]}",
+        f"{facts['tokens']:,} tokens of a micro-batch, {in_units(facts['memory_bytes'])} of memory",
+        "",
+        _verdict(facts),
+        *changes,
+        "",
+        *(yaml_lines(facts["settings"]) if facts["fits"] else ()),
+        *_charts(facts),
+        "An estimate from formulas: docs/guides/limited-vram.md",
+    ]
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    changes, lacks = len(facts["changes"]), in_units(facts["missing_bytes"])
+    if facts["fits"]:
+        return "It fits as it is:" if not changes else f"It fits with {_numbered(changes)}:"
+    near = f"with {_numbered(changes)}" if changes else "as it is"
+    end = ":" if changes else "."
+    return f"It does not fit. The nearest, {near}, lacks {lacks} ({facts['worst']}){end}"
+
+
+def _numbered(changes: int) -> str:
+    return f"{changes} change{'s' if changes > 1 else ''}"
+
+
+def yaml_lines(settings: dict[str, Any]) -> list[str]:
+    """Return settings as lines of a run file."""
+    return [
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in settings.items()
+    ]
+
+
+def _charts(facts: dict[str, Any]) -> Iterator[str]:
+    for moment in facts["moments"]:
+        parts, limit = moment["parts_bytes"], moment["limit_bytes"]
+        if moment["name"] == "vLLM's share" and sum(parts.values()) <= limit:
+            continue
+        yield ""
+        yield f"{moment['name']}, {in_units(limit)}"
+        yield from bars(parts, limit)
+    yield ""
+    yield from _notes(facts)
+
+
+def _notes(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield how many tokens are cached for generation at once."""
+    per_token, first = facts["cached_bytes_per_token"], facts["moments"][0]
+    if facts["engine"] == "transformers":
+        parts = first["parts_bytes"]
+        gone = ("gradients", "activations", "attention masks", "LM head and loss")
+        free = first["limit_bytes"] - sum(size for name, size in parts.items() if name not in gone)
+        tokens = max(0, free) // per_token
+        yield f"Room to generate completions of {tokens:,} tokens at once, prompts included."
+    for moment in facts["moments"]:
+        cache = moment["parts_bytes"].get("engine KV cache")
+        if cache is not None and facts["fits"]:
+            yield f"The engine caches about {cache // per_token:,} tokens."
+            return
