@@ -27,6 +27,7 @@ class Inside:
     norm: int = 10  # more of the hidden states, for each norm beyond two
     routed: int = 4  # likewise, for each expert of a token
     experts: int = 12  # for each number of the experts' width; they have no adapters
+    clamped: int = 24  # likewise, where gates are clamped
 
     def outer(self, layer: Layer) -> int:
         """Return the bytes of a token outside the MLP's width."""
@@ -35,7 +36,9 @@ class Inside:
 
     def mlp(self, layer: Layer) -> int:
         """Return the bytes of a token in the MLP's width."""
-        return layer.inner * (self.experts if layer.routed else self.inner)
+        if not layer.routed:
+            return layer.inner * self.inner
+        return layer.inner * (self.clamped if layer.biased else self.experts)
 
 
 TRAINED = Inside(hidden=32, queries=16, inner=12)
@@ -77,7 +80,7 @@ def masks(model: Model, tokens: int, longest: int) -> int:
     copy in 16 bits. One row needs none, but for a window.
     """
     kinds = model.windows + (longest < tokens)
-    return tokens * min(tokens, longest) * (kinds + 2) if model.masked and kinds else 0
+    return tokens * min(tokens, longest) * (kinds + 2) if kinds and model.attention is None else 0
 
 
 def _of_layer(

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command("check", _check, checked)
     found = "other trainers: which are here, and which versions ours was tested with"
     command("doctor", _doctor, found)
-    estimated = "memory and time of a model's head, without running it"
+    estimated = "what to set so that a run fits into a GPU; memory and time of a model's head"
     plan.add_arguments(command("plan", plan.run, estimated))
     with read_in_part():
         arguments = parser.parse_args(argv)

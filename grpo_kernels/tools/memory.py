@@ -115,8 +115,8 @@ class Run:
         if self.training.rank and self.model.adapted:
             lines["lora_target_modules"] = list(self.model.adapted)
         lines["max_tokens_per_micro_batch"] = self.tokens
-        if not self.model.masked:
-            lines["attn_implementation"] = "kernels-community/vllm-flash-attn3"
+        if self.model.attention is not None:
+            lines["attn_implementation"] = self.model.attention
         if self.two_pass:
             lines["schedule"] = "two_pass"
         if self.offload:

@@ -24,6 +24,7 @@ class Layer:
     inner: int  # of the MLP; of all experts that a token goes through
     norms: int  # over the hidden size
     routed: int  # experts of a token; 0: a dense MLP
+    biased: bool  # experts with biases and clamped gates, as in gpt-oss
     tiled: bool  # whether ``mlp_tile_tokens`` has an effect
 
 
@@ -45,7 +46,7 @@ class Model:
     adapter_widths: int  # inputs plus outputs of these layers: an adapter of rank 1
     cached: int  # keys and values of a token in all layers
     windows: int  # 1 if layers have a window, else 0
-    masked: bool  # whether attention takes masks; if not, it needs ``attn_implementation``
+    attention: str | None  # ``attn_implementation`` where sdpa is none, which takes masks
 
     @property
     def body(self) -> int:
@@ -98,7 +99,7 @@ def model_of(config: Any) -> Model:
         adapter_widths=sum(sum(module.weight.shape) for _, module in targets),
         cached=sum(_cached(layer, text) for layer in layers),
         windows=int("sliding_attention" in kinds or (not kinds and bool(window))),
-        masked=made._supports_sdpa,
+        attention=None if made._supports_sdpa else _flash_attention(made),
     )
 
 
@@ -128,6 +129,12 @@ def _layers(made: Any) -> nn.ModuleList:
     raise ValueError(f"model: expected one that checkpoints layers, got a {type(made).__name__}")
 
 
+def _flash_attention(made: Any) -> str:
+    """Return the attention of a model for which sdpa is none, and eager one would form scores."""
+    sinks = any(name.endswith("sinks") for name, _ in made.named_parameters())
+    return "kernels-community/vllm-flash-attn3" if sinks else "flash_attention_2"
+
+
 def _named_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what adapters on all linear layers adapt, and what 4 bits quantize, by last names."""
     from transformers.pytorch_utils import Conv1D
@@ -142,7 +149,7 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _layer(layer: nn.Module, text: Any) -> Layer:
-    hidden, routed, inner = text.hidden_size, 0, 0
+    hidden, routed, inner, biased = text.hidden_size, 0, 0, False
     attention = _attention(layer)
     parts = [part for part in layer.children() if part is not attention]
     for part in parts:
@@ -151,6 +158,7 @@ def _layer(layer: nn.Module, text: Any) -> Layer:
         stacks = [x for x in part.parameters() if _is_stack(x)]
         if stacks:
             routed = next(getattr(text, name) for name in _EXPERTS_PER_TOKEN if hasattr(text, name))
+            biased = any("bias" in name for name, _ in part.named_parameters())
             per_expert = sum(stack[0].numel() for stack in stacks) // hidden
             inner += routed * math.ceil(per_expert / 3)  # gate, up and down
     widths = (width for _, x in _named_linears(attention) for width in _own_widths(x, hidden))
@@ -160,6 +168,7 @@ def _layer(layer: nn.Module, text: Any) -> Layer:
         inner=inner,
         norms=sum("norm" in type(part).__name__.lower() for part in parts),
         routed=routed,
+        biased=biased,
         tiled=not routed and hasattr(getattr(layer, "mlp", None), "down_proj"),
     )
 

@@ -65,6 +65,9 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         body = f", and {in_units(per_token)} of activations for each token" if per_token else ""
         largest = f"peak, and {taken} for all else in training{body}, in {in_units(memory)}"
     yield "largest", largest
+    if per_token:
+        whole = "whether it fits, and what to set, by --train full, bf16, lora or qlora"
+        yield "whole run", whole
     ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
     most = ours["largest_micro_batch_tokens"]
     provided = "" if per_token else ", if --reserved includes their activations"
