@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import figure, tables, text
-from benchmarks.footprint import vram_rules  # noqa: F401 (a block of the documents)
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, Row, load
@@ -27,7 +26,14 @@ from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.test_optimizers import WAYS
 from benchmarks.test_states import LAST, STATES
-from benchmarks.vram import vram, vram_plan  # noqa: F401 (likewise)
+from benchmarks.vram import (  # noqa: F401 (likewise)
+    vram,
+    vram_answer,
+    vram_layer,
+    vram_longest,
+    vram_recipe,
+    vram_rules,
+)
 
 NOT_MEASURED = "not measured yet"
 DOCUMENTS = (

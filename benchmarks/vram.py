@@ -3,119 +3,224 @@
 from __future__ import annotations
 
 import io
-import json
-import math
-import textwrap
-from bisect import bisect_left
-from contextlib import redirect_stdout
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import torch
+import yaml
+from transformers import AutoConfig
 
 from benchmarks import text
-from benchmarks.footprint import POLICIES, WAYS, Policy, Way
-from grpo_kernels.tools.call import Call
+from grpo_kernels.tools.activations import ADAPTED, TRAINED
 from grpo_kernels.tools.cli import main
-from grpo_kernels.tools.estimate import total
-from grpo_kernels.tools.text import byte_size, in_units
+from grpo_kernels.tools.memory import GIB, Engine, Run, largest
+from grpo_kernels.tools.model import Model, model_of
+from grpo_kernels.tools.plan_run import yaml_lines
+from grpo_kernels.tools.training import Training, training
 
-GIB = 1 << 30
-SLACK = 2 * GIB  # the CUDA context, workspaces of libraries, what the allocator cannot use
-STEP, FEWEST, MOST = 256, 1024, 1 << 20  # tokens of a micro-batch: their multiples, from, to
-VLLM = 0.3  # the trainer's vllm_gpu_memory_utilization
-_TITLES = ["model", "training", "states", "micro-batch", "beside vLLM", "activations"]
-_HEADS = ["head: ours", "two passes", "TRL", "eager"]
+POLICIES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("policies.yaml").read_text())
+TRAININGS = {
+    "full": training("full"),
+    "full, 8-bit states": training("full").eight_bit(),
+    "full, bf16": training("bf16"),
+    "LoRA": training("lora"),
+    "QLoRA": training("qlora"),
+}
+# what the tables have, where it fits
+SHOWN = {
+    "Qwen3-1.7B": ("full", "full, 8-bit states", "full, bf16", "LoRA"),
+    "gemma-3-1b": ("full", "full, bf16", "LoRA"),
+    "Llama-3.1-8B": ("full, bf16", "LoRA", "QLoRA"),
+    "Qwen3-30B-A3B": ("LoRA",),
+}
+FEWEST = 1024  # tokens; with fewer a run is not shown
+# engines in one GPU with the policy, from the best one on
+ENGINES = {
+    "": Engine(place="colocate"),
+    ", asleep": Engine(place="colocate", sleeps=True),
+    ", asleep, fp8": Engine(place="colocate", sleeps=True, weights="fp8"),
+}
+# what each recipe asks for
+RECIPES = {
+    16: "Qwen3-1.7B --train lora --tokens 8192 --engine colocate",
+    24: "Llama-3.1-8B --train qlora --tokens 8192 --engine colocate",
+    48: "Llama-3.1-8B --train lora --tokens 16384 --engine colocate",
+    80: "Qwen3-1.7B --train full --tokens 32768 --engine colocate",
+}
+_OF_A_TASK = {"dataset_name": "prompts.jsonl", "reward_funcs": ["accuracy_reward"]}
+_BY_TRL = {"eager": 28672, "trl": 114688}  # as TRL 1.15 published, on 79 GiB
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the tables: runs by their columns, each with as many tokens as fit."""
+
+    model: str
+    plain: Run
+    offloaded: Run
+    tiled: Run | None
+    beside: Run | None
+    engine: str  # a key of ENGINES
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs whose tokens the line shows."""
+        return [x for x in (self.plain, self.offloaded, self.tiled, self.beside) if x is not None]
+
+
+@cache
+def model_named(name: str) -> Model:
+    return model_of(AutoConfig.for_model(**POLICIES[name]["config"]))
+
+
+def lines(gib: int) -> Iterator[Line]:
+    """Yield what fits into a GPU of so many GiB."""
+    for name, ways in SHOWN.items():
+        for way in ways:
+            line = _line(name, TRAININGS[way], gib)
+            if line is not None:
+                yield line
+
+
+def _line(name: str, way: Training, gib: int) -> Line | None:
+    model = model_named(name)
+    plain = Run(model=model, memory=gib * GIB, tokens=1, training=way)
+    filled = _filled(plain)
+    offloaded = _filled(replace(plain, offload=True))
+    if filled is None or offloaded is None:
+        return None
+    can_tile = all(layer.tiled for layer in model.layers)
+    tiled = _filled(replace(plain, offload=True, tiled=True)) if can_tile else None
+    engines = ((title, _filled(replace(plain, engine=one))) for title, one in ENGINES.items())
+    title, beside = next((pair for pair in engines if pair[1] is not None), ("", None))
+    return Line(name, filled, offloaded, tiled, beside, title)
+
+
+def _filled(run: Run) -> Run | None:
+    """Return the run with as many tokens as fit; None for fewer than FEWEST."""
+    tokens = largest(run)
+    return replace(run, tokens=tokens) if tokens >= FEWEST else None
 
 
 def vram(gib: int) -> str:
     """Write what fits into a GPU of so many GiB, by model and way to train."""
-    rows = [[*_TITLES, *_HEADS]]
-    for policy in POLICIES.values():
-        rows += [[f"`{policy.name}`", title, *cells(policy, title, gib)] for title in WAYS]
+    rows = [["model", "training", "states", "tokens", "offload", "offload, tiles"]]
+    rows[0] += ["next to vLLM", "LM head, GiB: ours / `two_pass` / TRL"]
+    for line in lines(gib):
+        run, engine = line.plain, line.engine
+        beside = "no room" if line.beside is None else f"{line.beside.tokens:,}{engine}"
+        heads = [replace(run, implementation=name) for name in (None, "two_pass", "trl")]
+        rows.append(
+            [
+                f"`{line.model}`",
+                run.training.title,
+                _gib(_states(run)),
+                f"{run.tokens:,}",
+                f"{line.offloaded.tokens:,}",
+                "-" if line.tiled is None else f"{line.tiled.tokens:,}",
+                beside,
+                " / ".join(f"{head.head_bytes() / GIB:.1f}" for head in heads),
+            ]
+        )
     return text.markdown(rows)
 
 
-def vram_plan(name: str, title: str, gib: int) -> str:
-    """Write the commands of a line of the table, and what the planner's prints."""
-    policy, way = POLICIES[name], WAYS[title]
-    tokens = largest(policy, way, gib)
-    words = plan_words(policy, way, tokens, gib)
-    train = f"--config run.yaml {way.settings} --max_tokens_per_micro_batch {tokens}"
-    lines = [
-        textwrap.fill(line, 100, break_on_hyphens=False).replace("\n", " \\\n    ")
-        for line in (f"grpo-kernels {' '.join(words)}", f"grpo-train {train}")
-    ]
-    return "```bash\n{}\n{}\n```\n\n```text\n{}```".format(*lines, printed(words))
+def vram_longest() -> str:
+    """Write the longest sequence of gemma-3-1b, trained in bf16, by head and by GPU."""
+    sizes = (24, 80)
+    rows = [["LM head and loss", *(f"{gib} GiB" for gib in sizes), "measured by TRL on 79 GiB"]]
+    kinds: dict[str, dict[str, Any]] = {
+        "eager, full logits": {"implementation": "eager"},
+        "TRL, chunked": {"implementation": "trl"},
+        "ours": {},
+        "ours, offload": {"offload": True},
+        "ours, offload, tiles": {"offload": True, "tiled": True},
+        "ours, offload, tiles, no masks": {"offload": True, "tiled": True},
+    }
+    for title, changes in kinds.items():
+        cells = []
+        for gib in sizes:
+            model = model_named("gemma-3-1b")
+            attention = "flash_attention_2" if title.endswith("no masks") else model.attention
+            run = Run(
+                model=replace(model, attention=attention),
+                memory=gib * GIB,
+                tokens=1,
+                training=training("bf16"),
+                **changes,
+            )
+            cells.append(f"{largest(run, one_sequence=True):,}")
+        measured = _BY_TRL.get(changes.get("implementation", ""))
+        rows.append([title, *cells, f"{measured:,}" if measured else ""])
+    return text.markdown(rows)
 
 
-def cells(policy: Policy, title: str, gib: int) -> list[str]:
-    """Return a line of the table, after its title."""
-    way, states = WAYS[title], in_units(WAYS[title].states(policy))
-    tokens = largest(policy, way, gib)
-    if not tokens:
-        gpus = f"; FSDP2: at least {fewest_gpus(policy, way, gib)} GPUs" if way.cast else ""
-        return [states, f"does not fit{gpus}", *[""] * 6]
-    room = VLLM * gib * GIB > 2 * policy.parameters + SLACK  # for its weights in bf16
-    beside = largest(policy, way, gib, VLLM) if room else 0
-    facts = json.loads(printed([*plan_words(policy, way, tokens, gib), "--json"]))
-    peaks = {x["implementation"]: in_units(x["total_bytes"]) for x in facts["implementations"]}
-    return [
-        states,
-        f"{tokens:,} tokens",
-        f"{beside:,} tokens" if beside else "no room",
-        in_units(tokens * way.per_token(policy)),
-        *(peaks[name] for name in (facts["default"], "two_pass", "trl", "eager")),
-    ]
+def vram_rules() -> str:
+    """Write the bytes that are counted, by way to train."""
+    rows = [["training", "linear weight", "other weight", "gradient", "states", "between layers"]]
+    rows[0] += ["settings"]
+    for title, way in TRAININGS.items():
+        numbers = (way.linear + way.cast, way.weight, way.trained, way.moments, way.state)
+        settings = ", ".join(f"`{line}`" for line in yaml_lines(way.settings))
+        rows.append([title, *(f"{number:.4g}" for number in numbers), settings or "the defaults"])
+    return text.markdown(rows)
+
+
+def vram_layer() -> str:
+    """Write the bytes of a layer's inside, by what a number belongs to."""
+    rows = [["training", "hidden states", "queries", "MLP", "each norm after two", "each expert"]]
+    for title, inside in (("full", TRAINED), ("LoRA, QLoRA", ADAPTED)):
+        numbers = (inside.hidden, inside.queries, inside.inner, inside.norm, inside.routed)
+        rows.append([title, *map(str, numbers)])
+    return text.markdown(rows)
+
+
+def vram_answer(gib: int) -> str:
+    """Write the command of a recipe and all that it prints."""
+    words = _words(gib)
+    return f"```bash\ngrpo-kernels {' '.join(words)}\n```\n\n```text\n{printed(words)}```"
+
+
+def vram_recipe(gib: int) -> str:
+    """Write a run file that fits, as the planner prints it."""
+    return "```yaml\n" + "\n".join(yaml_lines(recipe(gib))) + "\n```"
+
+
+def recipe(gib: int) -> dict[str, Any]:
+    """Return the settings of the recipe of a GPU, by the planner and of a task."""
+    settings = yaml.safe_load(_block(printed(_words(gib))))
+    name = {"model_name_or_path": settings.pop("model_name_or_path")}
+    return name | _OF_A_TASK | settings
+
+
+def _words(gib: int) -> list[str]:
+    return f"plan --gpu-memory {gib}GiB --model path/to/{RECIPES[gib]}".split()
+
+
+def _block(shown: str) -> str:
+    """Return the lines of the run file among those that the planner prints."""
+    blocks = (part for part in shown.split("\n\n") if part.startswith("model_name_or_path"))
+    return next(blocks)
 
 
 def printed(words: list[str]) -> str:
-    """Return what ``grpo-kernels`` prints for arguments."""
-    with redirect_stdout(io.StringIO()) as shown:
+    """Return what ``grpo-kernels`` prints where path/to/NAME is a model of ours."""
+    [model] = [Path(word) for word in words if word.startswith("path/to/")]
+    config = AutoConfig.for_model(**POLICIES[model.name]["config"])
+    with TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as shown:
+        config.save_pretrained(model)
         assert main(words) == 0
     return shown.getvalue()
 
 
-def plan_words(policy: Policy, way: Way, tokens: int, gib: int) -> list[str]:
-    """Return the arguments that ask the planner for a line."""
-    words = f"plan --hidden {policy.hidden} --vocab {policy.vocabulary} --tokens {tokens}"
-    words += f" --gpu-memory {gib}GiB --reserved {_reserved(policy, way, tokens)}"
-    words += " --frozen-head" * way.adapted + " --weight-dtype fp32" * bool(way.cast)
-    return words.split()
+def _states(run: Run) -> int:
+    way, model = run.training, run.model
+    return way.weights(model) + way.gradients(model) + way.optimizer(model)
 
 
-def _reserved(policy: Policy, way: Way, tokens: int) -> str:
-    taken = SLACK + way.states(policy) + tokens * way.per_token(policy)
-    return f"{math.ceil(100 * taken / GIB) / 100:.2f}GiB"
-
-
-def largest(policy: Policy, way: Way, gib: int, share: float = 0.0) -> int:
-    """Return the most tokens that fit beside a share of the memory; 0 for less than ``FEWEST``."""
-
-    def exceeds(tokens: int) -> bool:
-        reserved = byte_size(_reserved(policy, way, tokens))
-        return reserved + _head(policy, way, tokens) > (1 - share) * gib * GIB
-
-    numbers = range(FEWEST, MOST, STEP)
-    found = bisect_left(numbers, True, key=exceeds)
-    return numbers[found - 1] if found else 0
-
-
-def _head(policy: Policy, way: Way, tokens: int, cast: bool = True) -> int:
-    """Return the planner's peak of our default."""
-    call = Call(
-        name="one_pass",
-        hidden=policy.hidden,
-        vocabulary=policy.vocabulary,
-        tokens=tokens,
-        weight_dtype=torch.float32 if way.cast and cast else None,
-        frozen=way.adapted,
-    )
-    return total(replace(call, name=call.default))
-
-
-def fewest_gpus(policy: Policy, way: Way, gib: int) -> int:
-    """Return how many GPUs hold all states in shards, beside the smallest micro-batch of each."""
-    whole = _head(policy, way, FEWEST, cast=False) + FEWEST * way.per_token(policy) + SLACK
-    head = policy.head * (way.head + way.gradient)
-    shards = way.states(policy) + head - policy.body * way.cast  # autocast copies a layer at a time
-    return math.ceil(shards / (gib * GIB - whole))
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

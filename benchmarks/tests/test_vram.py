@@ -5,113 +5,107 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.footprint import POLICIES, RANK, WAYS, Policy
 from benchmarks.results import ROOT
 from benchmarks.vram import (
-    FEWEST,
-    GIB,
-    SLACK,
-    STEP,
-    VLLM,
-    cells,
-    largest,
-    plan_words,
+    POLICIES,
+    RECIPES,
+    Line,
+    lines,
+    model_named,
     printed,
+    recipe,
     vram,
-    vram_plan,
+    vram_longest,
 )
 from grpo_kernels import LossConfig, TokenBatch
+from grpo_kernels.tools import cli
+from grpo_kernels.tools.activations import TILE, activations, masks
+from grpo_kernels.tools.memory import DEFAULT_SHARE, ENGINE_SLACK, GIB, SLACK, STEP, Run, missing
+from grpo_kernels.tools.model import model_of
 from grpo_kernels.tools.text import in_units
+from grpo_kernels.tools.training import training
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.arguments import RunArguments
+from grpo_trainer.cli.train import build_trainer, parse
+from grpo_trainer.demo.policy import make_tokenizer
 from tests.support.documents import blocks, python_block, section
 from tests.tools.test_plan import LiveBytes
 
 GUIDE = (ROOT / "docs/guides/limited-vram.md").read_text()
-
 GPUS = (24, 80)
-LINES = [(gib, name, title) for gib in GPUS for name in POLICIES for title in WAYS]
-SMALL = Policy("small", 4, 256, 1024, 512, 128, 0, False, 512)
+
+SIZES = dict(
+    hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=16, vocab_size=512,
+)  # fmt: skip
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=256, intermediate_size=256)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 4},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64},
+    "qwen3_moe": EXPERTS | {"num_experts": 8},
+    "mixtral": EXPERTS | {"num_local_experts": 8},
+    "gpt_oss": EXPERTS | {"num_local_experts": 8},
+}
 
 
-def made(policy: Policy) -> Any:
-    """Return the model of transformers with a policy's sizes."""
-    of_2 = policy.name.startswith("Qwen2.5")
-    kind, config = (Qwen2ForCausalLM, Qwen2Config) if of_2 else (Qwen3ForCausalLM, Qwen3Config)
-    size = 64 if of_2 or policy is SMALL else 128
-    settings = dict(
-        vocab_size=policy.vocabulary,
-        hidden_size=policy.hidden,
-        intermediate_size=policy.inner,
-        num_hidden_layers=policy.layers,
-        num_attention_heads=policy.queries // size,
-        num_key_value_heads=policy.keys // size,
-        tie_word_embeddings=policy.tied,
-    )
-    return kind(config(**settings, **({} if of_2 else {"head_dim": size})))
+def small_config(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_parameters_are_those_of_the_model(policy: Policy) -> None:
-    with torch.device("meta"):
-        model = made(policy)
-    assert policy.parameters == sum(x.numel() for x in model.parameters())
+@pytest.mark.parametrize("name", POLICIES)
+def test_parameters_are_as_many_as_the_models_cards_say(name: str) -> None:
+    assert round(model_named(name).parameters / 1e9, 1) == POLICIES[name]["billions"]
 
 
-@pytest.mark.parametrize(("gib", "name", "title"), LINES)
-def test_a_line_is_what_plan_prints_and_it_fits(gib: int, name: str, title: str) -> None:
-    policy, way = POLICIES[name], WAYS[title]
-    line, tokens = cells(policy, title, gib), largest(policy, way, gib)
-    assert line[0] == in_units(way.states(policy))
-    if not tokens:
-        assert line[1].startswith("does not fit")
-        tokens = FEWEST
-    words = plan_words(policy, way, tokens, gib)
-    facts = json.loads(printed([*words, "--json"]))
-    [ours] = [x for x in facts["implementations"] if x["implementation"] == facts["default"]]
-    assert facts["memory_bytes"] == gib * GIB
-    if line[1].startswith("does not fit"):
-        assert ours["total_bytes"] + facts["reserved_bytes"] > gib * GIB
-        return
-    assert ours["total_bytes"] + facts["reserved_bytes"] <= gib * GIB
-    assert ours["largest_micro_batch_tokens"] >= tokens
-    [shown] = [x for x in printed(words).splitlines() if "(the default)" in x]
-    assert line[4] in shown
-    beside = int(line[2].split()[0].replace(",", "")) if line[2][0].isdigit() else 0
-    assert beside < tokens
-    more = plan_words(policy, way, tokens + STEP, gib)
-    facts = json.loads(printed([*more, "--json"]))
-    [ours] = [x for x in facts["implementations"] if x["implementation"] == facts["default"]]
-    assert ours["largest_micro_batch_tokens"] < tokens + STEP
+def fused(*args: Any, softcap: float | None = None, **settings: Any) -> Any:
+    """An attention without scores, as on a GPU, for models that have only an eager one on a CPU."""
+    return sdpa_attention_forward(*args, **settings)
 
 
-@pytest.mark.parametrize("title", ["full", "full, bf16", "LoRA"])
-def test_activations_are_bounded_as_the_page_says(title: str) -> None:
-    way = WAYS[title]
-    model = made(SMALL)
-    if not way.cast:
-        model = model.bfloat16()
-    if way.adapted:
+# torch's experts in bf16 take what is there on a GPU; in fp32 they are computed in another way
+CASES = [
+    (family, way)
+    for family in FAMILIES
+    for way in ("full", "bf16", "lora")
+    if way != "full" or family not in ("mixtral", "gpt_oss")
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_activations_are_bounded_as_the_page_says(family: str, name: str) -> None:
+    way, config = training(name), small_config(family)
+    sizes = model_of(config)
+    AttentionInterface.register("fused", fused)
+    attention = "sdpa" if sizes.attention is None else "fused"
+    dtype = torch.float32 if way.cast else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if way.rank:
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=RANK, lora_dropout=0.05, target_modules="all-linear")
-        model = peft.get_peft_model(model, config)
+        modules = list(sizes.adapted) or "all-linear"
+        adapter = peft.LoraConfig(r=way.rank, lora_dropout=0.05, target_modules=modules)
+        model = peft.get_peft_model(model, adapter)
         model.enable_input_require_grads()
-    body = model.get_base_model().model if way.adapted else model.model
+    body = model.get_base_model().model if way.rank else model.model
     model.train()
     body.gradient_checkpointing_enable()
 
     def body_of(tokens: int) -> int:
-        """Return the growth in a forward and backward."""
-        ids = torch.randint(0, SMALL.vocabulary, (1, tokens))
+        """Return the growth in a forward and backward of one sequence."""
+        ids = torch.randint(0, config.vocab_size, (1, tokens))
         there = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
         with LiveBytes(*there) as live:
             with torch.autocast("cpu", torch.bfloat16):
@@ -119,32 +113,133 @@ def test_activations_are_bounded_as_the_page_says(title: str) -> None:
             hidden.backward(torch.ones_like(hidden))
         return live.growth
 
+    def planned(tokens: int) -> int:
+        taken = activations(sizes, tokens, state=way.state, inside=way.inside)
+        return taken + masks(sizes, tokens, tokens)
+
     body_of(2)  # the gradients of parameters are there from now on
-    few, many = 512, 1024
-    measured = (body_of(many) - body_of(few)) / (many - few)
-    assert 0.6 * way.per_token(SMALL) < measured <= way.per_token(SMALL), measured
+    few, many = 256, 512
+    measured, most = body_of(many) - body_of(few), planned(many) - planned(few)
+    assert 0.6 * most < measured <= most, measured / most
 
 
-def test_a_block_is_what_its_command_prints() -> None:
-    shown = vram_plan("Qwen3-8B", "LoRA", 24)
-    planned, _ = commands(shown)
-    assert printed(planned[1:]) in shown
-    assert vram(24).count("\n") == 1 + len(POLICIES) * len(WAYS)
+@pytest.mark.parametrize("gib", GPUS)
+def test_a_line_is_what_fits_and_no_more(gib: int) -> None:
+    shown = vram(gib)
+    for line in lines(gib):
+        for run in line.runs:
+            assert f"{run.tokens:,}" in shown
+            assert run.memory == gib * GIB and not missing(run)
+            assert missing(replace(run, tokens=run.tokens + STEP))
+    assert shown.count("\n") == 1 + len(list(lines(gib)))
+
+
+def test_full_training_of_a_small_model_is_among_what_fits_24_gib() -> None:
+    assert re.search(r"`Qwen3-1.7B` \| full, bf16 \| [\d.]+ GiB \| \d+,", vram(24))
+
+
+def test_the_longest_sequence_is_longer_with_each_line() -> None:
+    _, _, eager, trl, *ours = vram_longest().splitlines()
+    columns = zip(
+        *(re.findall(r"(\d+,\d+) ", line)[:2] for line in (eager, trl, *ours)), strict=True
+    )
+    for column in columns:
+        tokens = [int(cell.replace(",", "")) for cell in column]
+        assert tokens == sorted(tokens)
+
+
+FAMILY = {
+    "Qwen3-1.7B": "qwen3",
+    "gemma-3-1b": "gemma3_text",
+    "Llama-3.1-8B": "llama",
+    "Qwen3-30B-A3B": "qwen3_moe",
+}
+
+
+def run_file(folder: Path, settings: dict[str, Any], family: str) -> list[str]:
+    """Write a run of a small model with settings; return the arguments of grpo-train."""
+    tokenizer = make_tokenizer()
+    config = small_config(family, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n')
+    own = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(folder / "prompts.jsonl"),
+        "reward_funcs": ["repetition_penalty_reward"],
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings | own))
+    return ["--config", str(folder / "run.yaml")]
+
+
+def by_settings() -> dict[str, tuple[Line, Run]]:
+    """Return the runs of the tables, each of other settings than those before but for tokens."""
+    found = {}
+    for gib in GPUS:
+        for line in lines(gib):
+            for run in line.runs:
+                settings = run.settings() | {"max_tokens_per_micro_batch": 0}
+                found.setdefault(f"{line.model}: {json.dumps(settings)}", (line, run))
+    return found
+
+
+RUNS = by_settings()
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_the_trainer_takes_every_run_of_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)  # offload needs a GPU
+    line, run = RUNS[key]
+    settings = run.settings()
+    family = FAMILY[line.model]
+    _, args = parse(run_file(tmp_path, settings, family))
+    assert args.max_tokens_per_micro_batch == run.tokens
+    alone = {name: value for name, value in settings.items() if "vllm" not in name}
+    trainer = build_trainer(run_file(tmp_path, alone, family))
+    trainable = sum(x.numel() for x in trainer.model.parameters() if x.requires_grad)
+    small = model_of(small_config(family, vocab_size=len(make_tokenizer())))
+    assert trainable == run.training.trainable(small)
+    assert trainer.args.schedule == settings.get("schedule", "auto")
+
+
+@pytest.mark.parametrize("gib", RECIPES)
+def test_a_recipe_is_accepted_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)  # offload needs a GPU
+    settings = recipe(gib)
+    assert yaml.safe_dump(settings)
+    shown = [yaml.safe_load(block) for block in blocks(GUIDE, "yaml")]
+    assert settings in shown and len(settings) <= 14
+    _, args = parse(run_file(tmp_path, settings, "qwen3"))
+    assert args.use_vllm and args.max_tokens_per_micro_batch
+    facts = json.loads(printed(f"{asked(gib)} --json".split()))
+    assert facts["fits"] and facts["memory_bytes"] == gib * GIB
+    assert facts["settings"].items() <= settings.items() and not facts["missing_bytes"]
+
+
+def asked(gib: int) -> str:
+    return f"plan --gpu-memory {gib}GiB --model path/to/{RECIPES[gib]}"
 
 
 def commands(text: str) -> list[list[str]]:
-    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines if line]
+    rows = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(row) for row in rows if row]
 
 
-def test_the_guides_commands_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_commands_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, head = [words for words in commands(GUIDE) if words[0] == "grpo-kernels"]
+    assert printed(answer[1:]).strip() in GUIDE and "It fits" in printed(answer[1:])
     monkeypatch.chdir(tmp_path)
-    made(SMALL).config.save_pretrained("path/to/model")
-    planned = [words[1:] for words in commands(GUIDE) if words[0] == "grpo-kernels"]
-    assert len(planned) == 3
-    for words in planned:
-        answer = "budget " if "--model" in words else "fits "
-        assert printed(words).splitlines()[-1].startswith(answer)
+    small_config("qwen3").save_pretrained("path/to/model")
+    assert cli.main(head[1:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("budget ")
 
 
 def test_the_guides_loss_runs() -> None:
@@ -162,17 +257,18 @@ def test_the_guides_loss_runs() -> None:
 
 def test_the_guides_settings_exist() -> None:
     known = {item.name for kind in (GRPOConfig, RunArguments) for item in fields(kind)}
-    [settings] = (yaml.safe_load(block) for block in blocks(GUIDE, "yaml"))
-    assert set(settings) <= known
+    for block in blocks(GUIDE, "yaml"):
+        assert set(yaml.safe_load(block)) <= known
     rows = re.findall(r"^\| (`.*?) \|", section(GUIDE, "Settings that save memory"), re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)} - {"zero3"}
-    assert len(rows) == 14
+    assert len(rows) == 17
     assert named - known == {"accelerate_config"}
 
 
 def test_the_guides_assumptions_are_those_of_the_code() -> None:
-    assert f"slack       = {in_units(SLACK)}" in GUIDE
-    assert f"multiples of {STEP}, at least {FEWEST}" in GUIDE
-    assert GRPOConfig.vllm_gpu_memory_utilization == VLLM
-    assert f"vllm_gpu_memory_utilization: {VLLM}" in GUIDE
-    assert f"rank {RANK} " in GUIDE
+    own = f"{in_units(SLACK)}, and {in_units(ENGINE_SLACK)} in vLLM's share"
+    assert f"slack                        {own}" in GUIDE
+    assert f"mlp_tile_tokens: {TILE}" in GUIDE
+    assert GRPOConfig.vllm_gpu_memory_utilization == DEFAULT_SHARE
+    assert f"It has {DEFAULT_SHARE} of the GPU" in GUIDE
+    assert f"sequences of up to {Run.longest:,} tokens" in GUIDE
