@@ -72,7 +72,7 @@ def test_parameters_are_as_many_as_the_models_cards_say(name: str) -> None:
 
 
 def fused(*args: Any, softcap: float | None = None, **settings: Any) -> Any:
-    """An attention without scores, as on a GPU, for models that have only an eager one on a CPU."""
+    """Attend without scores, as on a GPU; some models have only eager attention on a CPU."""
     return sdpa_attention_forward(*args, **settings)
 
 

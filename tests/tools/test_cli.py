@@ -32,7 +32,7 @@ def error(capsys, *arguments: str) -> str:
 
 REQUIRES = [
     "torch>=2",
-    'transformers>=5; extra == "tools"',
+    'transformers>=5.2; extra == "tools"',
     'grpo-kernels[tools]; extra == "trainer"',
     'rich; extra == "trainer"',
 ]
@@ -43,8 +43,8 @@ def test_what_is_not_installed_is_named_as_an_index_has_it(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRES)
     said = error(capsys, "plan", "--model", ".", "--tokens", "8")
     in_a_clone = "pip install '.[tools]' in a clone"
-    assert said.endswith(f"to be installed; {in_a_clone}, or pip install 'transformers>=5'\n")
-    assert install_command("tools", "trainer").endswith("or pip install 'transformers>=5' rich")
+    assert said.endswith(f"to be installed; {in_a_clone}, or pip install 'transformers>=5.2'\n")
+    assert install_command("tools", "trainer").endswith("or pip install 'transformers>=5.2' rich")
 
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
