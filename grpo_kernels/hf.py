@@ -174,8 +174,9 @@ def keep_head_in_fp32(model: PreTrainedModel) -> None:
 
 def runs_in_fp32(model: PreTrainedModel) -> bool:
     """Return whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
-    layer = layer_in_use(model.get_output_embeddings())
-    marked = (layer, getattr(layer, "base_layer", None))  # an adapter may have come later
+    wrapper = model.get_output_embeddings()
+    layer = layer_in_use(wrapper)
+    marked = (wrapper, layer, getattr(layer, "base_layer", None))  # an adapter may have come later
     return any(getattr(one, "_grpo_fp32_head", False) for one in marked)
 
 

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_kernels.hf import runs_in_fp32
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy
 from grpo_trainer.policy import load_policy
@@ -167,6 +168,15 @@ def test_a_head_that_is_replaced_does_not_cast(make_trainer, tokenizer, kind):
     message = "cast_lm_head_to_fp32: expected False with an adapter that replaces the head"
     with pytest.raises(ValueError, match=message):
         make_trainer(model=tied_policy(tokenizer), peft_config=config, cast_lm_head_to_fp32=True)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "whole head"])
+def test_a_head_under_an_adapter_casts(make_trainer, tokenizer, kind):
+    """Where the adapter was there first, the cast goes around it."""
+    model = adapted(tied_policy(tokenizer), **(LORA | copy.deepcopy(TIED[kind])))
+    trainer = make_trainer(lengths_reward, model, CannedEngine(), cast_lm_head_to_fp32=True)
+    assert runs_in_fp32(trainer.model.get_base_model())
+    trainer.train()
 
 
 def test_an_adapter_of_tokens_without_a_row(make_trainer, base, tokenizer, tmp_path):
