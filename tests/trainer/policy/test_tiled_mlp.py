@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3 import modeling_qwen3
 
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.policy import load_policy, tiled_mlp
@@ -339,8 +341,26 @@ def test_liger_leaves_the_mlps_alone(make_args) -> None:
 
     args = make_args(mlp_tile_tokens=4, use_liger_kernel=True)
     model = load_policy(qwen3(), args)
-    apply_liger_kernel(model, args.liger_kernel_config)  # when training begins
+    with patch.dict(vars(modeling_qwen3)):  # Liger replaces names of the model's module
+        apply_liger_kernel(model, args.liger_kernel_config)  # when training begins
     mlp, norm = model.model.layers[0].mlp, model.model.norm
     assert "forward" not in vars(mlp) and "forward" in vars(norm)
     with pytest.raises(ValueError, match=r"liger_kernel_config\['swiglu'\]: expected False"):
         make_args(mlp_tile_tokens=4, use_liger_kernel=True, liger_kernel_config={"swiglu": True})
+
+
+def test_a_resumed_run_may_have_tiles(make_trainer, tmp_path) -> None:
+    def make(**changes: Any) -> Any:
+        model = make_policy(make_tokenizer(), seed=0)
+        settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+        return make_trainer(lengths_reward, model, CannedEngine(), **(settings | changes))
+
+    straight = make(output_dir=str(tmp_path / "straight"))
+    straight.train()
+    resumed = make(output_dir=str(tmp_path / "straight"), mlp_tile_tokens=5)
+    checkpoint = tmp_path / "straight" / "checkpoint-1"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 2
+    torch.testing.assert_close(
+        parameters(resumed.model), parameters(straight.model), rtol=0, atol=1e-5
+    )
