@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -302,7 +303,10 @@ def test_a_class_has_the_learning_rate(make_trainer, policy):
     assert isinstance(optimizer, AdamW8bit) and optimizer.block_size == 128
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([3e-4] * 2)
     own = torch.optim.SGD, {"lr": 0.5}
-    assert make_trainer(optimizer_cls_and_kwargs=own).create_optimizer().defaults["lr"] == 0.5
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no effect")
+        trainer = make_trainer(optimizer_cls_and_kwargs=own)
+    assert trainer.create_optimizer().defaults["lr"] == 0.5
 
 
 def test_a_class_replaces_optim(make_trainer, policy):
