@@ -134,6 +134,12 @@ class Run:
         calls = [self.head(name) for name in self.schedules()]
         return max(total(call) - call.weight for call in calls)
 
+    def host_bytes(self) -> int:
+        """Return the bytes of main memory that offloaded hidden states take, pinned."""
+        model = self.model
+        per_token = len(model.layers) * model.hidden * self.training.state
+        return self.tokens * per_token if self.offload else 0
+
     def activation_bytes(self) -> int:
         return activations(
             self.model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ _PLACES = {
     "server": "with a vLLM on another GPU",
     "transformers": "with generation by transformers",
 }
+_NEVER = 1 << 20  # characters, after which a line is broken
 # options of the table of heads, which a whole run decides itself
 _OF_THE_HEAD = (
     *("hidden", "vocab", "dtype", "weight_dtype", "frozen_head", "shard", "reserved"),
@@ -133,6 +133,7 @@ def facts_of(found: Answer, model: str) -> dict[str, Any]:
         "moments": [
             {"name": x.name, "limit_bytes": x.limit, "parts_bytes": x.parts} for x in moments(run)
         ],
+        "main_memory_bytes": run.host_bytes(),
         "cached_bytes_per_token": 2 * sizes.cached,
     }
 
@@ -148,8 +149,9 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         _verdict(facts),
         *changes,
         "",
-        *(yaml_lines(facts["settings"]) if facts["fits"] else ()),
+        *([*yaml_lines(facts["settings"]), ""] if facts["fits"] else ()),
         *_charts(facts),
+        *_notes(facts),
         "An estimate from formulas: docs/guides/limited-vram.md",
     ]
 
@@ -169,10 +171,13 @@ def _numbered(changes: int) -> str:
 
 def yaml_lines(settings: dict[str, Any]) -> list[str]:
     """Return settings as lines of a run file."""
-    return [
-        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in settings.items()
-    ]
+    import yaml  # which transformers brings
+
+    def written(value: Any) -> str:
+        line = yaml.safe_dump(value, default_flow_style=True, width=_NEVER)
+        return line.removesuffix("...\n").rstrip()
+
+    return [f"{name}: {written(value)}" for name, value in settings.items()]
 
 
 def _charts(facts: dict[str, Any]) -> Iterator[str]:
@@ -180,15 +185,15 @@ def _charts(facts: dict[str, Any]) -> Iterator[str]:
         parts, limit = moment["parts_bytes"], moment["limit_bytes"]
         if moment["name"] == "vLLM's share" and sum(parts.values()) <= limit:
             continue
-        yield ""
         yield f"{moment['name']}, {in_units(limit)}"
         yield from bars(parts, limit)
-    yield ""
-    yield from _notes(facts)
+        yield ""
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield how many tokens are cached for generation at once."""
+    """Yield what is taken of main memory, and how many tokens are cached for generation at once."""
+    if facts["main_memory_bytes"]:
+        yield f"Hidden states take {in_units(facts['main_memory_bytes'])} of pinned main memory."
     per_token, first = facts["cached_bytes_per_token"], facts["moments"][0]
     if facts["engine"] == "transformers":
         parts = first["parts_bytes"]

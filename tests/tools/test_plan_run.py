@@ -223,6 +223,14 @@ def test_the_answer_is_a_run_file_and_where_the_memory_goes(capsys: Any, folder:
     assert "LM head and loss" in shown and "engine KV cache" in shown and "free" in shown
 
 
+def test_what_is_offloaded_takes_main_memory(capsys: Any, folder: str) -> None:
+    words = "--train lora --tokens 50000 --gpu-memory 24GiB"
+    facts = json.loads(planned(capsys, folder, f"{words} --json"))
+    assert facts["settings"]["gradient_checkpointing_kwargs"] == {"offload": True}
+    assert facts["main_memory_bytes"] == 50000 * 28 * 2048 * 2
+    assert "Hidden states take 5.341 GiB of pinned main memory." in planned(capsys, folder, words)
+
+
 def test_what_does_not_fit_gets_no_run_file(capsys: Any, folder: str) -> None:
     words = (
         "--train qlora --tokens 200000 --longest 200000 --gpu-memory 10GiB --engine transformers"
