@@ -165,7 +165,7 @@ def vram_rules() -> str:
     rows[0] += ["settings"]
     for title, way in TRAININGS.items():
         numbers = (way.linear + way.cast, way.weight, way.trained, way.moments, way.state)
-        settings = ", ".join(f"`{line}`" for line in yaml_lines(way.settings))
+        settings = ", ".join(f"`{line}`" for line in yaml_lines(way.settings) if way.settings)
         rows.append([title, *(f"{number:.4g}" for number in numbers), settings or "the defaults"])
     return text.markdown(rows)
 
@@ -181,7 +181,7 @@ def vram_layer() -> str:
 
 def vram_answer(gib: int) -> str:
     """Write the command of a recipe and all that it prints."""
-    words = _words(gib)
+    words = words_of(gib)
     return f"```bash\ngrpo-kernels {' '.join(words)}\n```\n\n```text\n{printed(words)}```"
 
 
@@ -192,13 +192,13 @@ def vram_recipe(gib: int) -> str:
 
 def recipe(gib: int) -> dict[str, Any]:
     """Return the settings of the recipe of a GPU, by the planner and of a task."""
-    settings = yaml.safe_load(_block(printed(_words(gib))))
+    settings = yaml.safe_load(_block(printed(words_of(gib))))
     name = {"model_name_or_path": settings.pop("model_name_or_path")}
     return name | _OF_A_TASK | settings
 
 
-def _words(gib: int) -> list[str]:
-    return f"plan --gpu-memory {gib}GiB --model path/to/{RECIPES[gib]}".split()
+def words_of(gib: int) -> list[str]:
+    return f"plan --model path/to/{RECIPES[gib]} --gpu-memory {gib}GiB".split()
 
 
 def _block(shown: str) -> str:
