@@ -44,7 +44,7 @@ class FusedHead(ForwardOverlay, nn.Module):
 
     Raises:
         ValueError: ``layer`` is no module, or has a forward of its own besides its class's. In a
-            call: the layer is not linear, is quantised, or has an adapter that is not plain LoRA.
+            call: the layer is not linear, is quantized, or has an adapter that is not plain LoRA.
     """
 
     _prefix = "Fused"

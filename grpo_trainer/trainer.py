@@ -98,7 +98,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             and None among them: the one that belongs to the model.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in ``transformers.Trainer``; the
             optimizer of the last has ``learning_rate`` unless it names an ``lr``.
-        quantization_config: how a model given by name is quantised; needs ``peft_config``.
+        quantization_config: how a model given by name is quantized; needs ``peft_config``.
         peft_config: a new adapter, such as ``peft.LoraConfig``: only that is trained and saved.
         tools: functions, plain or ``async``, that the model can call; with type hints, and a
             docstring that describes each argument.

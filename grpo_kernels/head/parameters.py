@@ -28,11 +28,11 @@ def head_of_layer(layer: Any, transform: Transform) -> Head:
     tokens = getattr(layer, "token_adapter", None)  # PEFT's, of single tokens
     base = layer if tokens is None else tokens.base_layer
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
-    # a quantised weight is packed: it has no (V, D) floating point numbers
+    # a quantized weight is packed: it has no (V, D) floating point numbers
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(
             f"lm_head: expected a plain linear layer, got {type(base).__name__}; if it is "
-            "quantised, leave it out of the quantisation"
+            "quantized, leave it out of the quantization"
         )
     if weight.dim() != 2 and not is_sharded(weight):
         raise ValueError(

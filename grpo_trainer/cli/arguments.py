@@ -130,7 +130,7 @@ def get_peft_config(model_args: ModelConfig) -> Any | None:
 def get_quantization_config(
     model_args: ModelConfig, args: GRPOConfig | None = None
 ) -> BitsAndBytesConfig | None:
-    """Return how the base model is quantised; None if it is not.
+    """Return how the base model is quantized; None if it is not.
 
     4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
     model's.

@@ -65,8 +65,8 @@ def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]
         with hub_or_cache(name):
             yield
     except _UNREADABLE as error:
-        quantised = isinstance(error, ImportError) and "quantization_config" in settings
-        what = f"quantization_config: {what}" if quantised else what
+        quantized = isinstance(error, ImportError) and "quantization_config" in settings
+        what = f"quantization_config: {what}" if quantized else what
         raise ValueError(f"{what} cannot be loaded: {error}") from error
     except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
         if not any(repr(key) in str(error) for key in settings):
@@ -151,7 +151,7 @@ def load_model(
                 "quantization_config: expected it once, got it in model_init_kwargs too"
             )
         settings["quantization_config"] = quantization_config
-        if torch.cuda.is_available():  # quantised weights are made on their device, and stay there
+        if torch.cuda.is_available():  # quantized weights are made on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
     with loading(name, f"{what} {name!r}", settings):
@@ -216,7 +216,7 @@ def _with_adapter(
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Make an adapted or quantised model ready for training, or raise ValueError if it cannot be;
+    """Make an adapted or quantized model ready for training, or raise ValueError if it cannot be;
     others pass untouched."""
     if not is_peft_model(model):
         if getattr(model, "_hf_peft_config_loaded", False):

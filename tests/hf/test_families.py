@@ -163,5 +163,5 @@ def test_what_is_refused() -> None:
         model(input_ids=ids, labels=ids, head_fn=lambda hidden, head: hidden)
     packed = torch.zeros(99 * 16, 1, dtype=torch.uint8)
     model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(ValueError, match="leave it out of the quantisation"):
+    with pytest.raises(ValueError, match="leave it out of the quantization"):
         head_in_use(model)

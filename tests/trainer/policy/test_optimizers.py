@@ -218,13 +218,13 @@ def test_rounding_at_random_without_weights_to_round(train):
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw_torch_8bit"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["lora", "qlora"])
-def test_adapters(train, tmp_path, optim, quantised):
+@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])
+def test_adapters(train, tmp_path, optim, quantized):
     write_policy(tmp_path / "policy", seed=0)
     changes: dict[str, Any] = {"model": str(tmp_path / "policy")}
     changes["model_init_kwargs"] = {"dtype": "bfloat16"}
     changes["peft_config"] = LoraConfig(r=64, target_modules="all-linear")
-    if quantised:
+    if quantized:
         changes["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16
         )
@@ -235,9 +235,9 @@ def test_adapters(train, tmp_path, optim, quantised):
         own = {} if name == optim else {"optim_args": None}
         trained[name] = train(**(changes | {"optim": name} | own), max_steps=3)
     weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    kind = torch.bfloat16 if quantised else torch.float32
+    kind = torch.bfloat16 if quantized else torch.float32
     assert trained[optim].model.get_parameter(weight).dtype == kind
-    assert isinstance(layer_of(trained[optim], weight), bitsandbytes.nn.Linear4bit) == quantised
+    assert isinstance(layer_of(trained[optim], weight), bitsandbytes.nn.Linear4bit) == quantized
     assert state_bytes(trained[optim], weight) == 2 + 2 * SCALES
     factors = [
         torch.cat([x.detach().flatten().float() for n, x in one.model.named_parameters()

@@ -247,7 +247,7 @@ def test_autocast_is_the_same_again(kept: Any, checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_layers(bits: int, tmp_path) -> None:
+def test_quantized_layers(bits: int, tmp_path) -> None:
     pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     qwen3(**sizes).save_pretrained(tmp_path)
