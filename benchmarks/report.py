@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -175,9 +175,8 @@ def optimizers(kind: str) -> str:
 def states(kind: str) -> str:
     """Write what whole runs with fewer bits of weights and states reach, over their seeds."""
     groups = [group for group in newest(kind)[1] if group.benchmark == "states"]
-    runs: dict[str, list[Row]] = {}
-    for row in (row for group in groups for row in group.rows if row.runs):
-        runs.setdefault(row.provider, []).append(row)
+    runs = _rows_of(groups)
+    updates = _rows_of(group for group in newest(kind)[1] if group.benchmark == "updates")
     if not runs:
         return NOT_MEASURED
     titles = "mean reward", f"of the last {LAST} steps", "held out", "small updates kept"
@@ -190,12 +189,21 @@ def states(kind: str) -> str:
             [fmean(of_run[-LAST:]) for of_run in rewards],
             [info["held_out"][-1] for info in infos],
         )
-        kept = f"{fmean(info['kept'] for info in infos):.2f}"
+        shares = [row.info["kept"] for row in updates.get(name, ())]
+        kept = f"{fmean(shares):.2f}" if shares else NOT_MEASURED
         table.append([STATES[name].note, *map(text.mean_and_spread, values), kept])
     one = groups[0]
     seeds = len({group.facts["seed"] for group in groups})
     caption = f"{one.about}, {seeds} seeds: the mean and its spread; {one.where}; {one.source}."
     return f"{caption}\n\n{text.markdown(table)}"
+
+
+def _rows_of(groups: Iterable[Group]) -> dict[str, list[Row]]:
+    """Return the rows that were measured, by provider."""
+    runs: dict[str, list[Row]] = {}
+    for row in (row for group in groups for row in group.rows if row.runs):
+        runs.setdefault(row.provider, []).append(row)
+    return runs
 
 
 def plots(kind: str, folder: str) -> str:

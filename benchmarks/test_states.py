@@ -11,14 +11,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 from benchmarks.child import ask
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt
 from benchmarks.providers.base import lacking
-from benchmarks.real import RealCase, Setup, rounded_adamw, run
+from benchmarks.real import RealCase, Setup, run
 from benchmarks.results import Row
 
 _STEPS, _SEEDS = 60, (0, 1, 2)
@@ -37,7 +35,6 @@ _TASK: dict[str, Any] = {
     "num_generations_eval": 4,
     "per_device_eval_batch_size": 512,
 }
-_SMALL = 1e-6  # the trainer's default learning rate
 _BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 _ROUNDED = {"optim_args": "bf16_stochastic_round=True"}
 
@@ -86,60 +83,27 @@ def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]
     row.leave_out("absent", lacking("bitsandbytes", "torchao"))
     if row.runs:
         with attempt(row):
-            _fill(row, case, *ask(_uncompiled, way, case, session.device))
+            _fill(row, case, ask(_uncompiled, way, case, session.device))
     return [row]
 
 
-def _uncompiled(way: Setup, case: RealCase, device: str) -> tuple[dict[str, Any], float]:
-    """Return what a run logged, and which share of small updates arrives.
-
-    The optimizers' steps are not compiled: that would take longer than a run.
-    """
+def _uncompiled(way: Setup, case: RealCase, device: str) -> dict[str, Any]:
+    """Return what a run logged. To compile the steps of its optimizer would take longer than it."""
     with torch.compiler.set_stance("force_eager"):
-        return run(way, case, device), kept(way, case.seed)
+        return run(way, case, device)
 
 
-def kept(way: Setup, seed: int) -> float:
-    """Return the share of a step with the trainer's default learning rate that arrives, of weights
-    as large as those of pretrained models; the step in fp32 is the whole."""
-    generator = torch.Generator().manual_seed(seed)
-    start = 0.02 * torch.randn(512, 512, generator=generator).bfloat16()
-    gradient = torch.randn(start.shape, generator=generator)
-    exact = _moved(way, torch.float32, start, gradient)
-    dtype = torch.bfloat16 if "model_init_kwargs" in way.changes else torch.float32
-    moved = _moved(way, dtype, start, gradient)
-    return float((moved * exact).sum() / (exact * exact).sum())
-
-
-def _moved(way: Setup, dtype: torch.dtype, start: Tensor, gradient: Tensor) -> Tensor:
-    """Return how far the first step goes."""
-    args = TrainingArguments(
-        optim=way.changes["optim"],
-        optim_args=way.changes.get("optim_args"),
-        learning_rate=_SMALL,
-        use_cpu=True,
-    )
-    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-    if way.rounded:
-        kind, settings = rounded_adamw()
-    weight = nn.Parameter(start.to(dtype))
-    weight.grad = gradient.to(dtype)
-    kind([weight], **{"lr": _SMALL} | settings).step()
-    return weight.detach().double() - start.double()
-
-
-def _fill(row: Row, case: RealCase, found: dict[str, Any], kept: float) -> None:
+def _fill(row: Row, case: RealCase, found: dict[str, Any]) -> None:
     rewards, held_out = found["rewards"], found["held_out"]
-    row.info |= {"rewards": rewards, "held_out": held_out, "kept": kept}
+    row.info |= {"rewards": rewards, "held_out": held_out}
     complete = len(rewards) == case.steps and len(held_out) == 2
-    finite = all(map(math.isfinite, (*rewards, *held_out, kept)))
+    finite = all(map(math.isfinite, (*rewards, *held_out)))
     row.leave_out("wrong", None if complete and finite else "a step is missing or not finite")
     if row.runs:
         row.cells = {
             "mean reward": f"{fmean(rewards):.3f}",
             "at the end": f"{fmean(rewards[-LAST:]):.3f}",
             "held out": f"{held_out[-1]:.3f}",
-            "small updates kept": f"{kept:.2f}",
         }
 
 

@@ -23,9 +23,10 @@ NAMES = (
     *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
-    *("real", "curves", "states", "sparsity", "mismatch", "activations", "vocabulary"),
+    *("real", "curves", "states", "updates", "sparsity", "mismatch", "activations"),
+    "vocabulary",
 )
-_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states")
+_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states", "updates")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
 OURS = PROVIDERS[0]
 
