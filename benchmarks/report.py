@@ -23,6 +23,7 @@ from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, Row, load
 from benchmarks.shapes import MODELS, REAL, WORKS
+from benchmarks.state_bytes import state_bytes  # noqa: F401 (likewise)
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.test_optimizers import WAYS
 from benchmarks.test_states import LAST, STATES

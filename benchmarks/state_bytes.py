@@ -1,0 +1,39 @@
+"""Bytes that full training keeps of a parameter, by optimizer and dtype, as a table of a document.
+
+``tests/trainer/policy/test_optimizers.py`` compares those of the states with real ones.
+"""
+
+from __future__ import annotations
+
+from benchmarks import text
+
+_BLOCK = 256  # numbers with a scale, of four bytes
+_ADAFACTOR = 0.0  # a row and a column in place of a matrix
+_ROUNDED = "`optim_args: bf16_stochastic_round=True`"
+
+
+def _moments(bits: int) -> float:
+    """Return the bytes of both, in blocks."""
+    return 2 * (bits / 8 + 4 / _BLOCK)
+
+
+# settings, package, bytes of a weight and of the states
+_WAYS = (
+    ("the defaults", "", 4, 8.0),
+    ("`optim: adamw_8bit`", "bitsandbytes", 4, _moments(8)),
+    ("`optim: adamw_torch_8bit`", "torchao", 4, _moments(8)),
+    ("`optim: adafactor`", "", 4, _ADAFACTOR),
+    ("`dtype: bfloat16`", "", 2, 4.0),
+    ("`dtype: bfloat16`, `optim: adamw_8bit`", "bitsandbytes", 2, _moments(8)),
+    (f"`dtype: bfloat16`, `optim: adamw_torch_8bit`, {_ROUNDED}", "torchao", 2, _moments(8)),
+    (f"`dtype: bfloat16`, `optim: adamw_torch_4bit`, {_ROUNDED}", "torchao", 2, _moments(4)),
+)
+
+
+def state_bytes() -> str:
+    """Write the table; a gradient is as wide as its weight."""
+    table = [["settings", "package", "weight", "gradient", "states", "in all"]]
+    for settings, package, weight, states in _WAYS:
+        numbers = (f"{states:.3g}", f"{2 * weight + states:.3g}")
+        table.append([settings, package, str(weight), str(weight), *numbers])
+    return text.markdown(table)
