@@ -35,6 +35,15 @@ _SOFTCAPS = (
     "logits_soft_cap",  # RecurrentGemma
     "output_logit_soft_cap",  # xLSTM
 )
+# classes of MLPs whose output for a token depends on that token only
+TOKEN_WISE_MLPS = (
+    *("ApertusMLP", "ArceeMLP", "Cohere2MLP", "CohereMLP", "Ernie4_5MLP", "Exaone4MLP"),
+    *("Gemma2MLP", "Gemma3MLP", "GemmaMLP", "Glm4MLP", "GlmMLP", "GraniteMLP", "HeliumMLP"),
+    *("HunYuanDenseV1MLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP"),
+    *("NemotronMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Phi3MLP", "PhiMLP"),
+    *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
+    *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
+)
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 _TOKENS = 4
 _LARGE = 64.0  # logits of this size show every softcap in use

@@ -9,9 +9,10 @@ import pytest
 import torch
 import yaml
 
+from grpo_kernels.hf import TOKEN_WISE_MLPS
 from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.arguments import RunArguments
-from grpo_trainer.policy.tiled_mlp import TOKEN_WISE, _Tiled
+from grpo_trainer.policy.tiled_mlp import _Tiled
 from tests.support.documents import ROOT, blocks, code, python_block, section, with_settings
 
 GUIDE = (ROOT / "docs/guides/long-sequences.md").read_text()
@@ -39,4 +40,4 @@ def test_the_settings_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_supported_classes_are_those_of_the_code() -> None:
-    assert code(section(GUIDE, "Supported models")) - {"mlp"} == set(TOKEN_WISE)
+    assert code(section(GUIDE, "Supported models")) - {"mlp"} == set(TOKEN_WISE_MLPS)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_kernels.hf import TOKEN_WISE_MLPS
+
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 
@@ -169,7 +171,7 @@ def _layer(layer: nn.Module, text: Any) -> Layer:
         norms=sum("norm" in type(part).__name__.lower() for part in parts),
         routed=routed,
         biased=biased,
-        tiled=not routed and hasattr(getattr(layer, "mlp", None), "down_proj"),
+        tiled=type(getattr(layer, "mlp", None)).__name__ in TOKEN_WISE_MLPS,
     )
 
 

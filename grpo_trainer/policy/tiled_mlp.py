@@ -16,17 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from grpo_kernels.hf import TOKEN_WISE_MLPS
 from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
-
-# classes of transformers whose output for a token depends on that token only
-TOKEN_WISE = (
-    *("ApertusMLP", "ArceeMLP", "Cohere2MLP", "CohereMLP", "Ernie4_5MLP", "Exaone4MLP"),
-    *("Gemma2MLP", "Gemma3MLP", "GemmaMLP", "Glm4MLP", "GlmMLP", "GraniteMLP", "HeliumMLP"),
-    *("HunYuanDenseV1MLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP"),
-    *("NemotronMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Phi3MLP", "PhiMLP"),
-    *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
-    *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
-)
 
 
 def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
@@ -60,7 +51,7 @@ def _mlp_of(layer: nn.Module, model: PreTrainedModel) -> Any:
     if mlp is None:
         raise _unsupported(model, f"a {type(layer).__name__} without mlp")
     kind = type(mlp)
-    if kind.__name__ not in TOKEN_WISE or not kind.__module__.startswith("transformers."):
+    if kind.__name__ not in TOKEN_WISE_MLPS or not kind.__module__.startswith("transformers."):
         raise _unsupported(model, f"a {kind.__name__}")
     if "forward" in vars(mlp):  # it would hide that of a class
         raise _unsupported(model, f"a {kind.__name__} with a patched forward")
@@ -70,7 +61,8 @@ def _mlp_of(layer: nn.Module, model: PreTrainedModel) -> Any:
 def _unsupported(model: PreTrainedModel, got: str) -> ValueError:
     return ValueError(
         "mlp_tile_tokens: expected a model whose layers have an mlp that treats each token by "
-        f"itself ({', '.join(TOKEN_WISE)}), got {got} in {type(model).__name__}; set it to None"
+        f"itself ({', '.join(TOKEN_WISE_MLPS)}), got {got} in {type(model).__name__}; set it to "
+        "None"
     )
 
 

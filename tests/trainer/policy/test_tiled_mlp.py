@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3 import modeling_qwen3
 
+from grpo_kernels.hf import TOKEN_WISE_MLPS
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.policy import load_policy, tiled_mlp
 from grpo_trainer.policy.load import base_policy
-from grpo_trainer.policy.tiled_mlp import TOKEN_WISE, tile_mlps
+from grpo_trainer.policy.tiled_mlp import tile_mlps
 from tests.support import tiny_models, vision
 from tests.support.trainer import CannedEngine, lengths_reward, parameters
 from tests.tools.test_plan import LiveBytes
@@ -92,14 +93,14 @@ def rows_seen(model: nn.Module) -> Counter[int]:
     """Count the rows of each call of the first product of an MLP, from now on."""
     seen: Counter[int] = Counter()
     for module in model.modules():
-        if type(module).__name__ in TOKEN_WISE:
+        if type(module).__name__ in TOKEN_WISE_MLPS:
             first = next(each for each in module.modules() if isinstance(each, nn.Linear))
             first.register_forward_pre_hook(lambda _, args: seen.update([args[0][..., 0].numel()]))
     return seen
 
 
 def test_every_class_has_a_model() -> None:
-    assert set(TOKEN_WISE) == OF_CLASS.keys() | WITH_IMAGES.keys()
+    assert set(TOKEN_WISE_MLPS) == OF_CLASS.keys() | WITH_IMAGES.keys()
 
 
 @pytest.mark.parametrize("name", OF_CLASS)
