@@ -13,7 +13,7 @@ from grpo_kernels.tools.activations import TILE, activations, masks
 from grpo_kernels.tools.call import Call
 from grpo_kernels.tools.estimate import total
 from grpo_kernels.tools.model import Model
-from grpo_kernels.tools.training import Training
+from grpo_kernels.tools.training import NF4, Training
 
 GIB = 1 << 30
 SLACK = 2 * GIB  # the CUDA context, workspaces of libraries, what the allocator cannot use
@@ -185,11 +185,26 @@ def moments(run: Run) -> list[Moment]:
     result = [Moment(name="training", parts=training | beside | slack, limit=run.memory)]
     if engine.colocated and engine.sleeps:
         waking = stays | of_engine | slack
+        if (sent := _sent_at_once(run)) > waking["engine KV cache"]:  # which wakes after them
+            del waking["engine KV cache"]
+            waking["weights on their way"] = sent
         result.append(Moment(name="waking the engine", parts=waking, limit=run.memory))
     if engine.colocated:
         needed = {"engine weights": engine.weight_bytes(model), "engine slack": ENGINE_SLACK}
         result.append(Moment(name="vLLM's share", parts=needed, limit=share))
     return result
+
+
+def _sent_at_once(run: Run) -> int:
+    """Return the bytes of a layer, or of the head, on its way to an engine: it reloads by layers.
+
+    One that has loaded the weights below an adapter itself gets only the adapter.
+    """
+    model, way = run.model, run.training
+    if way.rank and (way.linear == NF4 or run.engine.weights == "fp8"):
+        return 0
+    layer = (model.linear + model.experts) // len(model.layers)
+    return 2 * max(model.head, layer)
 
 
 def missing(run: Run) -> int:

@@ -160,6 +160,18 @@ def test_a_sleeping_engine_has_to_wake(qwen3: Model) -> None:
     assert not missing(smaller)
 
 
+def test_weights_on_their_way_to_a_waking_engine(qwen3: Model) -> None:
+    """A layer, or the head, until the cache wakes; none where vLLM loads the weights itself."""
+    engine = Engine(place="colocate", share=0.09, sleeps=True)
+    run = run_of(qwen3, 40, engine=engine, training=training("lora"))
+    waking = moments(run)[1].parts
+    assert waking["weights on their way"] == 2 * qwen3.head and "engine KV cache" not in waking
+    waking = moments(replace(run, training=training("qlora")))[1].parts
+    assert "weights on their way" not in waking and waking["engine KV cache"] < 2 * qwen3.head
+    waking = moments(replace(run, engine=replace(engine, share=0.3)))[1].parts
+    assert "weights on their way" not in waking and waking["engine KV cache"] > 2 * qwen3.head
+
+
 def test_a_share_holds_the_engines_weights(qwen3: Model) -> None:
     memory = 16 * GIB
     engine = Engine(place="colocate")
