@@ -51,6 +51,18 @@ def check_checkpointing(args: TrainingArguments) -> None:
         )
 
 
+def keep_not_reentrant(args: TrainingArguments) -> None:
+    """Set ``use_reentrant`` to False in arguments that leave it out, as it is without arguments.
+
+    Torch's own default is True, which ignores some of them. Call it when both names of the setting
+    have its value.
+    """
+    if args.gradient_checkpointing_kwargs is None:
+        return
+    arguments = {"use_reentrant": False} | args.gradient_checkpointing_kwargs
+    args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = arguments
+
+
 def _set_name(args: TrainingArguments, ending: str) -> str:
     older, newer = f"gradient{ending}", f"activation{ending}"
     return newer if getattr(args, older) is None else older

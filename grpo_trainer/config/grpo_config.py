@@ -16,7 +16,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from grpo_kernels import LossConfig
 from grpo_trainer.common import hint
-from grpo_trainer.config.checkpointing import check_checkpointing
+from grpo_trainer.config.checkpointing import check_checkpointing, keep_not_reentrant
 from grpo_trainer.config.checks import (
     adopt_old_names,
     check_engine,
@@ -86,6 +86,7 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
         adopt_old_names(self)
         check_checkpointing(self)
         join_newer_names(self)
+        keep_not_reentrant(self)
         scale = str(self.scale_rewards).lower()
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale, scale)
         check_fields(self)
@@ -175,6 +176,7 @@ def check_arguments(args: Any, processing_class: Any) -> None:
     # one may have been set since
     check_checkpointing(args)
     join_newer_names(args)
+    keep_not_reentrant(args)
     kinds = (PreTrainedTokenizerBase, ProcessorMixin, NoneType)
     if not isinstance(processing_class, kinds):
         raise ValueError(

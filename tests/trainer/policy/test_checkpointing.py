@@ -205,7 +205,28 @@ def test_known_arguments_pass(make_args, gpu) -> None:
         None,
     ):
         args = make_args(gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
-        assert args.activation_checkpointing_kwargs == arguments
+        expected = None if arguments is None else {"use_reentrant": False} | arguments
+        assert args.activation_checkpointing_kwargs == expected
+        assert args.gradient_checkpointing_kwargs == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_arguments_do_not_make_checkpoints_reentrant(
+    make_trainer, policy, name: str, reentrant: bool | None
+) -> None:
+    """Torch would, where they do not say, and then ignore some of them."""
+    arguments: dict[str, Any] = {"preserve_rng_state": False}
+    arguments |= {} if reentrant is None else {"use_reentrant": reentrant}
+    own = dict(arguments)
+    trainer = make_trainer(
+        lengths_reward, policy, CannedEngine(),
+        gradient_checkpointing=True, max_steps=1, **{name: arguments},
+    )  # fmt: skip
+    trainer.train()
+    used = trainer.model.model.layers[0]._gradient_checkpointing_func.keywords
+    assert used == {"use_reentrant": bool(reentrant), "preserve_rng_state": False}
+    assert arguments == own
 
 
 @pytest.mark.skipif("torch.accelerator.is_available()")
