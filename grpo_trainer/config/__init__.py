@@ -12,4 +12,4 @@ from grpo_trainer.config.grpo_config import (
     pickled_without_secrets,
 )
 from grpo_trainer.config.loss import backward_options, loss_config
-from grpo_trainer.config.optimizers import optimizer_of
+from grpo_trainer.config.optimizers import check_weight_decay, optimizer_of

@@ -74,4 +74,16 @@ def optimizer_of(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
             "optim_args: expected no block_size, which this version of transformers hands to "
             f"torchao as text; optimizer_cls_and_kwargs can set it, got {settings['block_size']}"
         )
+    check_weight_decay("optim_args", settings, args)
     return kind, settings
+
+
+def check_weight_decay(name: str, settings: dict[str, Any], args: TrainingArguments) -> None:
+    """Raise ValueError if an optimizer's settings have another ``weight_decay`` than ``args``, by
+    which transformers makes the groups of weights."""
+    own = settings.get("weight_decay", args.weight_decay)
+    if own != args.weight_decay:
+        raise ValueError(
+            f"{name}: expected no weight_decay, which groups of weights have from the field of "
+            f"that name, got {own}; set weight_decay={own} in GRPOConfig"
+        )

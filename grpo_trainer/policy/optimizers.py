@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 
-from grpo_trainer.config import GRPOConfig, optimizer_of
+from grpo_trainer.config import GRPOConfig, check_weight_decay, optimizer_of
 from grpo_trainer.policy.placement import FullyShard, Placement, Zero
 
 OptimizerClass = tuple[type[Optimizer], dict[str, Any]]  # and what it is called with
@@ -25,7 +25,8 @@ def with_learning_rate(
     """Return ``optimizer_cls_and_kwargs`` with ``learning_rate``, unless they have one.
 
     Raises:
-        ValueError: they are no class and dictionary, or there are ``optimizers`` as well.
+        ValueError: they are no class and dictionary, or with a ``weight_decay`` that transformers
+            would replace by that of ``args``; or there are ``optimizers`` as well.
     """
     if chosen is None:
         return None
@@ -35,6 +36,8 @@ def with_learning_rate(
         raise ValueError(f"{name}: expected a class and a dictionary, got {chosen!r}")
     if optimizers[0] is not None:
         raise ValueError(f"optimizers, {name}: expected one of them, got both")
+    if issubclass(kind, Optimizer):  # others make their own groups of weights
+        check_weight_decay(name, settings, args)
     return kind, {"lr": args.learning_rate} | settings
 
 
