@@ -338,11 +338,13 @@ def _unwrapped(policy: PreTrainedModel, placement: Placement, merged: bool) -> W
     prefixes = tuple(f"{name}." for name in adapted)
     yield from placement.weights(base, lambda name: not name.startswith(prefixes))
     for name, module in adapted.items():
+        in_use = _has(module, adapter)  # else it is another adapter's, such as a teacher's
         if hasattr(module, "modules_to_save"):
-            weights = placement.weights(module.modules_to_save[adapter])
+            own = module.modules_to_save[adapter] if in_use else module.original_module
+            weights = placement.weights(own)
         else:
             layer = placement.whole_copy(module)
-            layer.merge(adapter_names=[adapter] if merged else [])
+            layer.merge(adapter_names=[adapter] if merged and in_use else [])
             weights = iter(layer.get_base_layer().state_dict().items())
             del layer  # or it would live as long as the next one is copied
         for key, value in weights:
@@ -365,7 +367,11 @@ def _adapted_modules(policy: Any) -> dict[str, Any]:
             adapted[place] = module
     if base.config.get_text_config().tie_word_embeddings:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
-        names = [name for name in adapted if base.get_submodule(name) in ends]
+        names = [
+            name
+            for name, module in adapted.items()
+            if base.get_submodule(name) in ends and _has(module, adapter)
+        ]
         if names and not stay_tied(*ends, adapter):
             raise ValueError(
                 "peft_config: expected no adapter on tied embeddings, whose ends then differ (an "
@@ -374,3 +380,8 @@ def _adapted_modules(policy: Any) -> dict[str, Any]:
                 "trainable_token_indices, keeps them tied"
             )
     return adapted
+
+
+def _has(module: Any, adapter: str) -> bool:
+    """Return whether a layer or wrapper of PEFT's has weights of ``adapter``."""
+    return any(adapter in getattr(module, name, ()) for name in module.adapter_layer_names)

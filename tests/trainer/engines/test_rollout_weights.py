@@ -114,6 +114,29 @@ def test_new_rows_and_tied_ends_are_merged(tmp_path, tied, changes):
         assert moved.tolist() == sorted(IDS)
 
 
+@pytest.mark.filterwarnings("ignore")  # peft's, on tied weights
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}},
+        {"target_modules": ["lm_head"]},
+    ],
+)
+def test_ends_of_another_adapter_are_left_out(tied, changes):
+    """Such as a teacher's, which replaces layers that the policy's adapter leaves alone."""
+    model = lora(Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)))
+    expected = {name: value.clone() for name, value in policy_weights(model)}
+    peft = pytest.importorskip("peft")
+    model.add_adapter("teacher", peft.LoraConfig(**({"target_modules": ["q_proj"]} | changes)))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "teacher" in name:
+                value.normal_()
+    assert_same({name: value.clone() for name, value in policy_weights(model)}, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
