@@ -21,11 +21,13 @@ AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head
 def head_of_layer(layer: Any, transform: Transform) -> Head:
     """Return the layer's parameters as they are now, its active adapters as one."""
     layer = layer_in_use(layer)
+    _unmerge_if_disabled(layer)
     updates: list[HeadLoRA] = []
     if hasattr(layer, "base_layer"):
         updates += _lora(layer)
         layer = layer.base_layer
     tokens = getattr(layer, "token_adapter", None)  # PEFT's, of single tokens
+    _unmerge_if_disabled(tokens)
     base = layer if tokens is None else tokens.base_layer
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
     # a quantized weight is packed: it has no (V, D) floating point numbers
@@ -57,6 +59,13 @@ def layer_in_use(layer: Any) -> Any:
     active = [] if layer.disable_adapters else layer.active_adapters
     names = [name for name in active if name in copies]
     return copies[names[0]] if names else layer.original_module
+
+
+def _unmerge_if_disabled(layer: Any) -> None:
+    """Take merged adapters out of the weight of a layer where they are disabled, which the forward
+    of PEFT's layers does."""
+    if getattr(layer, "merged", False) and layer.disable_adapters:
+        layer.unmerge()
 
 
 def _lora(layer: Any) -> list[HeadLoRA]:

@@ -103,6 +103,23 @@ def test_merged_tokens() -> None:
     assert_head_equals_own_logits(model)
 
 
+@pytest.mark.filterwarnings("ignore")  # peft's, on merging
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [7, 4]}}]
+)
+def test_a_merged_adapter_that_is_disabled(settings: dict[str, Any]) -> None:
+    """PEFT takes it out of the weight in the forward of the head, which a fused head has not."""
+    model = adapted("llama", **({"target_modules": ["q_proj"]} | settings))
+    base = model.get_base_model()
+    before = head_in_use(base).weight.clone()
+    model.merge_adapter()
+    assert not head_in_use(base).weight.equal(before)
+    with model.disable_adapter():
+        head = head_in_use(base)
+    assert head.lora is None
+    torch.testing.assert_close(head.weight, before)
+
+
 def test_an_adapter_is_not_merged() -> None:
     """Small updates of a bf16 head would be rounded away."""
     base = adapted("llama", target_modules=["lm_head"]).get_base_model().bfloat16()
