@@ -242,6 +242,11 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         raise ValueError(
             f"model: expected one active adapter, got {', '.join(model.active_adapters)}"
         )
+    if any(getattr(module, "merged_adapters", None) for module in model.modules()):
+        raise ValueError(
+            "model: expected a PeftModel whose adapter is not merged into the weights, since only "
+            "then it is trained; call model.unmerge_adapter()"
+        )
     check_ends(model, args)
     if is_quantized(model):
         for name, parameter in model.named_parameters():

@@ -69,6 +69,16 @@ def test_only_the_adapter_moves_and_the_reference_is_the_start(make, policy, tmp
     assert not (checkpoint / "model.safetensors").exists()
 
 
+def test_a_merged_adapter(make, policy):
+    """PEFT runs the merged weights, so that the adapter would get no gradient."""
+    model = pretrained(policy)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="model: expected a PeftModel whose adapter is not merged"):
+        make(model)
+    model.unmerge_adapter()
+    make(model)
+
+
 def test_the_seed_decides_an_adapters_first_weights(make_trainer, policy):
     def adapter(seed: int) -> dict[str, torch.Tensor]:
         torch.rand(seed)  # whatever was drawn before
