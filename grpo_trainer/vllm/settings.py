@@ -127,8 +127,8 @@ def loads_base(
             )
         check_requantized(quantization, setting)
         return False
-    if model is None and quantization is None and not is_quantized(policy):
-        return False
+    if model is None and not is_quantized(policy) and quantization in (None, *REQUANTIZED):
+        return False  # the policy has the base, whatever was done to it since it was loaded
     init = policy.peft_config[policy.active_adapters[0]].init_lora_weights
     if init not in _KEEPS_BASE:
         raise ValueError(

@@ -331,9 +331,14 @@ def _in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale).to(kind), scale
 
 
-def test_an_adapter_on_weights_that_vllm_quantizes(make_sampler, original):
-    """vLLM loads and quantizes the base; only the adapter is sent."""
-    policy = adapted(AutoModelForCausalLM.from_pretrained(original))
+@pytest.mark.parametrize("altered", [False, True])
+def test_an_adapter_on_weights_that_vllm_quantizes(make_sampler, original, altered):
+    """It gets the base once, also one that is no longer that of the folder; then the adapter."""
+    model = AutoModelForCausalLM.from_pretrained(original)
+    if altered:
+        for _ in range(6):
+            change(model)
+    policy = adapted(model)
     sampler = make_sampler(policy, **FP8)
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     for _ in range(3):
