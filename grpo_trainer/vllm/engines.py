@@ -204,7 +204,7 @@ class ColocatedVLLM:
         with place as folder, self._own_random_numbers(), loading_whole():
             if not context.args.trust_remote_code:  # whose code lies beside its description
                 describe(context, folder)
-                settings = settings | {"tokenizer": folder}
+                settings = {"tokenizer": folder} | settings
                 settings |= {} if self.has_base else {"model": folder}
             try:
                 return self._vllm.LLM(**settings)
