@@ -198,10 +198,10 @@ def moments(run: Run) -> list[Moment]:
 def _sent_at_once(run: Run) -> int:
     """Return the bytes of a layer, or of the head, on its way to an engine: it reloads by layers.
 
-    One that has loaded the weights below an adapter itself gets only the adapter.
+    With QLoRA it has loaded its weights itself, and gets only the adapter.
     """
-    model, way = run.model, run.training
-    if way.rank and (way.linear == NF4 or run.engine.weights == "fp8"):
+    model = run.model
+    if run.training.linear == NF4:
         return 0
     layer = (model.linear + model.experts) // len(model.layers)
     return 2 * max(model.head, layer)
