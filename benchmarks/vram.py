@@ -34,6 +34,7 @@ TRAININGS = {
 SHOWN = {
     "Qwen3-1.7B": ("full", "full, 8-bit states", "full, bf16", "LoRA"),
     "gemma-3-1b": ("full", "full, bf16", "LoRA"),
+    "Mistral-7B-v0.3": ("LoRA", "QLoRA"),
     "Llama-3.1-8B": ("full, bf16", "LoRA", "QLoRA"),
     "Qwen3-30B-A3B": ("LoRA",),
 }

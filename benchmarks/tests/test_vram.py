@@ -148,14 +148,6 @@ def test_the_longest_sequence_is_longer_with_each_line() -> None:
         assert tokens == sorted(tokens)
 
 
-FAMILY = {
-    "Qwen3-1.7B": "qwen3",
-    "gemma-3-1b": "gemma3_text",
-    "Llama-3.1-8B": "llama",
-    "Qwen3-30B-A3B": "qwen3_moe",
-}
-
-
 def run_file(folder: Path, settings: dict[str, Any], family: str) -> list[str]:
     """Write a run of a small model with settings; return the arguments of grpo-train."""
     tokenizer = make_tokenizer()
@@ -190,7 +182,7 @@ def test_the_trainer_takes_every_run_of_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, run: Run
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)  # offload needs a GPU
-    settings, family = run.settings(), FAMILY[model]
+    settings, family = run.settings(), POLICIES[model]["config"]["model_type"]
     _, args = parse(run_file(tmp_path, settings, family))
     assert args.max_tokens_per_micro_batch == run.tokens
     # vLLM is not here; what it adds is checked with the arguments

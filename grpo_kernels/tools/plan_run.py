@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from grpo_kernels.tools import machine
@@ -130,12 +131,17 @@ def facts_of(found: Answer, model: str) -> dict[str, Any]:
         "worst": min(moments(run), key=lambda moment: moment.free).name,
         "changes": [{"change": x.title, "costs": x.cost} for x in found.changes],
         "settings": settings,
+        "two_pass_saves_bytes": _saved_by_two_passes(run),
         "moments": [
             {"name": x.name, "limit_bytes": x.limit, "parts_bytes": x.parts} for x in moments(run)
         ],
         "main_memory_bytes": run.host_bytes(),
         "cached_bytes_per_token": 2 * sizes.cached,
     }
+
+
+def _saved_by_two_passes(run: Run) -> int:
+    return max(0, run.head_bytes() - replace(run, two_pass=True).head_bytes())
 
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
@@ -191,9 +197,11 @@ def _charts(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield what is taken of main memory, and how many tokens are cached for generation at once."""
+    """Yield what it takes of main memory, what saves more, and how many tokens are cached."""
     if facts["main_memory_bytes"]:
         yield f"Hidden states take {in_units(facts['main_memory_bytes'])} of pinned main memory."
+    if saved := facts["two_pass_saves_bytes"]:
+        yield f"schedule: two_pass saves {in_units(saved)} at the LM head, for one more product."
     per_token, first = facts["cached_bytes_per_token"], facts["moments"][0]
     if facts["engine"] == "transformers":
         parts = first["parts_bytes"]

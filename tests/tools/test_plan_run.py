@@ -243,6 +243,15 @@ def test_what_is_offloaded_takes_main_memory(capsys: Any, folder: str) -> None:
     assert "Hidden states take 5.341 GiB of pinned main memory." in planned(capsys, folder, words)
 
 
+def test_fp32_weights_are_told_of_two_passes(capsys: Any, folder: str) -> None:
+    """Also where the run fits without them; a frozen head has nothing to save."""
+    words = "--tokens 8192 --gpu-memory 80GiB"
+    facts = json.loads(planned(capsys, folder, f"--train full {words} --json"))
+    assert not facts["changes"] and facts["two_pass_saves_bytes"] > GIB // 2
+    assert "schedule: two_pass saves 5" in planned(capsys, folder, f"--train full {words}")
+    assert "two_pass" not in planned(capsys, folder, f"--train lora {words}")
+
+
 def test_what_does_not_fit_gets_no_run_file(capsys: Any, folder: str) -> None:
     words = (
         "--train qlora --tokens 200000 --longest 200000 --gpu-memory 10GiB --engine transformers"
