@@ -76,7 +76,7 @@ def model_of(config: Any) -> Model:
         )
     window = getattr(text, "sliding_window", None)
     head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
-    tied = bool(getattr(text, "tie_word_embeddings", False)) or head.weight is embedding.weight
+    tied = head.weight is embedding.weight
     own = {id(head.weight), id(embedding.weight)}
     linears = [module for _, module in _named_linears(made) if module is not head]
     of_linears = {id(module.weight) for module in linears}

@@ -35,7 +35,7 @@ from grpo_trainer.engines.base import (
 )
 from grpo_trainer.engines.transformers import TransformersEngine
 from grpo_trainer.monitor import log_value, phase
-from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized, stay_tied
+from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized, stay_tied, ties_ends
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
@@ -365,7 +365,7 @@ def _adapted_modules(policy: Any) -> dict[str, Any]:
             if place.rpartition(".")[0] in adapted:
                 raise ValueError(f"peft_config: expected whole layers for use_vllm, got {place}")
             adapted[place] = module
-    if base.config.get_text_config().tie_word_embeddings:
+    if ties_ends(base):
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         names = [
             name

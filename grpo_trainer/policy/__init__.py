@@ -1,6 +1,6 @@
 """The policy: loading, adapters, the reference model, forward passes, where its parameters are."""
 
-from grpo_trainer.policy.ends import check_shards, stay_tied
+from grpo_trainer.policy.ends import check_shards, stay_tied, ties_ends
 from grpo_trainer.policy.forward import (
     Reference,
     RouterLoss,

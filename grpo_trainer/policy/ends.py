@@ -27,7 +27,7 @@ def check_ends(policy: Any, args: GRPOConfig) -> None:
     head, config = base.get_output_embeddings(), policy.peft_config[adapter]
     if head is None:  # an error of the fused head
         return
-    tied = base.config.get_text_config().tie_word_embeddings
+    tied = ties_ends(base)
     ensured = tied and getattr(config, "ensure_weight_tying", False)
     if ensured and adapter in getattr(head, "lora_A", {}):
         raise ValueError(
@@ -59,7 +59,7 @@ def check_shards(policy: Any, placement: Placement, accelerator: Accelerator) ->
     if not placement.sharded or not is_peft_model(policy):
         return
     base, config = policy.get_base_model(), policy.peft_config[policy.active_adapters[0]]
-    tied = base.config.get_text_config().tie_word_embeddings
+    tied = ties_ends(base)
     ids = getattr(config, "trainable_token_indices", None)
     if ids and placement.name != "FSDP2":
         raise ValueError(
@@ -121,6 +121,15 @@ def make_room(
         )
     if rows != embeddings.num_embeddings:
         model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def ties_ends(model: PreTrainedModel) -> bool:
+    """Return whether embeddings and head are one weight.
+
+    transformers and PEFT ask the config of the whole model. That of its part for text may say
+    otherwise, or nothing.
+    """
+    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def stay_tied(embeddings: Any, head: Any, adapter: str) -> bool:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from grpo_kernels.hf import runs_in_fp32
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy
-from grpo_trainer.policy import load_policy
+from grpo_trainer.policy import load_policy, ties_ends
+from tests.support import vision
 from tests.support.tiny_models import tiny_model
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, rows_reward
 
@@ -49,6 +50,14 @@ def logprobs(model: PreTrainedModel) -> torch.Tensor:
     ids = torch.arange(model.config.vocab_size)[None]
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_config_of_the_whole_model_says_whether_ends_are_tied(tied):
+    """The config of its text part may have no field for it."""
+    model = vision.tiny_model("qwen2_5_vl", tie_word_embeddings=tied)
+    one = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert ties_ends(model) == one == tied
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["base saved again", "base as it was"])
