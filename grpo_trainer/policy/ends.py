@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from grpo_kernels.hf import runs_in_fp32
 from grpo_trainer.config import GRPOConfig
@@ -61,11 +62,7 @@ def check_shards(policy: Any, placement: Placement, accelerator: Accelerator) ->
     base, config = policy.get_base_model(), policy.peft_config[policy.active_adapters[0]]
     tied = ties_ends(base)
     ids = getattr(config, "trainable_token_indices", None)
-    if ids and placement.name != "FSDP2":
-        raise ValueError(
-            "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
-            f"rows to replace, got {ids}; use ZeRO-2"
-        )
+    _check_rows(ids, zero3=placement.name == "ZeRO-3")
     if ids and tied:
         raise ValueError(
             "peft_config: expected no trainable_token_indices with FSDP2 and tied embeddings, got "
@@ -83,13 +80,24 @@ def check_shards(policy: Any, placement: Placement, accelerator: Accelerator) ->
 
 def check_tokens(model: PreTrainedModel, peft_config: Any) -> None:
     """Raise ValueError unless the model has a row for each token that is trained by itself."""
-    for ids in _trained_tokens(getattr(peft_config, "trainable_token_indices", None)):
+    indices = getattr(peft_config, "trainable_token_indices", None)
+    _check_rows(indices, zero3=is_deepspeed_zero3_enabled())
+    for ids in _trained_tokens(indices):
         rows = model.get_input_embeddings().num_embeddings
         if len(set(ids)) < len(ids) or not all(0 <= token < rows for token in ids):
             raise ValueError(
                 f"trainable_token_indices: expected different ids below {rows}, the rows of the "
                 f"embeddings, got {ids}; for new tokens call model.resize_token_embeddings first"
             )
+
+
+def _check_rows(indices: Any, *, zero3: bool) -> None:
+    """Raise ValueError where weights are sharded so that PEFT cannot read rows of them."""
+    if indices and zero3:
+        raise ValueError(
+            "peft_config: expected no trainable_token_indices with ZeRO-3, whose shards have no "
+            f"rows to replace, got {indices}; use ZeRO-2"
+        )
 
 
 def make_room(
@@ -104,6 +112,8 @@ def make_room(
     Raises:
         ValueError: the adapter trains tokens that have no row.
     """
+    indices = config.get("trainable_token_indices")
+    _check_rows(indices, zero3=is_deepspeed_zero3_enabled())
     embeddings = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embeddings)
     saved = [
@@ -112,7 +122,7 @@ def make_room(
         if key.startswith(f"base_model.model.{name}.") and key.endswith("weight")
     ]
     rows = max(saved, default=embeddings.num_embeddings)
-    last = max(chain(*_trained_tokens(config.get("trainable_token_indices"))), default=-1)
+    last = max(chain(*_trained_tokens(indices)), default=-1)
     if last >= rows:
         raise ValueError(
             f"expected a base model with a row for token {last}, which the adapter trains, got "
