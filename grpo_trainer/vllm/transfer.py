@@ -103,7 +103,8 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
     if is_quantized(policy):
         raise ValueError(
             "use_vllm: expected a LoRA adapter that vLLM applies on a quantized base, into which "
-            f"it cannot be merged exactly, but {reason}"
+            f"it cannot be merged exactly, but {reason}; generate with transformers, or leave the "
+            "base in full precision"
         )
     logger.warning("vllm_lora_transfer: the adapter is merged into the weights: %s", reason)
     return 0

@@ -252,7 +252,7 @@ def test_adapters_that_are_merged(changes, ranks, reason, caplog):
         ({}, "merged", [8], "vllm_lora_transfer: expected auto or adapter with a quantized base"),
         ({"use_dora": True}, "auto", [8], f"use_vllm: expected a LoRA adapter .*{NO_FACTOR}"),
         ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM as it was started takes 8"),
-        ({}, "auto", "it has no room", "use_vllm: .*but it has no room"),
+        ({}, "auto", "it has no room", "use_vllm: .*but it has no room; generate with"),
         ({}, "adapter", "it has no room", "vllm_lora_transfer: .*but it has no room"),
     ],
 )
