@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from grpo_kernels.tools.text import aligned
 
 _WIDTH = 40  # characters of a bar of 100 %
+_MOST = 2 * _WIDTH  # of any bar
 _GIB = 1 << 30
 
 
@@ -24,6 +25,6 @@ def bars(parts: Mapping[str, int], limit: int) -> list[str]:
     ]
     marks = ["." if name in last else "#" for name in sizes]
     return [
-        f"{line}  {mark * round(_WIDTH * size / limit)}".rstrip()
+        f"{line}  {mark * min(_MOST, round(_WIDTH * size / limit))}".rstrip()
         for line, mark, size in zip(aligned(rows), marks, sizes.values(), strict=True)
     ]

@@ -61,9 +61,10 @@ def read_config(model: str) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
     text = config.get_text_config()
-    absent = [name for name in ("hidden_size", "vocab_size") if getattr(text, name, 0) < 1]
-    if absent:
-        raise ValueError(f"model: the config of {model!r} has no {' and no '.join(absent)}")
+    for name in ("hidden_size", "vocab_size"):
+        size = getattr(text, name, None)
+        if size is None or size < 1:
+            raise ValueError(f"model: expected {name} > 0 in the config of {model!r}; got {size}")
     return config
 
 
@@ -76,6 +77,12 @@ def head_of(config: Any) -> dict[str, Any]:
         "dtype": getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16,
         "softcap": getattr(text, "final_logit_softcapping", None) is not None,
     }
+
+
+def loaded_from(model: str) -> str:
+    """Return what loads the model with its weights: the folder, where its config is named."""
+    path = Path(model)
+    return str(path.parent) if path.expanduser().is_file() else model
 
 
 def name_of(model: str) -> str:

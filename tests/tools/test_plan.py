@@ -401,7 +401,10 @@ ONE_FLOAT = Qwen2Config(hidden_size=64, dtype="float64").to_json_string(use_diff
         ('{"model_type": "qwen2", "hidden_size": "wide"}', "error for field 'hidden_size'"),
         (OWN_CODE, UNREADABLE),
         (ONE_FLOAT, "--dtype: expected one of torch.bfloat16, torch.float16, torch.float32; got"),
-        (ViTConfig().to_json_string(use_diff=False), "--model: the config of 'here' has no vocab"),
+        (
+            ViTConfig().to_json_string(use_diff=False),
+            "--model: expected vocab_size > 0 in the config",
+        ),
     ],
 )
 def test_models_without_a_head(capsys, tmp_path, monkeypatch, config, expected) -> None:
