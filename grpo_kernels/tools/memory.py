@@ -86,6 +86,15 @@ class Run:
     offload: bool = False  # of the hidden states between layers
     tiled: bool = False  # MLPs
 
+    @property
+    def merges_into_rounded(self) -> bool:
+        """Whether vLLM would get an adapter merged into weights of 4 bits: the trainer refuses.
+
+        With images vLLM gets no adapter by itself.
+        """
+        quantized = self.training.linear == NF4
+        return quantized and self.model.images and self.engine.samples_by_vllm
+
     def head(self, name: str) -> Call:
         """Return a call of the loss at the head: ours by its schedule, ``trl`` or ``eager``."""
         return Call(

@@ -49,6 +49,8 @@ class Model:
     cached: int  # keys and values of a token in all layers
     windows: int  # 1 if layers have a window, else 0
     attention: str | None  # ``attn_implementation`` where sdpa is none, which takes masks
+    images: bool  # whether it has a part for images
+    quantized: str | None  # the method by which its files are quantized
 
     @property
     def body(self) -> int:
@@ -102,14 +104,15 @@ def model_of(config: Any) -> Model:
         cached=sum(_cached(layer, text) for layer in layers),
         windows=int("sliding_attention" in kinds or (not kinds and bool(window))),
         attention=None if made._supports_sdpa else _flash_attention(made),
+        images=_takes_images(config),
+        quantized=_quantized_by(config),
     )
 
 
 def _without_memory(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    images = getattr(config, "vision_config", None) is not None
-    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if _takes_images(config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
             made = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
@@ -121,14 +124,25 @@ def _without_memory(config: Any) -> Any:
     return made
 
 
+def _takes_images(config: Any) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def _quantized_by(config: Any) -> str | None:
+    described = getattr(config, "quantization_config", None)
+    return described.get("quant_method", "an unnamed method") if described else None
+
+
 def _layers(made: Any) -> nn.ModuleList:
     """Return the layers of the part that is for text."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for part in made.get_decoder().modules():
-        if isinstance(part, nn.ModuleList) and isinstance(part[0], GradientCheckpointingLayer):
+        layers = list(part) if isinstance(part, nn.ModuleList) else []
+        if layers and isinstance(layers[0], GradientCheckpointingLayer):
             return part
-    raise ValueError(f"model: expected one that checkpoints layers, got a {type(made).__name__}")
+    name = type(made).__name__
+    raise ValueError(f"model: expected layers that can be checkpointed; got a {name} without any")
 
 
 def _flash_attention(made: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_kernels.tools import machine
 from grpo_kernels.tools.chart import bars
 from grpo_kernels.tools.gpus import gpu_named
-from grpo_kernels.tools.hub import name_of, read_config
+from grpo_kernels.tools.hub import loaded_from, name_of, read_config
 from grpo_kernels.tools.memory import ENGINE_WEIGHTS, ENGINES, Engine, Run, moments
 from grpo_kernels.tools.model import model_of
 from grpo_kernels.tools.search import Answer, answer
@@ -79,6 +79,12 @@ def check_run_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}: not allowed with --train, which decides it")
     if arguments.model is None:
         raise ValueError("model: expected it with --train")
+    longest, tokens = arguments.longest, arguments.tokens
+    if longest is not None and longest > tokens:
+        raise ValueError(
+            f"longest: expected at most --tokens, {tokens}, since a micro-batch holds whole "
+            f"sequences; got {longest}"
+        )
     if arguments.device != "cuda":
         raise ValueError(f"device: expected cuda with --train; got {arguments.device!r}")
     if arguments.gpu is not None and arguments.gpu_memory is not None:
@@ -101,6 +107,12 @@ def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         ),
         reference=arguments.reference,
     )
+    if run.merges_into_rounded:
+        raise ValueError(
+            "train: expected full, bf16 or lora for a model that takes images next to vLLM, which "
+            "gets its adapter merged, and none can be merged into weights of 4 bits; got 'qlora', "
+            "which works with --engine transformers"
+        )
     return facts_of(answer(run), arguments.model)
 
 
@@ -110,18 +122,21 @@ def _memory(arguments: argparse.Namespace) -> int:
     if arguments.gpu_memory is not None:
         return arguments.gpu_memory
     if "cuda" not in machine.device_types():
-        raise ValueError("gpu_memory: expected it, or --gpu, where there is no GPU")
+        raise ValueError(
+            "gpu_memory: expected a size, such as 24GiB, or --gpu, since this machine has no GPU"
+        )
     return machine.device_memory("cuda")
 
 
 def facts_of(found: Answer, model: str) -> dict[str, Any]:
     """Return an answer as plain data."""
     run, sizes = found.run, found.run.model
-    settings = {"model_name_or_path": model} | run.settings()
+    settings = {"model_name_or_path": loaded_from(model)} | run.settings()
     return {
         "model": name_of(model),
         "parameters": sizes.parameters,
         "trained_parameters": run.training.trainable(sizes),
+        "quantized": sizes.quantized,
         "tokens": run.tokens,
         "memory_bytes": run.memory,
         "train": found.asked.training.title,
@@ -197,7 +212,9 @@ def _charts(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield what it takes of main memory, what saves more, and how many tokens are cached."""
+    """Yield what is not counted, what else is taken or saved, and how many tokens are cached."""
+    if facts["quantized"]:
+        yield f"The files are quantized by {facts['quantized']}; this is for full precision."
     if facts["main_memory_bytes"]:
         yield f"Hidden states take {in_units(facts['main_memory_bytes'])} of pinned main memory."
     if saved := facts["two_pass_saves_bytes"]:

@@ -66,7 +66,8 @@ def _lora(run: Run) -> Run | None:
 def _qlora(run: Run) -> Run | None:
     way, rank = run.training, run.training.rank or 16
     plain = way in (training("full"), training("bf16"), training("lora", rank))
-    return replace(run, training=training("qlora", rank)) if plain else None
+    changed = replace(run, training=training("qlora", rank))
+    return changed if plain and not changed.merges_into_rounded else None
 
 
 def _server(run: Run) -> Run | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,16 +58,41 @@ def test_parameters_and_adapters_are_those_of_the_model(family: str) -> None:
     assert trained == training("lora", 4).trainable(model)
 
 
-def test_the_part_for_images_counts() -> None:
-    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=99)
+SMALL = Gemma3TextConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=99,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+
+
+def with_images() -> Gemma3Config:
     vision = SiglipVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
-    small = Gemma3TextConfig(**text, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    both = model_of(Gemma3Config(text_config=small, vision_config=vision))
-    alone = model_of(small)
+    return Gemma3Config(text_config=SMALL, vision_config=vision)
+
+
+def test_the_part_for_images_counts() -> None:
+    both, alone = model_of(with_images()), model_of(SMALL)
     assert both.layers == alone.layers and both.head == alone.head
     assert both.linear > alone.linear and both.parameters > alone.parameters
+    assert both.images and not alone.images
+
+
+@pytest.mark.parametrize("place", ["colocate", "server", "transformers"])
+def test_no_4_bits_next_to_vllm_with_images(capsys: Any, tmp_path: Any, place: str) -> None:
+    """It gets adapters of such models merged, which the trainer refuses for a quantized base."""
+    for config, by_itself in ((with_images(), place == "transformers"), (SMALL, True)):
+        model = model_of(config)
+        asked = run_of(model, 1, training=training("lora"), engine=Engine(place=place))
+        qlora = [change.apply(asked) for change in CHANGES if "QLoRA" in change.title]
+        assert [run is not None for run in qlora] == [by_itself]
+    with_images().save_pretrained(tmp_path)
+    words = f"--train qlora --tokens 512 --gpu-memory 24GiB --engine {place}"
+    if place == "transformers":
+        assert "load_in_4bit: true" in planned(capsys, str(tmp_path), words)
+        return
+    shown = error(capsys, "plan", "--model", str(tmp_path), *words.split())
+    assert "--train: expected full, bf16 or lora for a model that takes images" in shown
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
@@ -208,6 +234,7 @@ def test_bars_add_up() -> None:
     assert fits[0].count("#") == 15 and fits[2].endswith("." * 20)
     assert sum(int(line.split(" %")[0].split()[-1]) for line in fits) in (99, 100, 101)
     assert bars({"weights": 3 * GIB}, 2 * GIB)[-1].startswith("missing  1.00 GiB   50 %  ")
+    assert bars({"weights": 1000 * GIB}, GIB)[0].count("#") == 80
 
 
 @pytest.fixture
@@ -233,6 +260,22 @@ def test_the_answer_is_a_run_file_and_where_the_memory_goes(capsys: Any, folder:
     for moment in facts["moments"]:
         assert sum(moment["parts_bytes"].values()) <= moment["limit_bytes"]
     assert "LM head and loss" in shown and "engine KV cache" in shown and "free" in shown
+
+
+def test_a_config_is_named_by_the_folder_that_a_trainer_loads(capsys: Any, folder: str) -> None:
+    words = "--train lora --tokens 512 --gpu-memory 24GiB --json"
+    for model in (folder, f"{folder}/config.json"):
+        facts = json.loads(planned(capsys, model, words))
+        assert facts["settings"]["model_name_or_path"] == folder and facts["model"] == "policy"
+
+
+def test_files_that_are_quantized_are_named(capsys: Any, folder: str) -> None:
+    words, note = "--train lora --tokens 512 --gpu-memory 24GiB", "The files are quantized by mxfp4"
+    assert note not in planned(capsys, folder, words)
+    config = Path(folder, "config.json")
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantized))
+    assert note in planned(capsys, folder, words)
 
 
 def test_what_is_offloaded_takes_main_memory(capsys: Any, folder: str) -> None:
@@ -273,7 +316,8 @@ def test_a_card_by_its_name(capsys: Any, folder: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--train full", "--gpu-memory: expected it, or --gpu, where there is no GPU"),
+        ("--train full", "--gpu-memory: expected a size, such as 24GiB, or --gpu, since this"),
+        ("--train full --longest 6", "--longest: expected at most --tokens, 5, since a"),
         ("--train full --reserved 1GiB", "--reserved: not allowed with --train"),
         ("--train full --gpu H200 --gpu-memory 8GiB", "--gpu: not allowed with --gpu-memory"),
         ("--train full --device cpu", "--device: expected cuda with --train"),
@@ -287,6 +331,22 @@ def test_a_card_by_its_name(capsys: Any, folder: str) -> None:
 )
 def test_errors_name_the_argument(capsys: Any, folder: str, words: str, expected: str) -> None:
     assert expected in error(capsys, "plan", "--model", folder, "--tokens", "5", *words.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (dict(num_hidden_layers=0), "--model: expected layers that can be checkpointed; got a"),
+        (dict(hidden_size=-64), "--model: expected hidden_size > 0 in the config of"),
+        (dict(vocab_size=0), "--model: expected vocab_size > 0 in the config of"),
+    ],
+)
+def test_a_config_of_no_model_is_an_error(
+    capsys: Any, tmp_path: Any, config: dict[str, int], expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | config))
+    words = ["plan", "--model", str(tmp_path), "--tokens", "5", "--train", "lora"]
+    assert expected in error(capsys, *words, "--gpu-memory", "8GiB")
 
 
 def test_layers_that_are_no_attention_are_an_error(capsys: Any, tmp_path: Any) -> None:
