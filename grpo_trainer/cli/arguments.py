@@ -10,10 +10,12 @@ from typing import Any
 from transformers import BitsAndBytesConfig
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
-from grpo_kernels.arguments import check_name
+from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.tools import install_command
 from grpo_trainer.common import load_module, setting
 from grpo_trainer.config import GRPOConfig, options
+
+_STORAGES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8")  # those of bitsandbytes
 
 
 @dataclass
@@ -84,14 +86,18 @@ class ModelConfig:
                 )
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit, load_in_4bit: expected at most one of them, got both")
+        check_number("lora_r", self.lora_r, "an integer >= 1", lambda rank: rank >= 1)
         check_name("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("nf4", "fp4"))
+        check_name("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, (None, *_STORAGES))
         if self.use_peft and not is_peft_available():
             raise ValueError(
                 f"use_peft: expected the package peft to be installed; {install_command('peft')}"
             )
         if (self.load_in_4bit or self.load_in_8bit) and not is_bitsandbytes_available():
+            name = "load_in_4bit" if self.load_in_4bit else "load_in_8bit"
             raise ValueError(
-                "load_in_4bit, load_in_8bit: expected the package bitsandbytes to be installed"
+                f"{name}: expected the package bitsandbytes to be installed; pip install "
+                "bitsandbytes"
             )
 
 

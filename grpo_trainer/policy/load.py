@@ -211,7 +211,7 @@ def _with_adapter(
     check_tokens(model, peft_config)
     try:
         return get_peft_model(model, peft_config, revision=revision)
-    except TypeError as error:  # two kinds of adapters on one layer
+    except (TypeError, ValueError) as error:  # two kinds on one layer; names of no layer
         raise ValueError(f"peft_config: {error}") from error
 
 

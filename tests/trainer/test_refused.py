@@ -176,3 +176,8 @@ def test_no_adapter_without_peft(make_trainer, monkeypatch) -> None:
     monkeypatch.setattr("grpo_trainer.policy.load.is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="expected the package peft to be installed"):
         make_trainer(peft_config=peft.LoraConfig(**LORA))
+
+
+def test_an_adapter_of_no_layer(make_trainer) -> None:
+    with pytest.raises(ValueError, match="peft_config: Target modules .*q_projj"):
+        make_trainer(peft_config=peft.LoraConfig(**LORA | {"target_modules": ["q_projj"]}))

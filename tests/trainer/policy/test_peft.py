@@ -112,8 +112,9 @@ def test_disable_dropout_reaches_the_adapter(make):
 def test_quantization_by_arguments(make_args, monkeypatch):
     available = "grpo_trainer.cli.arguments.is_bitsandbytes_available"
     monkeypatch.setattr(available, lambda: False)
-    with pytest.raises(ValueError, match="expected the package bitsandbytes"):
-        ModelConfig(use_peft=True, load_in_4bit=True)
+    for name in ("load_in_4bit", "load_in_8bit"):
+        with pytest.raises(ValueError, match=f"^{name}: .* pip install bitsandbytes$"):
+            ModelConfig(use_peft=True, **{name: True})
     monkeypatch.setattr(available, lambda: True)
     arguments = ModelConfig(use_peft=True, load_in_4bit=True, use_bnb_nested_quant=True)
     config = get_quantization_config(arguments, make_args())
@@ -133,6 +134,11 @@ def test_quantization_by_arguments(make_args, monkeypatch):
         (dict(use_peft=True, use_bnb_nested_quant=True), "expected load_in_4bit with it"),
         (dict(use_peft=True, load_in_4bit=True, load_in_8bit=True), "at most one"),
         (dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="int4"), "one of fp4, nf4"),
+        (
+            dict(use_peft=True, load_in_4bit=True, bnb_4bit_quant_storage="int9"),
+            r"bnb_4bit_quant_storage: .*; got 'int9' \(is it int8",
+        ),
+        (dict(use_peft=True, lora_r=0), "lora_r: expected an integer >= 1, got 0"),
     ],
 )
 def test_wrong_command_line_arguments(arguments, message):
