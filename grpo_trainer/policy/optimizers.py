@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch.optim import Optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 
@@ -104,6 +105,11 @@ def _check_shards(name: str, kind: type[Optimizer], bfloat16: bool) -> None:
 
 def _check_rounding(trainer: Trainer, placement: Placement) -> None:
     trained = _trained(trainer, placement)
+    if trained == {torch.float32} and is_peft_model(trainer.model):
+        raise ValueError(
+            f"{_ROUNDS}: expected False with an adapter in float32, whose updates are not rounded "
+            "(over a quantized base it is in bfloat16); got True"
+        )
     if torch.bfloat16 not in trained:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
         raise ValueError(

@@ -209,9 +209,12 @@ def test_small_updates_are_right_on_average(make_trainer, changes):
 
 
 def test_rounding_at_random_without_weights_to_round(train):
-    for changes in ({}, {"peft_config": LoraConfig(target_modules=["q_proj"])}):
-        with pytest.raises(ValueError, match=r"bf16_stochastic_round: .*dtype=bfloat16.*float32"):
-            train(optim="adamw_torch_8bit", optim_args=ROUNDED, **changes)
+    way = {"optim": "adamw_torch_8bit", "optim_args": ROUNDED}
+    with pytest.raises(ValueError, match=r"bf16_stochastic_round: .*dtype=bfloat16.*float32"):
+        train(**way)
+    adapter = LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="bf16_stochastic_round: expected False with an adapter"):
+        train(model=policy_in("bfloat16"), peft_config=adapter, **way)
 
 
 # adapters
