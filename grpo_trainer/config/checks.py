@@ -289,14 +289,28 @@ def set_padding(args: TrainingArguments) -> None:
 
 def check_token_budget(args: TrainingArguments) -> None:
     """Raise ValueError unless a micro-batch can hold the longest completion with its prompt."""
-    budget, prompt = args.max_tokens_per_micro_batch, args.max_prompt_length
-    longest = (prompt or 1) + args.max_completion_length
+    longest = _longest(args)
     longest += -longest % (args.pad_to_multiple_of or 1)
-    if budget is not None and budget < longest:
+    _check_room("max_tokens_per_micro_batch", args, longest)
+
+
+def _check_length_of_vllm(args: TrainingArguments) -> None:
+    if args.use_vllm and args.vllm_mode == "colocate":
+        _check_room("vllm_max_model_length", args, _longest(args))
+
+
+def _longest(args: TrainingArguments) -> int:
+    """Return the tokens of the longest completion with its prompt, as far as they are known."""
+    return (args.max_prompt_length or 1) + args.max_completion_length
+
+
+def _check_room(name: str, args: TrainingArguments, longest: int) -> None:
+    tokens, prompt = getattr(args, name), args.max_prompt_length
+    if tokens is not None and tokens < longest:
         raise ValueError(
-            f"max_tokens_per_micro_batch: expected at least {longest}, for a completion of "
-            f"max_completion_length = {args.max_completion_length} tokens and a prompt of "
-            f"{f'max_prompt_length = {prompt}' if prompt else 'one'}, got {budget}"
+            f"{name}: expected at least {longest}, for a completion of max_completion_length = "
+            f"{args.max_completion_length} tokens and a prompt of "
+            f"{f'max_prompt_length = {prompt}' if prompt else 'one'}, got {tokens}"
         )
 
 
@@ -304,6 +318,7 @@ def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
     """Raise ValueError unless the engine's settings fit together, and fit ``loss``."""
     _check_unused(args)
     _check_generation(args)
+    _check_length_of_vllm(args)
     if args.use_sampling_mask:
         top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
         if top_k < 1:

@@ -227,6 +227,11 @@ RELATIONS = [
         "at least 16, .* max_completion_length = 4 .* max_prompt_length = 7, got 15",
     ),
     (
+        {"use_vllm": True, "vllm_max_model_length": 6, "max_completion_length": 6},
+        "vllm_max_model_length",
+        "expected at least 7, for a completion of max_completion_length = 6 .* one, got 6",
+    ),
+    (
         {"max_tokens_per_micro_batch": 64, "top_entropy_quantile": 0.2},
         "top_entropy_quantile",
         r"expected 1\.0 with max_tokens_per_micro_batch, .* got 0\.2",
