@@ -41,6 +41,7 @@ from grpo_trainer.vllm.client import VLLMClient
 from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.settings import (
     base_source,
+    check_engine_options,
     check_requantized,
     describe,
     engine_ranks,
@@ -93,6 +94,7 @@ class ColocatedVLLM:
         self._group = _tensor_parallel_group(context)  # None: every process is alone
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         own = options("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        check_engine_options(own)
         settings = engine_settings(context) | own
         rank = adapter_rank(context, partial(engine_ranks, context, settings))
         settings |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from grpo_kernels.arguments import hint
 from grpo_trainer.config import loss_config
 from grpo_trainer.data import looks_local
 from grpo_trainer.engines import MAX_LOGPROBS, EngineContext
@@ -50,6 +53,19 @@ def engine_settings(context: EngineContext) -> dict[str, Any]:
     if accelerator.num_processes > 1:
         settings["distributed_executor_backend"] = "external_launcher"
     return settings
+
+
+def check_engine_options(names: Iterable[str]) -> None:
+    """Raise ValueError unless all of ``names`` are arguments of ``vllm.LLM``."""
+    from vllm import LLM, EngineArgs
+
+    known = inspect.signature(LLM).parameters.keys() | {each.name for each in fields(EngineArgs)}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"vllm_engine_kwargs: expected arguments of vllm.LLM, got {name!r}"
+                f"{hint(name, known)}"
+            )
 
 
 def engine_ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[int] | str:

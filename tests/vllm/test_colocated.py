@@ -107,6 +107,12 @@ def test_what_is_sampled(make_engine, policy, tokenizer):
         engine.generate(group, sampling(tokenizer, engine_options={"sead": 5}))
 
 
+def test_arguments_that_vllm_does_not_have(make_engine):
+    said = r"vllm_engine_kwargs: .* got 'quantisation' \(is it quantization\?\)"
+    with pytest.raises(ValueError, match=said):
+        make_engine(vllm_engine_kwargs=ENGINE | {"quantisation": "fp8_per_channel"})
+
+
 @pytest.mark.parametrize("tied", [True], indirect=True)
 def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     """The cache gets its memory when the weights have theirs; on a CPU both have it always."""
