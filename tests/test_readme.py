@@ -415,6 +415,7 @@ def test_settings_are_fields() -> None:
     known |= set(inspect.signature(linear_policy_loss).parameters)
     of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio", "max_new_tokens"}
     of_others |= {"use_transformers_continuous_batching", "vllm_importance_sampling_cap"}
+    of_others |= {"max_lora_rank"}
     assert named - known == of_others
 
 

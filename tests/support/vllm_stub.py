@@ -11,6 +11,8 @@ from typing import Any
 
 Answer = tuple[int, Any]  # status, and JSON or bytes
 KNOWN = ("seed", "stop_token_ids", "ignore_eos")  # fields that it names in its schemas
+# of a server of weights in full precision, which takes no adapters
+CONFIG = {"model_config": {"quantization": None}, "lora_config": None}
 
 
 class StubServer:
@@ -78,6 +80,7 @@ class StubServer:
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
             "/get_world_size": {"world_size": 1},
+            "/server_info?config_format=json": {"vllm_config": CONFIG},
             "/openapi.json": {"components": {"schemas": schema}},
         }
         if path == "/v1/completions":
