@@ -6,27 +6,21 @@
 from __future__ import annotations
 
 from benchmarks import text
+from grpo_kernels.tools.training import moment_bytes
 
-_BLOCK = 256  # numbers with a scale, of four bytes
 _ADAFACTOR = 0.0  # a row and a column in place of a matrix
 _ROUNDED = "`optim_args: bf16_stochastic_round=True`"
-
-
-def _moments(bits: int) -> float:
-    """Return the bytes of both, in blocks."""
-    return 2 * (bits / 8 + 4 / _BLOCK)
-
 
 # settings, package, bytes of a weight and of the states
 _WAYS = (
     ("the defaults", "", 4, 8.0),
-    ("`optim: adamw_8bit`", "bitsandbytes", 4, _moments(8)),
-    ("`optim: adamw_torch_8bit`", "torchao", 4, _moments(8)),
+    ("`optim: adamw_8bit`", "bitsandbytes", 4, moment_bytes(8)),
+    ("`optim: adamw_torch_8bit`", "torchao", 4, moment_bytes(8)),
     ("`optim: adafactor`", "", 4, _ADAFACTOR),
     ("`dtype: bfloat16`", "", 2, 4.0),
-    ("`dtype: bfloat16`, `optim: adamw_8bit`", "bitsandbytes", 2, _moments(8)),
-    (f"`dtype: bfloat16`, `optim: adamw_torch_8bit`, {_ROUNDED}", "torchao", 2, _moments(8)),
-    (f"`dtype: bfloat16`, `optim: adamw_torch_4bit`, {_ROUNDED}", "torchao", 2, _moments(4)),
+    ("`dtype: bfloat16`, `optim: adamw_8bit`", "bitsandbytes", 2, moment_bytes(8)),
+    (f"`dtype: bfloat16`, `optim: adamw_torch_8bit`, {_ROUNDED}", "torchao", 2, moment_bytes(8)),
+    (f"`dtype: bfloat16`, `optim: adamw_torch_4bit`, {_ROUNDED}", "torchao", 2, moment_bytes(4)),
 )
 
 

@@ -78,13 +78,18 @@ def about(case: RealCase, device: str) -> str:
 
 
 def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
-    way = STATES[case.setup]
-    row = Row(case.setup, way.note, info={"work": f"seed {case.seed}"})
-    row.leave_out("absent", lacking("bitsandbytes", "torchao"))
+    row = row_of(case)
     if row.runs:
         with attempt(row):
-            _fill(row, case, ask(_uncompiled, way, case, session.device))
+            _fill(row, case, ask(_uncompiled, STATES[case.setup], case, session.device))
     return [row]
+
+
+def row_of(case: RealCase) -> Row:
+    """Return the row of a way and a seed, left out where a package is missing."""
+    row = Row(case.setup, STATES[case.setup].note, info={"work": f"seed {case.seed}"})
+    row.leave_out("absent", lacking("bitsandbytes", "torchao"))
+    return row
 
 
 def _uncompiled(way: Setup, case: RealCase, device: str) -> dict[str, Any]:

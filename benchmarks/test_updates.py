@@ -13,10 +13,9 @@ from transformers import Trainer, TrainingArguments
 
 from benchmarks.conftest import Session
 from benchmarks.measure import attempt
-from benchmarks.providers.base import lacking
 from benchmarks.real import RealCase, Setup, rounded_adamw
 from benchmarks.results import Row
-from benchmarks.test_states import STATES
+from benchmarks.test_states import STATES, row_of
 
 _SMALL = 1e-6  # the trainer's default learning rate
 _SIZE = 1024  # of a square matrix
@@ -37,12 +36,10 @@ def about(case: RealCase, device: str) -> str:
 
 
 def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
-    way = STATES[case.setup]
-    row = Row(case.setup, way.note, info={"work": f"seed {case.seed}"})
-    row.leave_out("absent", lacking("bitsandbytes", "torchao"))
+    row = row_of(case)
     if row.runs:
         with attempt(row), torch.compiler.set_stance("force_eager"):
-            row.info["kept"] = kept(way, case.seed)
+            row.info["kept"] = kept(STATES[case.setup], case.seed)
             row.cells = {"kept": f"{row.info['kept']:.2f}"}
     return [row]
 

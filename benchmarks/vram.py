@@ -64,13 +64,15 @@ class Line:
     plain: Run
     offloaded: Run
     tiled: Run | None
-    beside: Run | None
+    with_vllm: Run | None
     engine: str  # a key of ENGINES
 
     @property
     def runs(self) -> list[Run]:
         """All runs whose tokens the line shows."""
-        return [x for x in (self.plain, self.offloaded, self.tiled, self.beside) if x is not None]
+        return [
+            x for x in (self.plain, self.offloaded, self.tiled, self.with_vllm) if x is not None
+        ]
 
 
 @cache
@@ -79,7 +81,7 @@ def model_named(name: str) -> Model:
 
 
 def lines(gib: int) -> Iterator[Line]:
-    """Yield what fits into a GPU of so many GiB."""
+    """Yield what fits into a GPU of ``gib`` GiB."""
     for name, ways in SHOWN.items():
         for way in ways:
             line = _line(name, TRAININGS[way], gib)
@@ -97,8 +99,8 @@ def _line(name: str, way: Training, gib: int) -> Line | None:
     can_tile = all(layer.tiled for layer in model.layers)
     tiled = _filled(replace(plain, offload=True, tiled=True)) if can_tile else None
     engines = ((title, _filled(replace(plain, engine=one))) for title, one in ENGINES.items())
-    title, beside = next((pair for pair in engines if pair[1] is not None), ("", None))
-    return Line(name, filled, offloaded, tiled, beside, title)
+    title, with_vllm = next((pair for pair in engines if pair[1] is not None), ("", None))
+    return Line(name, filled, offloaded, tiled, with_vllm, title)
 
 
 def _filled(run: Run) -> Run | None:
@@ -108,12 +110,12 @@ def _filled(run: Run) -> Run | None:
 
 
 def vram(gib: int) -> str:
-    """Write what fits into a GPU of so many GiB, by model and way to train."""
+    """Write what fits into a GPU of ``gib`` GiB, by model and way to train."""
     rows = [["model", "training", "states", "tokens", "offload", "offload, tiles"]]
     rows[0] += ["next to vLLM", "LM head, GiB: ours / `two_pass` / TRL"]
     for line in lines(gib):
         run, engine = line.plain, line.engine
-        beside = "no room" if line.beside is None else f"{line.beside.tokens:,}{engine}"
+        most = "no room" if line.with_vllm is None else f"{line.with_vllm.tokens:,}{engine}"
         heads = [replace(run, implementation=name) for name in (None, "two_pass", "trl")]
         rows.append(
             [
@@ -123,7 +125,7 @@ def vram(gib: int) -> str:
                 f"{run.tokens:,}",
                 f"{line.offloaded.tokens:,}",
                 "-" if line.tiled is None else f"{line.tiled.tokens:,}",
-                beside,
+                most,
                 " / ".join(f"{head.head_bytes() / GIB:.1f}" for head in heads),
             ]
         )
@@ -133,7 +135,7 @@ def vram(gib: int) -> str:
 def vram_longest() -> str:
     """Write the longest sequence of gemma-3-1b, trained in bf16, by head and by GPU."""
     sizes = (24, 80)
-    rows = [["LM head and loss", *(f"{gib} GiB" for gib in sizes), "measured by TRL on 79 GiB"]]
+    rows = [["LM head and loss", *(f"{gib} GiB" for gib in sizes), "published by TRL, on 79 GiB"]]
     kinds: dict[str, dict[str, Any]] = {
         "eager, full logits": {"implementation": "eager"},
         "TRL, chunked": {"implementation": "trl"},

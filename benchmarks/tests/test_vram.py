@@ -167,14 +167,14 @@ def run_file(folder: Path, settings: dict[str, Any], family: str) -> list[str]:
 
 
 def of_the_tables() -> list[tuple[str, Run]]:
-    """Return the runs of the tables, each of other settings than those before but for tokens."""
-    found = {}
+    """Return the runs of the tables, one for each set of settings, whatever its tokens."""
+    runs = {}
     for gib in GPUS:
         for line in lines(gib):
             for run in line.runs:
                 settings = run.settings() | {"max_tokens_per_micro_batch": 0}
-                found.setdefault((line.model, json.dumps(settings)), run)
-    return [(model, run) for (model, _), run in found.items()]
+                runs.setdefault((line.model, json.dumps(settings)), run)
+    return [(model, run) for (model, _), run in runs.items()]
 
 
 @pytest.mark.parametrize(("model", "run"), of_the_tables())
@@ -186,8 +186,8 @@ def test_the_trainer_takes_every_run_of_the_tables(
     _, args = parse(run_file(tmp_path, settings, family))
     assert args.max_tokens_per_micro_batch == run.tokens
     # vLLM is not here; what it adds is checked with the arguments
-    alone = {name: value for name, value in settings.items() if "vllm" not in name}
-    trainer = build_trainer(run_file(tmp_path, alone, family))
+    without_vllm = {name: value for name, value in settings.items() if "vllm" not in name}
+    trainer = build_trainer(run_file(tmp_path, without_vllm, family))
     trainable = sum(x.numel() for x in trainer.model.parameters() if x.requires_grad)
     small = model_of(small_config(family, vocab_size=len(make_tokenizer())))
     assert trainable == run.training.trainable(small)

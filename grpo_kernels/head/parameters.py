@@ -70,15 +70,15 @@ def _unmerge_if_disabled(layer: Any) -> None:
 
 def _lora(layer: Any) -> list[HeadLoRA]:
     """Return the adapters in use; none if they are merged into the weight."""
-    found: list[HeadLoRA] = []
+    adapters: list[HeadLoRA] = []
     if layer.merged or layer.disable_adapters:
-        return found
+        return adapters
     plain = hasattr(layer, "lora_A") and not hasattr(layer, "parameter_name")
     problem = None if plain else f"an adapter of type {type(layer).__name__}"
     for name in layer.active_adapters:
         if plain and name in layer.lora_A:
             a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name], layer.scaling[name]
-            found.append(HeadLoRA(a=a, b=b.weight, scaling=scaling))
+            adapters.append(HeadLoRA(a=a, b=b.weight, scaling=scaling))
             if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
                 problem = "DoRA or another variant of LoRA"
             elif getattr(layer.lora_dropout[name], "p", 0.0) > 0:
@@ -90,7 +90,7 @@ def _lora(layer: Any) -> list[HeadLoRA]:
                 f"lm_head: expected plain LoRA without dropout, got {problem}; change it "
                 "or exclude the head from target_modules"
             )
-    return found
+    return adapters
 
 
 def _trained_rows(tokens: Any, weight: Tensor) -> list[HeadLoRA]:

@@ -29,7 +29,7 @@ class Inside:
     experts: int = 12  # for each number of the experts' width; they have no adapters
     clamped: int = 24  # likewise, where gates are clamped
 
-    def outer(self, layer: Layer) -> int:
+    def outside_mlp(self, layer: Layer) -> int:
         """Return the bytes of a token outside the MLP's width."""
         extra = self.norm * max(0, layer.norms - 2) + self.routed * layer.routed
         return layer.hidden * (self.hidden + extra) + layer.queries * self.queries
@@ -89,4 +89,4 @@ def _of_layer(
     at_once = min(tokens, tile) if tile and layer.tiled else tokens
     # experts compute in the dtype of their weights: autocast does not reach them
     of_mlp = inside.mlp(layer) * (max(width, state) if layer.routed else width) // 2
-    return tokens * inside.outer(layer) * width // 2 + at_once * of_mlp
+    return tokens * inside.outside_mlp(layer) * width // 2 + at_once * of_mlp

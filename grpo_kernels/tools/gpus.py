@@ -15,7 +15,7 @@ class Gpu(NamedTuple):
     gib: int  # of memory that torch reports, rounded down
 
 
-# the first pattern that is found decides
+# the first pattern that matches decides
 GPUS = (
     Gpu("H100 SXM", r"\bh100\b(?!.*(pcie|nvl))", (989, 67), 79),
     Gpu("H200", r"\bg?h200\b", (989, 67), 139),

@@ -88,9 +88,9 @@ class Run:
 
     @property
     def merges_into_rounded(self) -> bool:
-        """Whether vLLM would get an adapter merged into weights of 4 bits: the trainer refuses.
+        """Whether vLLM would need an adapter merged into 4-bit weights, an error in the trainer.
 
-        With images vLLM gets no adapter by itself.
+        vLLM does not apply adapters to models that take images.
         """
         quantized = self.training.linear == NF4
         return quantized and self.model.images and self.engine.samples_by_vllm
@@ -138,7 +138,7 @@ class Run:
         """Return the peak at the head, without its weight.
 
         The gradient of the weight counts once more than among the gradients: with several
-        micro-batches a step it is formed beside the sum of those before.
+        micro-batches a step it is formed next to the sum of those before.
         """
         calls = [self.head(name) for name in self.schedules()]
         return max(total(call) - call.weight for call in calls)
@@ -190,8 +190,9 @@ def moments(run: Run) -> list[Moment]:
         "LM head and loss": run.head_bytes(),
     }
     slack = {"CUDA context, slack": SLACK}
-    beside = of_engine if engine.colocated and not engine.sleeps else {}
-    result = [Moment(name="training", parts=training | beside | slack, limit=run.memory)]
+    if engine.colocated and not engine.sleeps:
+        training |= of_engine
+    result = [Moment(name="training", parts=training | slack, limit=run.memory)]
     if engine.colocated and engine.sleeps:
         waking = stays | of_engine | slack
         if (sent := _sent_at_once(run)) > waking["engine KV cache"]:  # which wakes after them

@@ -35,9 +35,11 @@ _ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Add those of the subcommand. What a message names is the ``dest`` of an option."""
+    plan.add_argument("--model", help="folder with a config.json, that file, or a hub id")
+    tokens = "tokens of a micro-batch; for the head only those with a loss"
+    plan.add_argument("--tokens", type=count, required=True, help=tokens)
     add_run_arguments(plan)
     head = plan.add_argument_group("the head").add_argument
-    head("--model", help="folder with a config.json, that file, or a hub id")
     head("--hidden", type=count, help="hidden size, in place of --model")
     head("--vocab", type=count, help="vocabulary size, in place of --model")
     head("--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]")
@@ -45,14 +47,13 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     head("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
     sharded = "over ranks that share the vocabulary, as tp=8, and say what one takes"
     head("--shard", type=_read_ranks, metavar="tp=RANKS", help=sharded)
-    plan.add_argument("--tokens", type=count, required=True, help="with a loss, of a micro-batch")
     device = plan.add_argument_group("the device").add_argument
     device("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
     device("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
     reserved = "for all else in training; with --model the body's activations are estimated"
     device("--reserved", type=byte_size, default=0, help=reserved)
     device("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
-    device("--gpu", help=f"for the time [the present device]: {GPU_NAMES}")
+    device("--gpu", help=f"for the time, and with --train for the memory: {GPU_NAMES}")
     device("--tflops", type=positive, help="for the time: reached by GEMMs")
     backward = plan.add_argument_group("our backward").add_argument
     kept = "what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]"

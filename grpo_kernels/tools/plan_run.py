@@ -128,9 +128,9 @@ def _memory(arguments: argparse.Namespace) -> int:
     return machine.device_memory("cuda")
 
 
-def facts_of(found: Answer, model: str) -> dict[str, Any]:
+def facts_of(result: Answer, model: str) -> dict[str, Any]:
     """Return an answer as plain data."""
-    run, sizes = found.run, found.run.model
+    run, sizes = result.run, result.run.model
     settings = {"model_name_or_path": loaded_from(model)} | run.settings()
     return {
         "model": name_of(model),
@@ -139,12 +139,12 @@ def facts_of(found: Answer, model: str) -> dict[str, Any]:
         "quantized": sizes.quantized,
         "tokens": run.tokens,
         "memory_bytes": run.memory,
-        "train": found.asked.training.title,
-        "engine": found.asked.engine.place,
-        "fits": not found.missing,
-        "missing_bytes": found.missing,
+        "train": result.asked.training.title,
+        "engine": result.asked.engine.place,
+        "fits": not result.missing,
+        "missing_bytes": result.missing,
         "worst": min(moments(run), key=lambda moment: moment.free).name,
-        "changes": [{"change": x.title, "costs": x.cost} for x in found.changes],
+        "changes": [{"change": x.title, "costs": x.cost} for x in result.changes],
         "settings": settings,
         "two_pass_saves_bytes": _saved_by_two_passes(run),
         "moments": [

@@ -9,9 +9,13 @@ from grpo_kernels.tools.activations import ADAPTED, TRAINED, Inside
 from grpo_kernels.tools.model import Model
 
 NF4 = 0.5 + 4 / 64  # bytes of a weight in blocks of 64, each with a scale in fp32
-_EIGHT_BIT = 2 * (1 + 4 / 256)  # two moments of a byte in blocks of 256, each with a scale in fp32
 EIGHT_BIT_SETTINGS = {"optim": "adamw_torch_8bit"}
 _ADAPTER_SETTINGS = {"dtype": "bfloat16", "use_peft": True, "lora_target_modules": "all-linear"}
+
+
+def moment_bytes(bits: int) -> float:
+    """Return the bytes of a parameter's two moments, in blocks of 256 with a scale in fp32."""
+    return 2 * (bits / 8 + 4 / 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Training:
         return replace(
             self,
             title=f"{self.title}, 8-bit states",
-            moments=_EIGHT_BIT,
+            moments=moment_bytes(8),
             settings=self.settings | EIGHT_BIT_SETTINGS,
         )
 
@@ -74,7 +78,7 @@ def training(name: str, rank: int = 16) -> Training:
             linear=2,
             weight=2,
             trained=2,
-            moments=_EIGHT_BIT,
+            moments=moment_bytes(8),
             settings={"dtype": "bfloat16"} | EIGHT_BIT_SETTINGS | stochastic,
         )
     own_rank = {} if rank == 16 else {"lora_r": rank}

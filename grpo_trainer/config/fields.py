@@ -152,7 +152,7 @@ class GRPOFields:
         None, "Newer name of gradient_checkpointing_kwargs."
     )
     mlp_tile_tokens: AtLeastOne | None = setting(
-        None, "Run MLPs over tiles of so many tokens, and again in the backward; None: whole."
+        None, "Run MLPs over tiles of this many tokens, and again in the backward; None: no tiles."
     )
     bf16: bool | None = setting(None, "bf16 mixed precision; None: on if the GPU has it.")
     logging_nan_inf_filter: bool = setting(

@@ -21,7 +21,7 @@ from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
 
 
 def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
-    """Run the MLP of each layer over tiles of so many ``tokens``, with None as a whole again.
+    """Run the MLP of each layer over tiles of ``tokens`` tokens; None takes the tiles off again.
 
     The backward computes each tile again. Outputs and gradients are the same up to rounding, and
     names of weights stay. Parts for images are left as they are.

@@ -132,9 +132,9 @@ def test_what_fits_stays_as_it_is(qwen3: Model) -> None:
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_no_cheaper_set_of_changes_fits(qwen3: Model, gib: int, name: str) -> None:
     run = run_of(qwen3, gib, training=training(name), engine=Engine(place="colocate"))
-    found = answer(run)
-    assert bool(found.missing) == bool(missing(found.run))
-    ranks = [COSTS.index(change.cost) for change in found.changes]
+    result = answer(run)
+    assert bool(result.missing) == bool(missing(result.run))
+    ranks = [COSTS.index(change.cost) for change in result.changes]
     for count in range(len(CHANGES) + 1):
         for changes in combinations(CHANGES, count):
             changed: Run | None = run
@@ -143,8 +143,8 @@ def test_no_cheaper_set_of_changes_fits(qwen3: Model, gib: int, name: str) -> No
             if changed is None:
                 continue
             lacks = missing(changed)
-            if found.missing:
-                assert lacks >= found.missing
+            if result.missing:
+                assert lacks >= result.missing
             elif not lacks:
                 others = [COSTS.index(change.cost) for change in changes]
                 assert sorted(others, reverse=True) >= sorted(ranks, reverse=True)
@@ -165,8 +165,8 @@ def test_two_passes_are_named_where_they_take_less(qwen3: Model) -> None:
     less = run.head_bytes() - replace(run, two_pass=True).head_bytes()
     assert less > GIB // 2
     needed = sum(moments(run)[0].parts.values())
-    found = answer(replace(run, memory=needed - less // 2))
-    assert found.run.settings()["schedule"] == "two_pass" and len(found.changes) == 1
+    result = answer(replace(run, memory=needed - less // 2))
+    assert result.run.settings()["schedule"] == "two_pass" and len(result.changes) == 1
     frozen = replace(run, training=training("lora"))
     assert replace(frozen, two_pass=True).head_bytes() >= frozen.head_bytes()
 
