@@ -16,7 +16,7 @@ from grpo_trainer.agents.tools import Environments, Outcome, Toolbox, bind, run_
 from grpo_trainer.common import shortened
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
-from grpo_trainer.engines import Sampler, image_token_ids
+from grpo_trainer.engines import Completion, Sampler, image_token_ids
 from grpo_trainer.monitor import phase, value_metric
 
 
@@ -43,18 +43,15 @@ class Conversation:
         """Tokens left."""
         return self.budget - len(self.sample.completion_ids)
 
-    def add(
-        self,
-        ids: list[int],
-        by_policy: int,
-        logprobs: list[float] | None,
-        sampling_mask: list[list[int]] | None,
-    ) -> None:
+    def add(self, tokens: Completion, by_policy: int) -> None:
         """Add tokens, as many as there is room for."""
-        count, sample = min(len(ids), self.room), self.sample
-        sample.completion_ids += ids[:count]
-        env_mask = [by_policy] * count
-        columns = {"env_mask": env_mask, "logprobs": logprobs, "sampling_mask": sampling_mask}
+        count, sample = min(len(tokens.token_ids), self.room), self.sample
+        sample.completion_ids += tokens.token_ids[:count]
+        columns: dict[str, Any] = {
+            "env_mask": [by_policy] * count,
+            "logprobs": tokens.logprobs,
+            "sampling_mask": tokens.sampling_mask,
+        }
         for name, values in columns.items():
             column = getattr(sample, name)
             extended = None if column is None or values is None else column + values[:count]
@@ -80,7 +77,8 @@ class Conversation:
         if encoded.images is not None:
             images = self.sample.images or ImageInputs((), {}, [], 0)
             self.sample.images = images.followed(self.ids, encoded.images, start)
-        self.add(ids, 0, [math.nan] * len(ids), [[]] * len(ids))
+        unknown = Completion(ids, [math.nan] * len(ids), [[]] * len(ids))
+        self.add(unknown, by_policy=0)
         self.turn_start = len(self.sample.completion_ids)
 
 
@@ -181,13 +179,13 @@ class ToolLoop:
             prompts = [conversation.ids for conversation in conversations]
             images = [conversation.sample.images for conversation in conversations]
             turns = self.sampler.generate(prompts, max_tokens, images)
-        for conversation, (ids, logprobs, mask) in zip(conversations, turns.rows(), strict=True):
-            conversation.add(ids, 1, logprobs, mask)
+        for conversation, turn in zip(conversations, turns.rows(), strict=True):
+            conversation.add(turn, by_policy=1)
             tokens = conversation.ids
             start = len(conversation.sample.prompt_ids) + conversation.turn_start
             ended = tokens[-1] in self.sampler.eos_token_ids
             # an engine that stops by itself, as at a stop string, has ended the turn too
-            if ended or conversation.room == 0 or len(ids) < max_tokens:
+            if ended or conversation.room == 0 or len(turn.token_ids) < max_tokens:
                 tools = schemas(conversation.toolbox)
                 message = self._parser.parse(tokens[start:], tokens[:start], tools)
                 conversation.end_turn(message, complete=ended)

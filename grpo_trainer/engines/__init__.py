@@ -2,10 +2,10 @@
 
 from grpo_trainer.engines.answers import (
     NEVER,
+    Completion,
     Completions,
     TokenIds,
     check_length,
-    checked_completion,
     checked_ids,
 )
 from grpo_trainer.engines.base import (

@@ -5,36 +5,85 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_trainer.common import shortened
 
 TokenIds = list[int]
-# a completion: its ids, the log-probability of each, and which ids each was chosen from
-Row: TypeAlias = tuple[TokenIds, list[float] | None, list[TokenIds] | None]
 
 NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
 _ROUNDING = 1e-2  # a log-probability may exceed 0 by this much
 
 
+class Completion(NamedTuple):
+    """One completion, up to and including its first end-of-sequence token."""
+
+    token_ids: TokenIds
+    # of each token, under the distribution it was drawn from; None: the engine does not say
+    logprobs: list[float] | None = None
+    # of each token, the ids that the sampling filters left to choose from; None: not asked for
+    sampling_mask: list[TokenIds] | None = None
+    # of each token, which weights drew it; None: the same ones drew all of them
+    versions: list[int] | None = None
+
+    def checked(
+        self, *, max_tokens: int, vocab_size: int | None, eos_token_ids: Collection[int] = ()
+    ) -> Completion:
+        """Return it as Python's numbers.
+
+        Args:
+            max_tokens: its largest length.
+            vocab_size: ids are below it; None: it is not known.
+            eos_token_ids: it ends with the first of these; empty: it may have several turns.
+
+        Raises:
+            ValueError: it is out of bounds; the message says what was expected and what came.
+        """
+        ids, logprobs, mask = checked_ids(self.token_ids, vocab_size), self.logprobs, None
+        if not 0 < len(ids) <= max_tokens:
+            raise ValueError(f"expected 1 to {max_tokens} tokens, got {len(ids)}")
+        check_length("log-probability", logprobs, len(ids))
+        check_length("sampling mask", self.sampling_mask, len(ids))
+        check_length("version", self.versions, len(ids))
+        for place, token in enumerate(ids[:-1]):
+            if token in eos_token_ids:
+                raise ValueError(
+                    "expected no token after the first end-of-sequence token, got "
+                    f"{token} as token {place + 1} of {len(ids)}"
+                )
+        if logprobs is not None:
+            logprobs = [checked_logprob(value) for value in logprobs]
+        if self.sampling_mask is not None:
+            mask = [checked_ids(left, vocab_size) for left in self.sampling_mask]
+        return Completion(ids, logprobs, mask, self.versions)
+
+
 class Completions(NamedTuple):
-    """Completions, each up to and including its first end-of-sequence token: one per prompt."""
+    """Completions, one per prompt: the columns of :class:`Completion`."""
 
     token_ids: list[TokenIds]
-    # of each token, under the distribution it was drawn from; None: the engine does not say
     logprobs: list[list[float]] | None = None
-    # of each token, the ids that the sampling filters left to choose from; None: not asked for
     sampling_mask: list[list[TokenIds]] | None = None
+    versions: list[list[int]] | None = None
 
-    def rows(self) -> Iterator[Row]:
-        """Return token ids, log-probabilities and sampling mask of each completion."""
-        others = self.logprobs or repeat(None), self.sampling_mask or repeat(None)
-        return zip(self.token_ids, *others, strict=False)
+    @classmethod
+    def of(cls, rows: Sequence[Completion]) -> Completions:
+        """Return completions as columns. A column is None where a completion lacks it."""
+        columns: dict[str, Any] = {
+            name: [getattr(row, name) for row in rows] for name in cls._fields
+        }
+        lacking = [name for name in cls._fields[1:] if any(one is None for one in columns[name])]
+        return cls(**columns | dict.fromkeys(lacking))
+
+    def rows(self) -> Iterator[Completion]:
+        """Return the completions one by one."""
+        columns = [repeat(None) if column is None else column for column in self]
+        return (Completion(*row) for row in zip(*columns, strict=False))
 
     def checked(self, count: int, **limits: Any) -> Completions:
-        """Return them as Python's numbers. ``limits`` are those of :func:`checked_completion`.
+        """Return them as Python's numbers. ``limits`` are those of :meth:`Completion.checked`.
 
         Raises:
             ValueError: they are not those of ``count`` prompts, or one of them is out of bounds.
@@ -46,54 +95,13 @@ class Completions(NamedTuple):
                 raise ValueError(f"expected a list of {name}, got {shortened(column)}")
             if len(column) != count:
                 raise ValueError(f"expected {name} of {count} completions, got {len(column)}")
-        rows: list[Any] = []
+        rows = []
         for number, row in enumerate(self.rows()):
             try:
-                rows.append(checked_completion(*row, **limits))
+                rows.append(row.checked(**limits))
             except ValueError as error:
                 raise ValueError(f"completion {number}: {error}") from error
-        return Completions(
-            [ids for ids, _, _ in rows],
-            None if self.logprobs is None else [logprobs for _, logprobs, _ in rows],
-            None if self.sampling_mask is None else [mask for _, _, mask in rows],
-        )
-
-
-def checked_completion(
-    ids: Any,
-    logprobs: Sequence[Any] | None = None,
-    sampling_mask: Sequence[Any] | None = None,
-    *,
-    max_tokens: int,
-    vocab_size: int | None,
-    eos_token_ids: Collection[int] = (),
-) -> Row:
-    """Return a completion as Python's numbers.
-
-    Args:
-        ids, logprobs, sampling_mask: the completion, as in :class:`Completions`.
-        max_tokens: its largest length.
-        vocab_size: ids are below it; None: it is not known.
-        eos_token_ids: it ends with the first of these; empty: it may have several turns.
-
-    Raises:
-        ValueError: it is out of bounds; the message says what was expected and what came.
-    """
-    ids = checked_ids(ids, vocab_size)
-    if not 0 < len(ids) <= max_tokens:
-        raise ValueError(f"expected 1 to {max_tokens} tokens, got {len(ids)}")
-    check_length("log-probability", logprobs, len(ids))
-    check_length("sampling mask", sampling_mask, len(ids))
-    for place, token in enumerate(ids[:-1]):
-        if token in eos_token_ids:
-            raise ValueError(
-                "expected no token after the first end-of-sequence token, got "
-                f"{token} as token {place + 1} of {len(ids)}"
-            )
-    numbers = None if logprobs is None else [checked_logprob(value) for value in logprobs]
-    if sampling_mask is not None:
-        sampling_mask = [checked_ids(left, vocab_size) for left in sampling_mask]
-    return ids, numbers, sampling_mask
+        return Completions.of(rows)
 
 
 def check_length(what: str, column: Any, count: int) -> None:

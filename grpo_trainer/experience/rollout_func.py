@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from grpo_kernels.losses import Metrics
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Sample, decode_completions, images_of
-from grpo_trainer.engines import Sampler, check_length, checked_completion, checked_ids
+from grpo_trainer.engines import Completion, Sampler, check_length, checked_ids
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
@@ -119,12 +119,10 @@ def _complete(
         if logprobs is not None:  # those of others say nothing
             pairs = zip(logprobs, sample.env_mask, strict=True)
             logprobs = [value if drawn else None for value, drawn in pairs]
-    sample.completion_ids, sample.logprobs, _ = checked_completion(
-        completion_ids,
-        logprobs,
-        max_tokens=sampler.sampling.max_tokens,
-        vocab_size=context.vocab_size,
+    completion = Completion(completion_ids, logprobs).checked(
+        max_tokens=sampler.sampling.max_tokens, vocab_size=context.vocab_size
     )
+    sample.completion_ids, sample.logprobs = completion.token_ids, completion.logprobs
     length = len(sample.prompt_ids) + len(sample.completion_ids)
     if context.positions is not None and length > context.positions:
         raise ValueError(

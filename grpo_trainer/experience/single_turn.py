@@ -33,8 +33,8 @@ class SingleTurn:
         prompt_ids, _ = prompts_of(samples)
         texts = self._parser.completions(prompts, prompt_ids, completions.token_ids)
         for sample, text, row in zip(samples, texts, completions.rows(), strict=True):
-            ids, sample.logprobs, sample.sampling_mask = row
-            sample.completed(text, ids, self.sampler.eos_token_ids)
+            sample.logprobs, sample.sampling_mask = row.logprobs, row.sampling_mask
+            sample.completed(text, row.token_ids, self.sampler.eos_token_ids)
 
 
 def prompts_of(samples: Sequence[Sample]) -> tuple[list[TokenIds], Images]:

@@ -363,11 +363,7 @@ class _Requests:
     def result(self) -> Completions:
         """Return this process's share of what the first one has."""
         answers = self.on_first(lambda _: self.answers.result())  # type: ignore[union-attr]
-        token_ids, logprobs, mask = (
-            [row for rows in column for row in rows or ()][self.mine]
-            for column in zip(*answers, strict=True)
-        )
-        return Completions(token_ids, logprobs, mask or None)
+        return Completions.of([row for answer in answers for row in answer.rows()][self.mine])
 
     def cancel(self) -> None:
         if self.answers is not None:

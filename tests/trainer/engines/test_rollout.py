@@ -176,7 +176,8 @@ def test_numbers_of_numpy_are_numbers(make_trainer, tokenizer):
         def _complete(self, prompt_ids, sampling):
             return Completions([[*np.array([2, 1])]], [[*np.float32([-1.0, -np.inf])]])
 
-    ids, [(known, unknown)], _ = make_trainer(engine=Arrays(tokenizer)).rollouts.generate([[1]])
+    completions = make_trainer(engine=Arrays(tokenizer)).rollouts.generate([[1]])
+    ids, [(known, unknown)] = completions.token_ids, completions.logprobs
     assert ids == [[2, 1]] and type(ids[0][0]) is int
     assert known == -1.0 and unknown != unknown
 

@@ -40,7 +40,8 @@ def test_what_the_filters_leave(sharp, tokenizer, make_args, filters):
         sampling = Sampling.from_config(make_args(use_sampling_mask=use, **filters), tokenizer)
         torch.manual_seed(3)
         found.append(engine.generate(prompts, sampling))
-    plain, (ids, _, mask) = found
+    plain, masked = found
+    ids, mask = masked.token_ids, masked.sampling_mask
     assert plain.sampling_mask is None
     assert plain.token_ids == ids  # the same tokens at the same seed
     for prompt, row, sets in zip(prompts, ids, mask, strict=True):
