@@ -6,16 +6,15 @@ Each part comes from one function of its own package, and exists only if the run
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainerCallback
 
-from grpo_kernels import Metrics
 from grpo_kernels.hf import add_fused_head, check_fused_head
 from grpo_trainer.agents import (
     EnvironmentFactory,
@@ -30,7 +29,6 @@ from grpo_trainer.data import (
     Column,
     PromptDataset,
     Prompts,
-    Sample,
     Term,
     check_datasets,
     check_images,
@@ -48,19 +46,20 @@ from grpo_trainer.engines import (
 from grpo_trainer.experience import (
     AdvantageFunction,
     BatchesAhead,
+    ByFunction,
     Comparison,
     Curriculum,
     DatasetPrompts,
+    GroupsAhead,
     Plan,
     RolloutFunction,
     SingleTurn,
     check_rollout_func,
     old_logprobs,
     reference_logprobs,
-    samples_by,
     teacher_advantages,
 )
-from grpo_trainer.monitor import LogprobDoubt, phase
+from grpo_trainer.monitor import LogprobDoubt
 from grpo_trainer.policy import (
     AlikeRounding,
     Placement,
@@ -338,23 +337,14 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
         budget=args.max_tokens_per_micro_batch,
         accumulated=args.gradient_accumulation_steps,
     )
-    complete: Source = SingleTurn(sampler)
+    # completions may be made on other threads, where padding by a reward function would show
+    apart = replace(context, processing_class=copy.deepcopy(context.processing_class))
+    complete: Source = SingleTurn(sampler, apart)
     if (function := inputs.rollout_func) is not None:
-        by_function = partial(samples_by, lambda prompts: function(prompts, trainer), sampler)
-        complete = _timed(by_function)
+        complete = ByFunction(lambda prompts: function(prompts, trainer), sampler, apart)
     elif inputs.toolbox or inputs.environments is not None:
-        complete = _timed(ToolLoop(sampler, inputs.toolbox, inputs.environments))
+        complete = ToolLoop(sampler, apart, inputs.toolbox, inputs.environments)
     return Rollouts(sampler=sampler, complete=complete, compare=compare, plan=plan)
-
-
-def _timed(source: Source) -> Source:
-    """Count all of a source's time as generation: its tools run then."""
-
-    def complete(samples: list[Sample]) -> Metrics:
-        with phase("generate"):
-            return source(samples)
-
-    return complete
 
 
 def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
@@ -380,7 +370,7 @@ def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
 
 
 def make_prompts(
-    trainer: Trainer, inputs: Inputs, sampler: Sampler, batches_left: Callable[[], int]
+    trainer: Trainer, inputs: Inputs, rollouts: Rollouts, batches_left: Callable[[], int]
 ) -> Prompts | None:
     """Return what decides what a run trains on, at its beginning; None: there is nothing.
 
@@ -392,7 +382,8 @@ def make_prompts(
         kind = DatasetPrompts if args.dynamic_prompts_fn is None else Curriculum
         prompts = kind(dataset, args, trainer.accelerator)
     if prompts is not None and args.generation_batches_ahead:
-        return BatchesAhead(prompts, SingleTurn(sampler), batches_left)
+        ahead = BatchesAhead if args.max_staleness is None else GroupsAhead
+        return ahead(prompts, rollouts.complete, rollouts.sampler, batches_left)
     if inputs.prompts is None:
         return prompts
     own = inputs.prompts(prompts)

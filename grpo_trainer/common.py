@@ -217,6 +217,11 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return outcome
 
 
+async def in_background(work: Callable[[], T]) -> T:
+    """Call ``work``, which may take long, on a thread of its own."""
+    return await asyncio.wrap_future(in_thread(work, "rollouts"))
+
+
 def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
     """Run them together. The first failure, or cancelling the future, cancels all."""
     if not coroutines:

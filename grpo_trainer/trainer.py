@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -296,12 +297,14 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         if self._inputs.prompts is not None:
             align_columns(samples, self.args.use_sampling_mask, accelerator)
         self._reward_log = log = RewardLog(len(samples))
-        rewards = self._calculate_rewards(
-            [sample.inputs for sample in samples],
-            [sample.prompt for sample in samples],
-            [sample.completion for sample in samples],
-            [sample.completion_ids for sample in samples],
-        )
+        environments = self._inputs.environments
+        with nullcontext() if environments is None else environments.scoring(samples):
+            rewards = self._calculate_rewards(
+                [sample.inputs for sample in samples],
+                [sample.prompt for sample in samples],
+                [sample.completion for sample in samples],
+                [sample.completion_ids for sample in samples],
+            )
         rewards = self._rollouts.compare.checked(rewards, len(samples))
         for index, sample in enumerate(samples):
             sample.inputs = {}
@@ -446,7 +449,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             states["reference"] = models.reference
         if args.use_adaptive_entropy:
             self._states["entropy"] = self._entropy = AdaptiveEntropy(args, self.accelerator)
-        self._prompts = make_prompts(self, self._inputs, self.rollouts, self._batches_left)
+        self._prompts = make_prompts(self, self._inputs, self._rollouts, self._batches_left)
         if self._prompts is not None:
             self._states["prompts"] = self._prompts
 

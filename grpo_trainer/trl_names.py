@@ -84,7 +84,7 @@ class TrlNames:
     def environments(self) -> list[Any] | None:
         """Those of the last batch, one per completion of this process; None without any."""
         environments = self._inputs.environments
-        return None if environments is None else environments.taken
+        return None if environments is None else environments.scored
 
 
 # method -> its arguments; these are called

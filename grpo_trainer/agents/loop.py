@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from grpo_kernels.losses import Metrics
 from grpo_trainer.agents.parse import Message, TurnParser
 from grpo_trainer.agents.template import ToolTemplate, result_message
 from grpo_trainer.agents.tools import Environments, Outcome, Toolbox, bind, run_tools, schemas
-from grpo_trainer.common import shortened
+from grpo_trainer.common import in_background, shortened, together
 from grpo_trainer.config import options
 from grpo_trainer.data import Encoded, ImageInputs, Media, Sample
-from grpo_trainer.engines import Completion, Sampler, image_token_ids
+from grpo_trainer.engines import Completion, EngineContext, Sampler, image_token_ids
 from grpo_trainer.monitor import phase, value_metric
 
 
@@ -51,6 +53,7 @@ class Conversation:
             "env_mask": [by_policy] * count,
             "logprobs": tokens.logprobs,
             "sampling_mask": tokens.sampling_mask,
+            "rollout_versions": tokens.versions,
         }
         for name, values in columns.items():
             column = getattr(sample, name)
@@ -77,8 +80,9 @@ class Conversation:
         if encoded.images is not None:
             images = self.sample.images or ImageInputs((), {}, [], 0)
             self.sample.images = images.followed(self.ids, encoded.images, start)
-        unknown = Completion(ids, [math.nan] * len(ids), [[]] * len(ids))
-        self.add(unknown, by_policy=0)
+        versions = self.sample.rollout_versions
+        last = versions and [versions[-1]] * len(ids)
+        self.add(Completion(ids, [math.nan] * len(ids), [[]] * len(ids), last), by_policy=0)
         self.turn_start = len(self.sample.completion_ids)
 
 
@@ -88,10 +92,12 @@ class ToolLoop:
 
     A batch advances turn by turn: the engine continues every unfinished conversation, then the
     tools answer all calls. All processes take part until no process has an unfinished conversation,
-    since some engines work for all processes at once.
+    since some engines work for all processes at once. In the background each conversation goes on
+    at its own pace.
 
     Args:
         sampler: samples turns.
+        context: whose processing class no other thread uses.
         tools: that every completion can call.
         environments: that completions act on, with their own tools.
 
@@ -100,11 +106,12 @@ class ToolLoop:
     """
 
     sampler: Sampler
+    context: EngineContext
     tools: Toolbox
     environments: Environments | None
 
     def __post_init__(self) -> None:
-        self._context = context = self.sampler.context
+        context = self.context
         eos = self.sampler.eos_token_ids
         tokenizer = context.tokenizer
         self._parser = TurnParser(tokenizer, eos, families=True)
@@ -125,22 +132,44 @@ class ToolLoop:
         Raises:
             ValueError: a prompt is no list of messages, or too long.
         """
-        unfinished = self._begin(samples)
+        with phase("generate"):
+            unfinished = self._begin(samples)
+            outcomes: list[Outcome] = []
+            while (max_tokens := self._max_tokens(unfinished)) is not None:
+                self._sample_turn(unfinished, max_tokens)
+                outcomes += self._answer([c for c in unfinished if c.calls and not c.over])
+                unfinished = [c for c in unfinished if not c.over]
+        return self._metrics(outcomes, len(samples))
+
+    async def ahead(self, samples: list[Sample]) -> Metrics:
+        """Do it in the background."""
+        outcomes = await together([self._converse(sample) for sample in samples])
+        return self._metrics(list(chain(*outcomes)), len(samples))
+
+    async def _converse(self, sample: Sample) -> list[Outcome]:
+        """Complete one sample. What may take long, the user's code, runs on other threads."""
+        [conversation] = await in_background(partial(self._begin, [sample]))
         outcomes: list[Outcome] = []
-        while (max_tokens := self._max_tokens(unfinished)) is not None:
-            self._sample_turn(unfinished, max_tokens)
-            outcomes += self._answer([c for c in unfinished if c.calls and not c.over])
-            unfinished = [c for c in unfinished if not c.over]
+        while not conversation.over:
+            images = conversation.sample.images
+            room = conversation.room
+            turn = await self.sampler.complete(conversation.ids, room, images)
+            self._add_turn(conversation, turn, room)
+            if conversation.calls and not conversation.over:
+                outcomes += await in_background(partial(self._answer, [conversation]))
+        return outcomes
+
+    def _metrics(self, outcomes: list[Outcome], completions: int) -> Metrics:
         calls, failures = len(outcomes), sum(outcome.failed for outcome in outcomes)
-        device = self._context.accelerator.device
-        per_completion = value_metric("tools/call_frequency", calls, device, len(samples))
+        device = self.context.accelerator.device
+        per_completion = value_metric("tools/call_frequency", calls, device, completions)
         per_call = value_metric("tools/failure_frequency", failures, device, calls)
         return Metrics.merge([per_completion, per_call])
 
     def _begin(self, samples: list[Sample]) -> list[Conversation]:
         pairs: list[tuple[Any, Toolbox]] = [(None, self.tools)] * len(samples)
         if self.environments is not None:
-            pairs, media = self.environments.take(samples), Media.of(self._context.args)
+            pairs, media = [*map(self.environments.take, samples)], Media.of(self.context.args)
             for sample, (environment, _) in zip(samples, pairs, strict=True):
                 sample.prompt = self.environments.reset(environment, sample.inputs, media)
                 sample.inputs["environments"] = environment
@@ -150,9 +179,9 @@ class ToolLoop:
                     f"prompt: expected messages with tools, got the text {shortened(sample.prompt)}"
                 )
             sample.completion, sample.env_mask = [], []
-            sample.logprobs, sample.sampling_mask = [], []
-        self._context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
-        budget = self._context.args.max_completion_length
+            sample.logprobs, sample.sampling_mask, sample.rollout_versions = [], [], []
+        self.context.encode(samples, [schemas(toolbox) for _, toolbox in pairs])
+        budget = self.context.args.max_completion_length
         return [
             Conversation(sample, *pair, budget) for sample, pair in zip(samples, pairs, strict=True)
         ]
@@ -165,7 +194,7 @@ class ToolLoop:
         """
         room = max((conversation.room for conversation in conversations), default=0)
         longest = max((len(conversation.ids) for conversation in conversations), default=0)
-        accelerator, positions = self._context.accelerator, self._context.positions
+        accelerator, positions = self.context.accelerator, self.context.positions
         if accelerator.num_processes > 1:
             local = torch.tensor([[room, longest]], device=accelerator.device)
             room, longest = accelerator.gather(local).amax(0).tolist()
@@ -175,29 +204,32 @@ class ToolLoop:
 
     def _sample_turn(self, conversations: list[Conversation], max_tokens: int) -> None:
         """Add the policy's tokens to each conversation; most of the turns end."""
-        with phase("generate"):
-            prompts = [conversation.ids for conversation in conversations]
-            images = [conversation.sample.images for conversation in conversations]
-            turns = self.sampler.generate(prompts, max_tokens, images)
+        prompts = [conversation.ids for conversation in conversations]
+        images = [conversation.sample.images for conversation in conversations]
+        turns = self.sampler.generate(prompts, max_tokens, images)
         for conversation, turn in zip(conversations, turns.rows(), strict=True):
-            conversation.add(turn, by_policy=1)
-            tokens = conversation.ids
-            start = len(conversation.sample.prompt_ids) + conversation.turn_start
-            ended = tokens[-1] in self.sampler.eos_token_ids
-            # an engine that stops by itself, as at a stop string, has ended the turn too
-            if ended or conversation.room == 0 or len(turn.token_ids) < max_tokens:
-                tools = schemas(conversation.toolbox)
-                message = self._parser.parse(tokens[start:], tokens[:start], tools)
-                conversation.end_turn(message, complete=ended)
+            self._add_turn(conversation, turn, max_tokens)
+
+    def _add_turn(self, conversation: Conversation, turn: Completion, max_tokens: int) -> None:
+        """Add what the policy wrote when it was asked for ``max_tokens``."""
+        conversation.add(turn, by_policy=1)
+        tokens = conversation.ids
+        start = len(conversation.sample.prompt_ids) + conversation.turn_start
+        ended = tokens[-1] in self.sampler.eos_token_ids
+        # an engine that stops by itself, as at a stop string, has ended the turn too
+        if ended or conversation.room == 0 or len(turn.token_ids) < max_tokens:
+            tools = schemas(conversation.toolbox)
+            message = self._parser.parse(tokens[start:], tokens[:start], tools)
+            conversation.end_turn(message, complete=ended)
 
     def _answer(self, conversations: list[Conversation]) -> list[Outcome]:
         """Run the calls of each conversation and add their results to it."""
-        limit = self._context.args.max_tool_calling_iterations
+        limit = self.context.args.max_tool_calling_iterations
         for conversation in conversations:
             conversation.over = limit is not None and conversation.rounds >= limit
         conversations = [c for c in conversations if not c.over]
         functions = [bind(c.toolbox, **call) for c in conversations for call in c.calls]
-        outcomes = run_tools(functions, self._image_tokens, self._context.args.tool_timeout)
+        outcomes = run_tools(functions, self._image_tokens, self.context.args.tool_timeout)
         remaining = iter(outcomes)
         for conversation in conversations:
             # longer results cannot fit, however they are split into tokens: cutting them first

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -195,7 +195,7 @@ def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableD
 
 
 class Environments:
-    """Gives each completion its own environment, and reuses the environments for the next batch.
+    """Gives each completion its own environment, and reuses those that are released.
 
     ``toolboxes`` are the tools of each kind; ``rewards`` has one for each class that has
     ``get_reward``, under the name of the class.
@@ -215,36 +215,47 @@ class Environments:
         if isinstance(factory, Mapping):
             self._factories = dict(factory)
         self._tools = tools
-        self._pools = {name: [self._make(name)] for name in self._factories}
-        self.taken: list[Any] = []  # by the last batch
-        firsts = [pool[0] for pool in self._pools.values()]
+        # those that nothing uses; completions take them on several threads
+        self._free = {name: [self._make(name)] for name in self._factories}
+        self._taken: dict[int, tuple[str | None, Toolbox]] = {}  # by the environment's id
+        self.scored: list[Any] = []  # of the completions that were scored last
+        self._lock = threading.Lock()
+        firsts = [pool[0] for pool in self._free.values()]
         self.toolboxes = [toolbox for _, toolbox in firsts]
         classes = dict.fromkeys(type(environment) for environment, _ in firsts)
         self.rewards = [_reward(kind) for kind in classes if hasattr(kind, "get_reward")]
 
-    def take(self, samples: Sequence[Sample]) -> list[tuple[Any, Toolbox]]:
-        """Return an environment for each sample, until the next call, and the sample's tools."""
-        counts: Counter[str | None] = Counter()
-        pairs = []
-        for sample in samples:
-            name = sample.inputs.get("environment") if self._by_column else None
-            if name not in self._factories:
-                expected = ", ".join(map(str, self._factories))
-                raise ValueError(
-                    f"environment: expected one of {expected} in that column, got {name!r}"
-                )
-            pool = self._pools[name]
-            if counts[name] == len(pool):
-                pool.append(self._make(name))
-            pairs.append(pool[counts[name]])
-            counts[name] += 1
-        self.taken = [environment for environment, _ in pairs]
-        return pairs
+    def take(self, sample: Sample) -> tuple[Any, Toolbox]:
+        """Return an environment for ``sample``, until it is released, and the sample's tools."""
+        name = sample.inputs.get("environment") if self._by_column else None
+        if name not in self._factories:
+            expected = ", ".join(map(str, self._factories))
+            raise ValueError(
+                f"environment: expected one of {expected} in that column, got {name!r}"
+            )
+        with self._lock:
+            pool = self._free[name]
+            environment, toolbox = pool.pop(0) if pool else self._make(name)
+            self._taken[id(environment)] = name, toolbox
+        return environment, toolbox
+
+    @contextmanager
+    def scoring(self, samples: Sequence[Sample]) -> Iterator[None]:
+        """Have those of ``samples`` as ``scored``; afterwards other completions can use them."""
+        self.scored = [sample.inputs["environments"] for sample in samples]
+        try:
+            yield
+        finally:
+            with self._lock:
+                for environment in self.scored:
+                    if (key := id(environment)) in self._taken:
+                        name, toolbox = self._taken.pop(key)
+                        self._free[name].append((environment, toolbox))
 
     def drop(self, environment: Any) -> None:
         """Do not use it again: something that was called may still work on it."""
-        for pool in self._pools.values():
-            pool[:] = [pair for pair in pool if pair[0] is not environment]
+        with self._lock:
+            self._taken.pop(id(environment))
 
     def reset(self, environment: Any, row: Row, media: Media) -> Prompt:
         """Return the prompt of ``row``, with what the environment shows at the beginning.

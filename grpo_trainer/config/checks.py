@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import fields
 from typing import Any, get_args
@@ -77,6 +78,9 @@ _RELATIONS = {
     ("sync_ref_model", "without", "beta"): "where there is no reference model",
     ("backward_tolerance", "without", "backward=sparse"): "where all gradients are exact",
     ("backward_exact_weight", "without", "backward=sparse"): "where all gradients are exact",
+    ("max_staleness", "without", "generation_batches_ahead"): (
+        "without which nothing is generated while weights move"
+    ),
     ("generation_batches_ahead", "without", "vllm_importance_sampling_correction"): (
         "which corrects for completions of older weights"
     ),
@@ -328,6 +332,32 @@ def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
             )
     if args.use_vllm:
         _check_correction(args, loss)
+    if args.generation_batches_ahead:
+        _check_ahead(args)
+
+
+def _check_ahead(args: TrainingArguments) -> None:
+    """Raise ValueError unless completions can be sampled ahead with the other settings."""
+    if "seed" in options("generation_kwargs", args.generation_kwargs):
+        raise ValueError(
+            "generation_kwargs['seed']: expected none with generation_batches_ahead, which asks "
+            "for one completion at a time: those of a prompt would all be the same"
+        )
+    if args.max_staleness is None:
+        return
+    micro_steps = args.generation_batches_ahead * args.micro_steps_per_generation
+    least = math.ceil(micro_steps / args.gradient_accumulation_steps)
+    if args.max_staleness < least:
+        raise ValueError(
+            f"max_staleness: expected at least {least}, the optimizer steps that training takes "
+            f"for generation_batches_ahead = {args.generation_batches_ahead}: all completions are "
+            f"that old; got {args.max_staleness}"
+        )
+    if args.prompts_per_generation % args.world_size:
+        raise ValueError(
+            "max_staleness: expected None, or as many prompts of a generation batch for each of "
+            f"{args.world_size} processes; got {args.prompts_per_generation} prompts"
+        )
 
 
 def _check_unused(args: TrainingArguments) -> None:

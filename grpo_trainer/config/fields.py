@@ -230,6 +230,11 @@ class GRPOFields:
     generation_batches_ahead: Count = setting(
         0, "Generation batches to sample ahead, while training, by an engine such as a vLLM server."
     )
+    max_staleness: Count | None = setting(
+        None,
+        "With a number: weights reach the engine while it generates, unfinished groups go on, and "
+        "tokens that are more optimizer steps old are left out of the loss.",
+    )
     use_sampling_mask: bool = setting(
         False, "With top_k: take all probabilities over the ids that top_k, top_p and min_p left."
     )

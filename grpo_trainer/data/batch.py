@@ -30,6 +30,8 @@ class Sample:
     truncated: bool = False  # ended without an end-of-sequence token
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
+    # optimizer steps that the weights of each token had seen
+    rollout_versions: list[int] | None = None
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
     images: ImageInputs | None = None  # of the prompt and of what tools answered
     row: Row | None = None  # of the dataset
@@ -38,6 +40,7 @@ class Sample:
     columns: dict[str, Any] = field(default_factory=dict)  # of a rollout_func, for rewards
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
     left_out: bool = False  # of the loss
+    oldest_version: int = 0  # tokens of older weights are left out of the loss
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint can hold of it.
@@ -50,16 +53,29 @@ class Sample:
         row = self.row
         for name, value in (self.columns | (row or {})).items():
             check_plain(f"Sample.state: column {name!r}", value)
-        kept = {name: getattr(self, name) for name in _KEPT}
         original = getattr(row, "original", None)
-        return kept | {"row": row and dict(row), "original": original}
+        return (
+            {"prompt": self.prompt}
+            | self.completed_state()
+            | {"row": row and dict(row), "original": original}
+        )
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Sample:
         """Return the sample that :meth:`state` describes."""
-        kept = {name: state[name] for name in _KEPT}
         row = state["row"] and DatasetRow(state["row"], original=state["original"])
-        return cls(**kept, row=row)
+        sample = cls(state["prompt"], row=row)
+        sample.restore_completed(state)
+        return sample
+
+    def completed_state(self) -> dict[str, Any]:
+        """Return what completing it has added."""
+        return {name: getattr(self, name) for name in _COMPLETED}
+
+    def restore_completed(self, state: dict[str, Any]) -> None:
+        """Complete it as :meth:`completed_state` says."""
+        for name in _COMPLETED:
+            setattr(self, name, state[name])
 
     def completed(self, completion: Any, ids: list[int], eos_token_ids: Collection[int]) -> None:
         """Add the completion, and what it was read as."""
@@ -74,13 +90,18 @@ class Sample:
     @property
     def in_loss(self) -> list[int]:
         """1 for each token that is trained on."""
-        return [0] * len(self.completion_ids) if self.left_out else self.by_policy
+        if self.left_out:
+            return [0] * len(self.completion_ids)
+        if self.rollout_versions is None or min(self.rollout_versions) >= self.oldest_version:
+            return self.by_policy
+        pairs = zip(self.by_policy, self.rollout_versions, strict=True)
+        return [own * (version >= self.oldest_version) for own, version in pairs]
 
 
-# fields of a sample that a checkpoint holds as they are
-_KEPT = (
-    *("prompt", "prompt_ids", "completion", "completion_ids", "truncated"),
-    *("logprobs", "sampling_mask", "env_mask", "columns"),
+# fields of a sample that are set when it is completed, and that a checkpoint holds
+_COMPLETED = (
+    *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs"),
+    *("sampling_mask", "rollout_versions", "env_mask", "columns"),
 )
 
 

@@ -18,12 +18,12 @@ from grpo_trainer.engines.base import (
     cut_after_eos,
     image_token_ids,
     on_first_process,
+    raise_on_all,
     vllm_params,
 )
 from grpo_trainer.engines.sampler import (
     Sampler,
     Source,
-    Started,
     adapter_weights,
     make_sampler,
     policy_weights,

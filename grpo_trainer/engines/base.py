@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -176,17 +176,18 @@ class RolloutEngine(Protocol):
 
     An engine that inherits from it says only what it does itself: the rest does nothing.
 
-    One with weights of its own can generate while the policy trains. It also has a method
-    ``start``, which takes what ``generate`` takes and returns at once. What it returns has two
-    methods, of which every process calls one, once: ``result`` waits for the completions of this
-    process or raises what went wrong, and ``cancel`` ends the generation. ``start`` may be called
-    again before that, up to ``generation_batches_ahead`` times: the engine works on all at the same
-    time, or on one after the other, by the same weights.
+    One with weights of its own can generate while the policy trains. It also has the coroutine
+    method ``complete_one(prompt_ids, sampling, images=None)``, which takes one prompt, with what it
+    shows, and returns a :class:`Completion`. Each process calls it for itself, for many prompts at
+    the same time, on an event loop in the background. It is cancelled when a run ends early.
     """
 
     keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
     takes_adapter: bool = False  # LoRA's factors come with ``adapter=True``, weights once before
     has_base: bool = False  # with ``takes_adapter``: it loads those weights itself, they never come
+    # weights may come while ``complete_one`` runs: its ``versions`` say how many updates had come
+    # when each token was drawn
+    updates_in_flight: bool = False
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
@@ -306,6 +307,17 @@ def on_first_process(
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def raise_on_all(accelerator: Accelerator, error: Exception | None) -> None:
+    """Raise ``error`` if there is one, and otherwise that of another process; all call it."""
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    texts = [text] if accelerator.num_processes == 1 else gather_object([text])
+    if error is not None:
+        raise error
+    for process, other in enumerate(texts):
+        if other is not None:
+            raise RuntimeError(f"process {process}: {other}")
 
 
 def cut_after_eos(token_ids: TokenIds, eos_token_ids: Collection[int]) -> TokenIds:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeVar
 
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -22,16 +24,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.common import shortened
+from grpo_trainer.common import shortened, start
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Sample, has_images
-from grpo_trainer.engines.answers import Completions, TokenIds
+from grpo_trainer.data import ImageInputs, Sample, has_images
+from grpo_trainer.engines.answers import Completion, Completions, TokenIds
 from grpo_trainer.engines.base import (
     EngineContext,
     Images,
     RolloutEngine,
     Sampling,
     Weights,
+    WeightSource,
 )
 from grpo_trainer.engines.transformers import TransformersEngine
 from grpo_trainer.monitor import log_value, phase
@@ -39,6 +42,7 @@ from grpo_trainer.policy import WHOLE, Placement, base_policy, is_quantized, sta
 
 _BLOCK = re.compile(r".*?\.\d+\.|")  # up to the first number: a block of the model, or nothing
 
+T = TypeVar("T")
 EngineFactory = Callable[[EngineContext], RolloutEngine]
 
 # by name; those of the room above are imported when they are made
@@ -64,7 +68,8 @@ def register_rollout_engine(name: str, factory: EngineFactory) -> None:
 class Sampler:
     """Gives the engine the policy's weights whenever they have changed, then samples.
 
-    When weights are sent, and by ``generate``, what was started before is waited for.
+    What :meth:`start` has begun goes on in the background, by the weights that the engine has.
+    Before others are sent it is waited for, unless they are sent ``in_flight``.
     """
 
     engine: RolloutEngine
@@ -72,10 +77,13 @@ class Sampler:
     sampling: Sampling
     step: Callable[[], int]  # optimizer steps taken
     name: str  # of the engine
+    in_flight: bool = False  # weights are sent while the engine generates
     _args: GRPOConfig | None = field(default=None, init=False)  # in place of the context's
     _version: object = field(default=None, init=False)  # of the weights that the engine has
     _sent: int = field(default=0, init=False)  # bytes of the last update
-    _running: list[Started] = field(default_factory=list, init=False)  # or has ended since
+    _updates: list[int] = field(default_factory=list, init=False)  # optimizer steps before each
+    _running: set[Future[Any]] = field(default_factory=set, init=False)
+    _thread: int | None = field(default=None, init=False)  # that trains; None: nothing was begun
 
     def follow(self, args: GRPOConfig) -> None:
         """Sample by ``args`` from now on."""
@@ -90,6 +98,11 @@ class Sampler:
         """A completion that ends in none of them was truncated."""
         return self.sampling.eos_token_ids
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the engine's weights have seen."""
+        return self._updates[-1] if self._updates else 0
+
     def generate(
         self, prompt_ids: list[TokenIds], max_tokens: int | None = None, images: Images = None
     ) -> Completions:
@@ -98,30 +111,58 @@ class Sampler:
         ``max_tokens`` is in place of max_completion_length. With several processes it is the same
         on all of them; some may have no prompts.
 
+        In what :meth:`start` has begun it completes by the weights that the engine has. Each
+        process calls it for itself there, from any thread.
+
         Raises:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
         """
-        self._wait()
-        more = self._ready(images)
-        sampling = self.sampling
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=max_tokens)
-        completions = self.engine.generate(prompt_ids, sampling, **more)
+        if self._thread not in (None, threading.get_ident()):
+            shown = images or [None] * len(prompt_ids)
+            pairs = zip(prompt_ids, shown, strict=True)
+            work = [self.complete(ids, max_tokens, image) for ids, image in pairs]
+            return Completions.of(self._begun(work).result())
+        self.send()
+        self._settle()
+        more = self._images(images, self.engine.generate)
+        completions = self.engine.generate(prompt_ids, self._limited(max_tokens), **more)
         return self._checked(completions, len(prompt_ids), max_tokens)
 
-    def start(self, prompt_ids: list[TokenIds], images: Images = None) -> Started:
-        """Start an engine that goes on while the policy moves: it returns at once."""
+    async def complete(
+        self,
+        prompt_ids: TokenIds,
+        max_tokens: int | None = None,
+        images: ImageInputs | None = None,
+    ) -> Completion:
+        """Return one completion by the weights that the engine has, while the policy may move.
+
+        Raises:
+            ValueError: as :meth:`generate`, or the engine reports no log-probabilities.
+        """
         engine: Any = self.engine  # has been checked to have the method
-        more = self._ready(images)
-        pending = engine.start(prompt_ids, self.sampling, **more)
-        checked = partial(self._checked, count=len(prompt_ids))
-        self._running.append(Started(self.step(), pending, checked))
-        return self._running[-1]
+        more = {"images": images} if self._images([images], engine.complete_one) else {}
+        completion = await engine.complete_one(prompt_ids, self._limited(max_tokens), **more)
+        if not isinstance(completion, Completion):
+            what = shortened(completion)
+            raise ValueError(f"{self._engine}: expected a Completion of `complete_one`, got {what}")
+        [checked] = self._checked(Completions.of([completion]), 1, max_tokens).rows()
+        if checked.logprobs is None:
+            raise ValueError(
+                "generation_batches_ahead: expected an engine that reports log-probabilities, by "
+                "which the loss corrects for its older weights, got none"
+            )
+        return checked
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[list[T]]:
+        """Begin ``work`` in the background; its result is a list of one."""
+        self._thread = threading.get_ident()
+        return self._begun([work])
 
     def cancel(self) -> None:
-        """End what was started and still runs."""
-        while self._running:
-            self._running.pop().cancel()
+        """End what was begun and still runs."""
+        for future in list(self._running):
+            future.cancel()
+        self._thread = None
 
     def close(self) -> None:
         self.cancel()
@@ -131,15 +172,11 @@ class Sampler:
         """Send the weights before the next generation in any case: they were loaded."""
         self._version = None
 
-    def _wait(self) -> None:
-        """Wait for what was started."""
-        for started in self._running:
-            started.result()
-        self._running.clear()
+    def send(self) -> None:
+        """Send the weights if they have changed; every process calls it.
 
-    def _ready(self, images: Images) -> dict[str, Images]:
-        """Send the weights if they have changed, but never while the engine generates: wait for
-        that. Return its argument for ``images``, if there are any."""
+        Unless they go in flight, what was begun is waited for.
+        """
         policy, placement = self.context.policy(), self.context.placement
         # fused optimizers leave no trace on the parameters, and loading takes no step
         version = (self.step(), parameter_versions(policy, placement))
@@ -148,26 +185,55 @@ class Sampler:
         has_base = adapter and getattr(self.engine, "has_base", False)
         sends_base = not has_base and (not adapter or not keeps or self._version is None)
         if self._version != version or not keeps:
-            self._wait()
+            self._settle()
             source = partial(policy_weights, policy, placement, merged=not adapter)
             with phase("sync"):
                 if sends_base:
-                    self.engine.update_weights(lambda: self._counted(source()))
+                    self._update(lambda: self._counted(source()))
                 if adapter:
                     # what stays is no part of an update
                     below = self._sent if sends_base and not keeps else 0
                     factors = partial(adapter_weights, policy, placement)
-                    self.engine.update_weights(lambda: self._counted(factors(), below), True)
+                    self._update(lambda: self._counted(factors(), below), adapter=True)
             self._version = version
         log_value("weight_update_bytes", self._sent, count=int(self._sent != 0))
+
+    def _update(self, weights: WeightSource, adapter: bool = False) -> None:
+        self._updates.append(self.step())
+        if adapter:
+            self.engine.update_weights(weights, True)
+        else:
+            self.engine.update_weights(weights)
+
+    def _begun(self, work: list[Coroutine[Any, Any, T]]) -> Future[list[T]]:
+        future = start(work)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def _settle(self) -> None:
+        """Wait until nothing runs in the background; what went wrong is raised where it is used."""
+        if not self.in_flight:
+            wait(list(self._running))
+
+    def _limited(self, max_tokens: int | None) -> Sampling:
+        sampling = self.sampling
+        return sampling if max_tokens is None else replace(sampling, max_tokens=max_tokens)
+
+    def _images(self, images: Images, method: Callable[..., Any]) -> dict[str, Any]:
+        """Return the argument of the engine's ``method`` for ``images``, if there are any."""
         if not has_images(images):
             return {}
-        if "images" not in inspect.signature(self.engine.generate).parameters:
+        if "images" not in inspect.signature(method).parameters:
             raise ValueError(
-                "rollout_engine: expected one whose generate takes images, got "
+                f"rollout_engine: expected one whose {method.__name__} takes images, got "
                 f"{type(self.engine).__name__} for prompts with images"
             )
         return {"images": images}
+
+    @property
+    def _engine(self) -> str:
+        return f"rollout engine {type(self.engine).__name__}"
 
     def _counted(self, weights: Weights, sent: int = 0) -> Weights:
         self._sent = sent
@@ -180,57 +246,36 @@ class Sampler:
         self, completions: Completions, count: int, max_tokens: int | None = None
     ) -> Completions:
         """Return ``completions``; raise ValueError unless they are those of ``count`` prompts."""
-        engine = f"rollout engine {type(self.engine).__name__}"
         if not isinstance(completions, Completions):
-            raise ValueError(f"{engine}: expected Completions, got {shortened(completions)}")
+            raise ValueError(f"{self._engine}: expected Completions, got {shortened(completions)}")
         if self.sampling.sampling_mask_size and completions.sampling_mask is None:
             raise ValueError(
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
                 f"got none from {type(self.engine).__name__}"
             )
         try:
-            return completions.checked(
+            checked = completions.checked(
                 count,
-                max_tokens=self.sampling.max_tokens if max_tokens is None else max_tokens,
+                max_tokens=self._limited(max_tokens).max_tokens,
                 vocab_size=self.context.vocab_size,
                 eos_token_ids=self.eos_token_ids,
             )
+            versions = [self._steps_of(row) for row in checked.rows()]
         except ValueError as error:
-            raise ValueError(f"{engine}: {error}") from error
+            raise ValueError(f"{self._engine}: {error}") from error
+        return checked._replace(versions=versions)
 
-
-@dataclass(eq=False)
-class Started:
-    """A generation that goes on while the policy trains, or has ended."""
-
-    step: int  # optimizer steps that the weights had seen
-    pending: Any = None  # what the engine's ``start`` returned; None: it is over
-    checked: Callable[[Completions], Completions] = lambda completions: completions
-    completions: Completions | None = None
-
-    def result(self) -> Completions:
-        """Wait for the completions. Every process calls it.
-
-        Raises:
-            Exception: what went wrong on the other thread, with its traceback.
-            ValueError: what the engine returns are no completions of the prompts.
-        """
-        if self.pending is not None:
-            try:
-                self.completions = self.checked(self.pending.result())
-            except Exception:
-                self.pending = None  # it is over; after an interrupt it is not
-                raise
-            self.pending = None
-        if self.completions is None:
-            raise RuntimeError("rollout engine: the generation has failed, or was cancelled")
-        return self.completions
-
-    def cancel(self) -> None:
-        """End the generation if it runs."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.cancel()
+    def _steps_of(self, completion: Completion) -> list[int]:
+        """Return the optimizer steps that the weights of each token had seen."""
+        if completion.versions is None:
+            return [self.version] * len(completion.token_ids)
+        for update in completion.versions:
+            if type(update) is not int or not 0 < update <= len(self._updates):
+                raise ValueError(
+                    f"expected versions of 1 to {len(self._updates)}, the weights that were sent, "
+                    f"got {update!r}"
+                )
+        return [self._updates[update - 1] for update in completion.versions]
 
 
 def make_sampler(
@@ -260,17 +305,33 @@ def make_sampler(
         engine = (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(context)
     else:
         name = type(engine).__name__
-    if args.generation_batches_ahead and not hasattr(engine, "start"):
+    if args.generation_batches_ahead and not hasattr(engine, "complete_one"):
         raise ValueError(
             "generation_batches_ahead: expected 0, or an engine with weights of its own, which can "
             "generate while the policy trains (use_vllm with vllm_mode='server', or one with the "
-            f"method `start`), got {type(engine).__name__}"
+            f"method `complete_one`), got {type(engine).__name__}"
         )
-    return Sampler(engine, context, sampling, step, name)
+    in_flight = args.max_staleness is not None
+    if in_flight and not getattr(engine, "updates_in_flight", False):
+        raise ValueError(
+            "max_staleness: expected None, or an engine that takes weights while it generates "
+            "(use_vllm with vllm_mode='server', or one with updates_in_flight), got "
+            f"{type(engine).__name__}"
+        )
+    return Sampler(engine, context, sampling, step, name, in_flight)
 
 
-# completes samples, and says what is logged of that; in a distributed run every process calls it
-Source: TypeAlias = Callable[[list[Sample]], Metrics]
+class Source(Protocol):
+    """Completes samples, and returns what is logged of that."""
+
+    def __call__(self, samples: list[Sample]) -> Metrics:
+        """Complete ``samples`` by the policy as it is now; every process calls it."""
+        ...
+
+    async def ahead(self, samples: list[Sample]) -> Metrics:
+        """Complete ``samples`` by the weights that the engine has, in the background. Each process
+        calls it for itself."""
+        ...
 
 
 def parameter_versions(policy: nn.Module, placement: Placement = WHOLE) -> list[tuple[int, int]]:

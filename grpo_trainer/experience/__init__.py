@@ -22,8 +22,8 @@ from grpo_trainer.experience.comparisons import (
 from grpo_trainer.experience.completed import align_columns, any_process, check_samples
 from grpo_trainer.experience.curriculum import Curriculum
 from grpo_trainer.experience.deal import Plan, deal, leave_out_inactive
-from grpo_trainer.experience.overlap import BatchesAhead
+from grpo_trainer.experience.overlap import BatchesAhead, GroupsAhead
 from grpo_trainer.experience.prompts import DatasetPrompts, samples_of, share
-from grpo_trainer.experience.rollout_func import RolloutFunction, check_rollout_func, samples_by
+from grpo_trainer.experience.rollout_func import ByFunction, RolloutFunction, check_rollout_func
 from grpo_trainer.experience.scoring import Comparison, fill, measure
 from grpo_trainer.experience.single_turn import SingleTurn

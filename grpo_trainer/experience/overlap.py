@@ -1,19 +1,184 @@
-"""Overlap: the next generation batches are sampled while the current one trains."""
+"""Overlap: the next completions are sampled while the policy trains."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_trainer.data import Prompts, Sample, Scored
-from grpo_trainer.engines import Completions, Started
-from grpo_trainer.experience.single_turn import SingleTurn, prompts_of
-from grpo_trainer.monitor import log_value, phase
+import torch
+from accelerate import Accelerator
+from torch.nn import functional
+
+from grpo_kernels.losses import Metrics, Stat
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import Prompts, Sample, Scored, check_plain, images_of
+from grpo_trainer.engines import Sampler, Source, raise_on_all
+from grpo_trainer.monitor import log_metrics, phase
 
 
-class BatchesAhead(Prompts):
-    """Draws the prompts of the next generation batches, and has an engine start on them.
+@dataclass(eq=False)
+class Part:
+    """Samples that are completed together: a group, or all of a draw."""
+
+    samples: list[Sample]
+    place: int  # of the first one in its draw
+    work: Future[list[Metrics]] | None = None  # in the background; None: it has not begun
+    metrics: Metrics | None = None  # once it is complete
+
+    @property
+    def done(self) -> bool:
+        return self.metrics is not None or (self.work is not None and self.work.done())
+
+    @property
+    def begun(self) -> bool:
+        return self.metrics is not None or self.work is not None
+
+
+@dataclass(eq=False)
+class Draw:
+    """Prompts that were drawn together."""
+
+    before: Any  # where the prompts stood then
+    count: int  # of prompts, all processes'
+    parts: list[Part]  # that were not trained on yet
+
+
+class Ahead(Prompts):
+    """Draws the next prompts early, and has a source complete them in the background.
+
+    Args:
+        prompts: the training prompts.
+        source: completes them.
+        sampler: sends the weights that the source samples by.
+        batches_left: how many generation batches training takes after the current one.
+
+    Raises (in every method): what went wrong in the background.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        source: Source,
+        sampler: Sampler,
+        batches_left: Callable[[], int],
+    ) -> None:
+        self._prompts = prompts
+        self._source = source
+        self._sampler = sampler
+        self._batches_left = batches_left
+        self._args: GRPOConfig = sampler.context.args
+        self._accelerator: Accelerator = sampler.context.accelerator
+        self._draws: list[Draw] = []  # with samples that were not trained on yet
+
+    def scored(self, batch: Scored) -> None:
+        self._prompts.scored(batch)
+
+    def state(self) -> dict[str, Any]:
+        """Wait for what was begun: a resumed run trains on the same completions.
+
+        Those that a checkpoint cannot hold are left out, and begun again by a resumed run.
+        """
+        parts = [part for draw in self._draws for part in draw.parts]
+        self._wait(parts)
+        return {
+            "prompts": self._prompts.state(),
+            "draws": [
+                {
+                    "before": draw.before,
+                    "count": draw.count,
+                    "parts": [_state(part) for part in draw.parts],
+                }
+                for draw in self._draws
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there. The rows, which were drawn one after the other, are drawn again."""
+        for saved in state["draws"]:
+            if self._prompts.state() != saved["before"]:
+                self._prompts.restore(saved["before"])
+            draw = Draw(saved["before"], saved["count"], [])
+            samples = self._prompts.next(draw.count)
+            for one in saved["parts"]:
+                own = samples[one["place"] : one["place"] + one["size"]]
+                draw.parts.append(self._restored(own, **one))
+            self._draws.append(draw)
+        if self._prompts.state() != state["prompts"]:  # others were drawn since
+            self._prompts.restore(state["prompts"])
+
+    def _restored(
+        self, samples: list[Sample], place: int, size: int, completed: Any, metrics: Any
+    ) -> Part:
+        if completed is None:
+            return Part(samples, place)
+        self._sampler.context.encode([one for one in samples if images_of(one.prompt)])
+        for sample, fields in zip(samples, completed, strict=True):
+            sample.restore_completed(fields)
+            sample.inputs |= sample.columns
+        stats = {name: Stat(*fields) for name, fields in metrics.items()}
+        return Part(samples, place, metrics=Metrics(stats))
+
+    def _draw(self, count: int, size: int | None = None) -> None:
+        """Draw ``count`` prompts, in parts of ``size`` samples each; None: in one."""
+        before, samples = self._prompts.state(), self._prompts.next(count)
+        size = size or len(samples)
+        parts = [Part(samples[i : i + size], i) for i in range(0, len(samples), size)]
+        self._draws.append(Draw(before, count, parts))
+
+    def _begin(self) -> None:
+        """Begin what was drawn, by the weights that the engine has."""
+        for part in (part for draw in self._draws for part in draw.parts):
+            if not part.begun:
+                part.work = self._sampler.start(self._source.ahead(part.samples))
+
+    def _taken(self, parts: Sequence[Part]) -> list[Sample]:
+        """Return the samples of complete ``parts``, which are trained on now."""
+        self._wait(parts)
+        for draw in self._draws:
+            draw.parts = [part for part in draw.parts if part not in parts]
+        self._draws = [draw for draw in self._draws if draw.parts]
+        log_metrics(Metrics.merge([part.metrics for part in parts if part.metrics is not None]))
+        samples = [sample for part in parts for sample in part.samples]
+        self._leave_out_old(samples)
+        return samples
+
+    def _wait(self, parts: Sequence[Part]) -> None:
+        """Wait until ``parts`` are complete; every process calls it with its own."""
+        error: Exception | None = None
+        for part in parts:
+            if part.metrics is None and part.work is not None:
+                try:
+                    [part.metrics] = part.work.result()
+                except Exception as failure:
+                    error = error or failure
+        raise_on_all(self._accelerator, error)
+
+    def _leave_out_old(self, samples: Sequence[Sample]) -> None:
+        """Log how old the policy's tokens are, and leave out those that are too old."""
+        step, most = self._sampler.step(), self._args.max_staleness
+        ages = [
+            step - version
+            for sample in samples
+            for version, own in zip(sample.rollout_versions or (), sample.by_policy, strict=True)
+            if own
+        ]
+        table = torch.tensor(ages, dtype=torch.float64, device=self._accelerator.device)
+        count = torch.full_like(table.sum(), len(ages))
+        stats = {
+            "sampling/staleness": Stat("mean", table.sum(), count),
+            "sampling/staleness/max": Stat("max", functional.pad(table, (0, 1)).max(), count),
+        }
+        if most is not None:
+            stats["sampling/too_old"] = Stat("mean", (table > most).sum().double(), count)
+            for sample in samples:
+                sample.oldest_version = step - most
+        log_metrics(Metrics(stats))
+
+
+class BatchesAhead(Ahead):
+    """Completes whole generation batches, a round of them by the same weights.
 
     They are begun in rounds of ``generation_batches_ahead``: when the completions of a round's last
     batch are there, the weights are sent and the next round is begun, before the policy trains on
@@ -23,84 +188,95 @@ class BatchesAhead(Prompts):
 
     With dynamic sampling the engine completes further prompts first, and the next round is begun
     when the batch is scored.
-
-    Args:
-        prompts: the training prompts.
-        engine: completes them.
-        batches_left: how many generation batches training takes after the current one.
-
-    Raises (in every method): what went wrong while the engine generated.
     """
 
-    def __init__(
-        self, prompts: Prompts, engine: SingleTurn, batches_left: Callable[[], int]
-    ) -> None:
-        self._prompts = prompts
-        self._engine = engine
-        self._batches_left = batches_left
-        self._args = engine.sampler.context.args
-        self._has_batch = False  # what else is asked for are further prompts of this batch
-        # where the prompts stood before its samples were drawn, these, and their completions
-        self._begun: deque[tuple[Any, list[Sample], Started]] = deque()
+    _has_batch = False  # what else is asked for are further prompts of this batch
 
     def next(self, count: int) -> list[Sample]:
         """Return completed samples; further ones of the same generation batch are not."""
         if self._has_batch:
             return self._prompts.next(count)
         self._has_batch = True
-        if not self._begun:
-            self._begin(1)
-        _, samples, started = self._begun.popleft()
+        if not self._draws:
+            self._begin_round(1)
+        elif not all(part.begun for part in self._draws[0].parts):
+            self._begin_round(0)  # those of a checkpoint that it does not hold
         with phase("generate"):
-            completions = started.result()
-        if completions.logprobs is None:
-            raise ValueError(
-                "generation_batches_ahead: expected an engine that reports log-probabilities, by "
-                "which the loss corrects for its older weights, got none"
-            )
-        log_value("sampling/staleness", float(self._engine.sampler.step() - started.step))
+            samples = self._taken(self._draws[0].parts)
         if not self._args.dynamic_sampling:
-            self._begin_round()
-        self._engine.complete(samples, completions)
+            self._begin_next_round()
         return samples
 
     def scored(self, batch: Scored) -> None:
         self._has_batch = False
         if self._args.dynamic_sampling:
-            self._begin_round()
-        self._prompts.scored(batch)
+            self._begin_next_round()
+        super().scored(batch)
 
-    def state(self) -> dict[str, Any]:
-        """Wait for what was begun: a resumed run trains on the same completions."""
-        begun = [
-            {"before": before, "step": started.step, "completions": started.result()._asdict()}
-            for before, _, started in self._begun
-        ]
-        return {"prompts": self._prompts.state(), "begun": begun}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there. The rows, which were drawn one after the other, are drawn again."""
-        for batch in state["begun"]:
-            if not self._begun:
-                self._prompts.restore(batch["before"])
-            completions = Completions(**batch["completions"])
-            started = Started(batch["step"], completions=completions)
-            self._begun.append((batch["before"], self._drawn(), started))
-        if self._prompts.state() != state["prompts"]:  # dynamic sampling has drawn others since
-            self._prompts.restore(state["prompts"])
-
-    def _begin_round(self) -> None:
+    def _begin_next_round(self) -> None:
         """Begin a round, if none waits, of no more batches than are trained on."""
-        if not self._begun:
-            self._begin(min(self._args.generation_batches_ahead, self._batches_left()))
+        count = min(self._args.generation_batches_ahead, self._batches_left())
+        if not self._draws and count:
+            self._begin_round(count)
 
-    def _begin(self, count: int) -> None:
+    def _begin_round(self, count: int) -> None:
+        self._sampler.send()
         for _ in range(count):
-            before, samples = self._prompts.state(), self._drawn()
-            prompt_ids, images = prompts_of(samples)
-            self._begun.append((before, samples, self._engine.sampler.start(prompt_ids, images)))
+            self._draw(self._args.prompts_per_generation)
+        self._begin()
 
-    def _drawn(self) -> list[Sample]:
-        samples = self._prompts.next(self._args.prompts_per_generation)
-        self._engine.sampler.context.encode(samples)
-        return samples
+
+class GroupsAhead(Ahead):
+    """Completes groups at their own pace, while newer weights reach the engine.
+
+    ``generation_batches_ahead`` batches of groups are begun beyond the one that is waited for. A
+    batch has the first groups that are complete, in the order in which they were begun. The others
+    go on by the weights that are sent meanwhile, and are part of a later batch: none is lost.
+    """
+
+    def next(self, count: int) -> list[Sample]:
+        """Return the samples of ``count`` groups that are complete."""
+        args, processes = self._args, self._accelerator.num_processes
+        self._sampler.send()
+        begun = sum(len(draw.parts) for draw in self._draws) * processes
+        batches = min(args.generation_batches_ahead, self._batches_left())
+        missing = batches * args.prompts_per_generation + count - begun
+        if missing > 0:
+            self._draw(missing, args.num_generations)
+        self._begin()
+        with phase("generate"):
+            return self._taken(self._complete(count // processes))
+
+    def _complete(self, count: int) -> list[Part]:
+        """Wait for ``count`` parts, or for an error, and return the first ones."""
+        parts = [part for draw in self._draws for part in draw.parts]
+        while True:
+            done = [part for part in parts if part.done]
+            failed = [part for part in done if part.work and part.work.exception()]
+            if failed or len(done) >= count:
+                return (failed + done)[:count]
+            running = [part.work for part in parts if not part.done and part.work is not None]
+            wait(running, return_when=FIRST_COMPLETED)
+
+
+def _state(part: Part) -> dict[str, Any]:
+    """Return what a checkpoint holds of a complete part."""
+    metrics = part.metrics
+    state: dict[str, Any] = {"place": part.place, "size": len(part.samples)}
+    if metrics is None or not all(map(_can_be_held, part.samples)):
+        return state | {"completed": None, "metrics": None}
+    completed = [sample.completed_state() for sample in part.samples]
+    stats = {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
+    return state | {"completed": completed, "metrics": stats}
+
+
+def _can_be_held(sample: Sample) -> bool:
+    """Return whether a checkpoint can hold a completion: no environment, no tool's images, and only
+    plain columns."""
+    if "environments" in sample.inputs or (sample.images and sample.env_mask is not None):
+        return False
+    try:
+        check_plain("columns", sample.columns)
+    except ValueError:
+        return False
+    return True

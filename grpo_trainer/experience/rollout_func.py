@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from grpo_kernels.losses import Metrics
+from grpo_trainer.common import in_background
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompt, Sample, decode_completions, images_of
-from grpo_trainer.engines import Completion, Sampler, check_length, checked_ids
+from grpo_trainer.engines import Completion, EngineContext, Sampler, check_length, checked_ids
+from grpo_trainer.monitor import phase
 
 # (prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", "env_mask", others}
 RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
 
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
-_OURS = (*_NEEDED, "env_mask")  # reward functions get the other columns
+_OURS = (*_NEEDED, "env_mask", "rollout_versions")  # reward functions get the other columns
 # what reward functions are given anyway
 _TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
@@ -39,44 +43,57 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
                 "rollout_func: expected neither tools nor environment_factory with it: the "
                 "function makes whole completions"
             )
-    if args.generation_batches_ahead and (several_turns or function is not None):
-        raise ValueError(
-            "generation_batches_ahead: expected 0 with tools, environment_factory and "
-            "rollout_func, whose completions need the engine more than once, got "
-            f"{args.generation_batches_ahead}"
-        )
 
 
-def samples_by(
-    function: Callable[[list[Prompt]], Mapping[str, Any]],
-    sampler: Sampler,
-    samples: list[Sample],
-) -> Metrics:
-    """Complete ``samples`` by ``function``: it gets the prompts of this process, each as often as
-    it is to be completed, and returns one entry per prompt in each field.
+@dataclass(frozen=True, eq=False)
+class ByFunction:
+    """Completes samples by a function of the user's: it gets the prompts of this process, each as
+    often as it is to be completed, and returns one entry per prompt in each field.
 
-    Raises:
-        ValueError: a field is missing, ragged or of the wrong kind.
+    Args:
+        function: of the prompts.
+        sampler: which the function samples with.
+        context: whose processing class no other thread uses.
     """
-    context, prompts = sampler.context, [sample.prompt for sample in samples]
-    if any(map(images_of, prompts)):
-        raise ValueError("rollout_func: expected prompts of text, got images")
-    fields = _fields(function(copy.deepcopy(prompts)), len(samples))
-    columns = {name: fields.pop(name, None) for name in _OURS}
-    columns["logprob_token_ids"] = fields.get("logprob_token_ids")
-    for number, sample in enumerate(samples):
-        row = {name: column and column[number] for name, column in columns.items()}
-        try:
-            _complete(sample, sampler, **row)
-        except ValueError as error:
-            raise ValueError(f"rollout_func: completion {number}: {error}") from error
-        sample.columns = {name: column[number] for name, column in fields.items()}
-        sample.inputs |= sample.columns
-    ids = [sample.completion_ids for sample in samples]
-    texts = decode_completions(ids, prompts, context.tokenizer)
-    for sample, text in zip(samples, texts, strict=True):
-        sample.completed(text, sample.completion_ids, sampler.eos_token_ids)
-    return Metrics({})
+
+    function: Callable[[list[Prompt]], Mapping[str, Any]]
+    sampler: Sampler
+    context: EngineContext
+
+    def __call__(self, samples: list[Sample]) -> Metrics:
+        """Complete ``samples``; ValueError for a field that is missing, ragged or of the wrong
+        kind."""
+        with phase("generate"):
+            self._complete(samples)
+        return Metrics({})
+
+    async def ahead(self, samples: list[Sample]) -> Metrics:
+        """Do it in the background, where the function has its own thread."""
+        await in_background(partial(self._complete, samples))
+        return Metrics({})
+
+    def _complete(self, samples: list[Sample]) -> None:
+        prompts = [sample.prompt for sample in samples]
+        if any(map(images_of, prompts)):
+            raise ValueError("rollout_func: expected prompts of text, got images")
+        before = self.sampler.version
+        fields = _fields(self.function(copy.deepcopy(prompts)), len(samples))
+        columns = {name: fields.pop(name, None) for name in _OURS}
+        columns["logprob_token_ids"] = fields.get("logprob_token_ids")
+        for number, sample in enumerate(samples):
+            row = {name: column and column[number] for name, column in columns.items()}
+            try:
+                _complete(sample, self.sampler, **row)
+            except ValueError as error:
+                raise ValueError(f"rollout_func: completion {number}: {error}") from error
+            if sample.rollout_versions is None:
+                sample.rollout_versions = [before] * len(sample.completion_ids)
+            sample.columns = {name: column[number] for name, column in fields.items()}
+            sample.inputs |= sample.columns
+        ids = [sample.completion_ids for sample in samples]
+        texts = decode_completions(ids, prompts, self.context.tokenizer)
+        for sample, text in zip(samples, texts, strict=True):
+            sample.completed(text, sample.completion_ids, self.sampler.eos_token_ids)
 
 
 def check_completion(sample: Sample, sampler: Sampler) -> None:
@@ -88,6 +105,7 @@ def check_completion(sample: Sample, sampler: Sampler) -> None:
         completion_ids=sample.completion_ids,
         logprobs=sample.logprobs,
         env_mask=sample.env_mask,
+        rollout_versions=sample.rollout_versions,
         logprob_token_ids=None,
     )
 
@@ -100,6 +118,7 @@ def _complete(
     completion_ids: Any,
     logprobs: Any,
     env_mask: Any,
+    rollout_versions: Any,
     logprob_token_ids: Any,
 ) -> None:
     """Add tokens and what is known of them."""
@@ -108,8 +127,13 @@ def _complete(
     completion_ids = checked_ids(completion_ids, context.vocab_size, "completion_ids")
     if not prompt_ids:
         raise ValueError("expected a prompt of at least one token, got none")
-    given = {"env_mask": env_mask, "logprobs": logprobs, "logprob_token_ids": logprob_token_ids}
-    for name, column in given.items():
+    columns = {
+        "env_mask": env_mask,
+        "logprobs": logprobs,
+        "logprob_token_ids": logprob_token_ids,
+        "rollout_versions": rollout_versions,
+    }
+    for name, column in columns.items():
         check_length(f"value of {name!r}", column, len(completion_ids))
     if logprobs is not None:
         among = logprob_token_ids or [None] * len(completion_ids)
@@ -119,10 +143,13 @@ def _complete(
         if logprobs is not None:  # those of others say nothing
             pairs = zip(logprobs, sample.env_mask, strict=True)
             logprobs = [value if drawn else None for value, drawn in pairs]
+    if rollout_versions is not None:
+        rollout_versions = [_version(value, sampler.step()) for value in rollout_versions]
     completion = Completion(completion_ids, logprobs).checked(
         max_tokens=sampler.sampling.max_tokens, vocab_size=context.vocab_size
     )
     sample.completion_ids, sample.logprobs = completion.token_ids, completion.logprobs
+    sample.rollout_versions = rollout_versions
     length = len(sample.prompt_ids) + len(sample.completion_ids)
     if context.positions is not None and length > context.positions:
         raise ValueError(
@@ -146,7 +173,7 @@ def _fields(answer: Any, count: int) -> dict[str, Any]:
         raise ValueError(f"rollout_func: expected other names for its columns than {taken[0]!r}")
     fields = {name: _plain(value) for name, value in answer.items()}
     for name, column in fields.items():
-        if column is None and name in ("logprobs", "env_mask"):
+        if column is None and name in ("logprobs", "env_mask", "rollout_versions"):
             continue
         if not isinstance(column, list | tuple) or len(column) != count:
             got = len(column) if isinstance(column, list | tuple) else type(column).__name__
@@ -163,6 +190,15 @@ def _plain(column: Any) -> Any:
     if isinstance(column, list | tuple):
         return [item.tolist() if hasattr(item, "tolist") else item for item in column]
     return column
+
+
+def _version(value: Any, step: int) -> int:
+    """Return the optimizer steps that a token's weights had seen, as Python's integer."""
+    if type(value) is not int or not 0 <= value <= step:
+        raise ValueError(
+            f"expected 'rollout_versions' of 0 to {step}, the optimizer steps taken, got {value!r}"
+        )
+    return value
 
 
 def _logprob(given: Any, candidates: list[int] | None, token: int) -> Any:

@@ -18,6 +18,7 @@ from grpo_trainer.monitor.completions import (
 from grpo_trainer.monitor.metrics import (
     LogprobDoubt,
     MetricLog,
+    log_metrics,
     log_value,
     phase,
     token_rate,

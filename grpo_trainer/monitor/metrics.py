@@ -156,6 +156,12 @@ def log_value(name: str, value: float, count: int = 1) -> None:
         log.add(value_metric(name, value, log.device, count))
 
 
+def log_metrics(metrics: Metrics) -> None:
+    """Log metrics of the training step that runs; all processes call it with the same names."""
+    if (log := _timing.get()) is not None:
+        log.add(metrics)
+
+
 class LogprobDoubt(TrainerCallback):
     """Warns once of log-probabilities that the loss weights tokens by, and that cannot be those of
     the tokens.

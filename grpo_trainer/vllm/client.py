@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tenacity import stop_after_delay
@@ -30,12 +30,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TEXT_PATH, _IMAGE_PATH = "/v1/completions", "/inference/v1/generate"
+_TEXT_PATH, _GENERATE_PATH = "/v1/completions", "/inference/v1/generate"
 # fields of requests that every server knows
 _KNOWN = {
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"),
     *("logprobs", "logit_bias", "structured_outputs"),
 }
+
+
+class Sent(NamedTuple):
+    """The weights that a server was sent last."""
+
+    run: str = ""  # a name that no other client gives
+    updates: int = 0
+    adapter: str = ""  # the model that is the weights with an adapter; empty: there is none
+
+    @property
+    def version(self) -> str:
+        """What the server calls them."""
+        return f"{self.run}-{self.updates}"
+
+    def update_of(self, version: str) -> int:
+        """Return the number of the update that a version came with.
+
+        Raises:
+            ValueError: nobody of this run sent it.
+        """
+        run, _, number = version.rpartition("-")
+        if run != self.run:
+            raise ValueError(f"weights that this run did not send, version {version!r}")
+        return int(number)
 
 
 class VLLMClient:
@@ -80,8 +104,7 @@ class VLLMClient:
         self._schemas: dict[str, Any] | None = None  # of the server's requests
         self._nccl: NCCLTransfer | None = None  # for weights; adapters go by file
         self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
-        self._version = ""  # of the weights that were sent last
-        self._adapter = ""  # the model that is they with an adapter; empty: there is none
+        self.sent = Sent()  # by this client, or another one of the same run
         self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def get_world_size(self) -> int:
@@ -156,27 +179,35 @@ class VLLMClient:
         }
 
     async def complete(
-        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
+        self,
+        prompts: list[Any],
+        images_of: list[list[Any]],
+        fields: dict[str, Any],
+        in_flight: bool = False,
     ) -> tuple[list[TokenIds], Completions]:
-        """Return the ids of the prompts and their completions, by ``fields`` of the request."""
-        if self._version:
+        """Return the ids of the prompts and their completions, by ``fields`` of the request.
+
+        With ``in_flight`` weights may come meanwhile, and completions have ``versions``.
+        """
+        if self.sent.run and not in_flight:
             answer = await self.server.answer("GET", "/weight_info")
-            if self.server.field(answer, "weight_version") != self._version:
+            if self.server.field(answer, "weight_version") != self.sent.version:
                 raise ServerError(
                     f"{self.server.url}: expected the weights that were sent last, got others: the "
                     "server was restarted, or somebody else sends it weights; a run goes on with "
                     "resume_from_checkpoint"
                 )
         await self._check_known(fields)
-        path, bodies = await self._requests(prompts, images_of, fields)
-        model = {"model": self._adapter} if self._adapter else {}
+        path, bodies = await self._requests(prompts, images_of, fields, in_flight)
+        model = {"model": self.sent.adapter} if self.sent.adapter else {}
         answers = await together(
             [self.server.answer("POST", path, model | one, self.request_timeout) for one in bodies]
         )
         ids = [None if isinstance(prompt, str) else prompt for prompt in prompts]
         sent = [ids] if path == _TEXT_PATH else [[None]] * len(bodies)
         try:
-            return completions_of(sent, answers, fields, self._vocab_size)
+            update_of = self.sent.update_of if in_flight else None
+            return completions_of(sent, answers, fields, self._vocab_size, update_of)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
                 f"{self.server.url}{path}: expected {fields['n']} completions of "
@@ -231,17 +262,21 @@ class VLLMClient:
             raise ValueError(
                 "init_communicator: expected to be called before weights are sent, got none"
             )
-        self._version = uuid.uuid4().hex  # which the server gets when it has all of them
-        self.server.ask("POST", "/pause?mode=keep")
-        if self._adapter:
-            self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter})
-        self._adapter = self._version if adapter else ""
+        old = self.sent
+        sent = Sent(old.run or uuid.uuid4().hex, old.updates + 1)
         if adapter:  # under a new name, which no key and value in the cache belongs to
-            self._files.send(self.server, weights, self._adapter)
+            sent = sent._replace(adapter=sent.version)
+        self.server.ask("POST", "/pause?mode=keep")
+        if old.adapter:
+            self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old.adapter})
+        self.sent = sent
+        if adapter:
+            self._files.send(self.server, weights, sent.adapter)
         else:
             (self._nccl or self._files).send(self.server, weights)
         self.server.wait(self.server.retrying()(self._reset))
-        self.server.ask("POST", "/update_weight_version", {"new_version": self._version})
+        # the server is told of them when it has all
+        self.server.ask("POST", "/update_weight_version", {"new_version": sent.version})
         self.server.ask("POST", "/resume")
 
     def close_communicator(self) -> None:
@@ -250,7 +285,7 @@ class VLLMClient:
             if transfer is not None:
                 transfer.close()
         self._nccl, self._files = None, None
-        self._version = self._adapter = ""
+        self.sent = Sent()
 
     def prompt_logprobs(self, sequences: Sequence[TokenIds]) -> list[list[float]]:
         """Return the log-probability of each token but the first, given those before it.
@@ -291,10 +326,15 @@ class VLLMClient:
             )
 
     async def _requests(
-        self, prompts: list[Any], images_of: list[list[Any]], fields: dict[str, Any]
+        self,
+        prompts: list[Any],
+        images_of: list[list[Any]],
+        fields: dict[str, Any],
+        in_flight: bool,
     ) -> tuple[str, list[dict[str, Any]]]:
-        """Return a path, and the bodies to send there: one, or one per prompt with images."""
-        if not any(images_of):
+        """Return a path, and the bodies to send there: one, or one per prompt with images or where
+        the answer has to say which weights drew a token."""
+        if not any(images_of) and not in_flight:
             body = {
                 "prompt": prompts,
                 **fields,
@@ -305,10 +345,11 @@ class VLLMClient:
             return _TEXT_PATH, [body]
         if "content_parts" not in await self._fields("GenerateRequest"):
             raise ServerError(
-                f"{self.server.url}: expected a server that takes images beside token ids: vLLM "
-                "0.32 or later, as `grpo-train serve` starts it"
+                f"{self.server.url}: expected a server that takes images next to token ids and "
+                "says which weights drew a token: vLLM 0.32 or later, as `grpo-train serve` "
+                "starts it"
             )
-        return _IMAGE_PATH, [
+        return _GENERATE_PATH, [
             {
                 "token_ids": await self._encoded(prompt),
                 "content_parts": [{"type": "image_url", "url": image_url(one)} for one in images],
@@ -332,8 +373,10 @@ class VLLMClient:
 
     async def _reset(self) -> None:
         await self.server.answer("POST", "/reset_encoder_cache")
-        answer = await self.server.answer("POST", "/reset_prefix_cache")
+        # keys and values of requests that go on are computed again, by the new weights
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        answer = await self.server.answer("POST", path)
         if not self.server.field(answer, "success"):
             raise RetryableError(
-                f"{self.server.url}/reset_prefix_cache: failed, requests are running"
+                f"{self.server.url}/reset_prefix_cache: failed, its cache is in use"
             )

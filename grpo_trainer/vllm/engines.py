@@ -8,10 +8,8 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -23,9 +21,11 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 
 from grpo_kernels.tools import install_command
-from grpo_trainer.common import start
+from grpo_trainer.common import together
 from grpo_trainer.config import options
+from grpo_trainer.data import ImageInputs
 from grpo_trainer.engines import (
+    Completion,
     Completions,
     EngineContext,
     Images,
@@ -37,7 +37,7 @@ from grpo_trainer.engines import (
     vllm_params,
 )
 from grpo_trainer.policy import loading_whole
-from grpo_trainer.vllm.client import VLLMClient
+from grpo_trainer.vllm.client import Sent, VLLMClient
 from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.settings import (
     base_source,
@@ -265,60 +265,19 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
 class VLLMServer(RolloutEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
+    Each process asks for the completions that it samples ahead; the first one asks for the others,
+    and sends the weights.
+
     Raises:
         ConnectionError: no server answers in time.
     """
 
+    updates_in_flight = True
+
     def __init__(self, context: EngineContext) -> None:
-        self._accelerator = context.accelerator
-        self.client: VLLMClient | None = None  # on the first process
-        sharded = context.placement.sharded
-        self._on_first = partial(on_first_process, context.accelerator, sharded)
-        self.takes_adapter, self.has_base = self._on_first(lambda _: self._connect(context))
-        atexit.register(self.close)
-
-    def generate(
-        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
-    ) -> Completions:
-        """Complete this process's prompts; those of all processes are sent together."""
-        pending = self.start(prompt_ids, sampling, images)
-        try:
-            return pending.result()
-        finally:
-            pending.cancel()  # where it was interrupted
-
-    def start(
-        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
-    ) -> _Requests:
-        """Have the first process ask; until ``result`` it talks to no other.
-
-        What was started before still runs: the server takes all in the order that they come.
-        """
-        params = vllm_params(sampling)
-        parts = gather_object([requests_of(prompt_ids, images)])
-        requests, mine = joined(parts, self._accelerator.process_index)
-        answers = None
-        if self.client is not None:
-            # almost always one part: every prompt has as many completions
-            answers = start(
-                [
-                    self._complete(self.client, [one for one, _ in part], params | {"n": n})
-                    for n, part in groupby(requests, key=lambda pair: pair[1])
-                ]
-            )
-        return _Requests(answers, mine, self._on_first)
-
-    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
-        self._on_first(lambda source: self.client.update_weights(source, adapter), weights)  # type: ignore[union-attr]
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        if self.client is not None:
-            self.client.close()
-
-    def _connect(self, context: EngineContext) -> tuple[bool, bool]:
-        """Return whether the server applies the policy's adapter, and to a base that it has."""
         args = context.args
+        self._accelerator = context.accelerator
+        self._in_flight = args.max_staleness is not None
         self.client = VLLMClient(
             args.vllm_server_base_url,
             args.vllm_server_host,
@@ -328,6 +287,53 @@ class VLLMServer(RolloutEngine):
             request_timeout=args.vllm_request_timeout,
             vocab_size=context.vocab_size,
         )
+        sharded = context.placement.sharded
+        self._on_first = partial(on_first_process, context.accelerator, sharded)
+        self.takes_adapter, self.has_base = self._on_first(lambda _: self._connect(context))
+        atexit.register(self.close)
+
+    def generate(
+        self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
+    ) -> Completions:
+        """Complete this process's prompts; those of all processes are sent together."""
+        params = vllm_params(sampling)
+        parts = gather_object([requests_of(prompt_ids, images)])
+        requests, mine = joined(parts, self._accelerator.process_index)
+
+        def ask(_: WeightSource) -> list[Completions]:
+            # almost always one part: every prompt has as many completions
+            work = [
+                self._complete([one for one, _ in part], params | {"n": n})
+                for n, part in groupby(requests, key=lambda pair: pair[1])
+            ]
+            return self.client.server.wait(together(work))
+
+        answers = self._on_first(ask)
+        return Completions.of([row for answer in answers for row in answer.rows()][mine])
+
+    async def complete_one(
+        self, prompt_ids: TokenIds, sampling: Sampling, images: ImageInputs | None = None
+    ) -> Completion:
+        """Ask for one completion, for this process."""
+        params = vllm_params(sampling) | {"n": 1}
+        answer = await self._complete(requests_of([prompt_ids], [images]), params, self._in_flight)
+        [completion] = answer.rows()
+        return completion
+
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
+        def send(source: WeightSource) -> Sent:
+            self.client.update_weights(source, adapter)
+            return self.client.sent
+
+        self.client.sent = self._on_first(send, weights)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.client.close()
+
+    def _connect(self, context: EngineContext) -> tuple[bool, bool]:
+        """Return whether the server applies the policy's adapter, and to a base that it has."""
+        args = context.args
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
@@ -342,29 +348,12 @@ class VLLMServer(RolloutEngine):
         return takes_adapter, has_base
 
     async def _complete(
-        self, client: VLLMClient, requests: list[Request], params: dict[str, Any]
+        self, requests: list[Request], params: dict[str, Any], in_flight: bool = False
     ) -> Completions:
         """Return completions of each prompt."""
         ids = [request.short_ids for request in requests]
-        as_read, answer = await client.complete(ids, [list(one.images) for one in requests], params)
+        images = [list(one.images) for one in requests]
+        as_read, answer = await self.client.complete(ids, images, params, in_flight)
         for request, read in zip(requests, as_read, strict=True):
             request.check(read)
         return answer
-
-
-@dataclass(eq=False)
-class _Requests:
-    """What a server was asked to complete."""
-
-    answers: Future[list[Any]] | None  # on the first process
-    mine: slice  # of their completions, those of this process
-    on_first: Callable[[Callable[[Any], Any]], Any]
-
-    def result(self) -> Completions:
-        """Return this process's share of what the first one has."""
-        answers = self.on_first(lambda _: self.answers.result())  # type: ignore[union-attr]
-        return Completions.of([row for answer in answers for row in answer.rows()][self.mine])
-
-    def cancel(self) -> None:
-        if self.answers is not None:
-            self.answers.cancel()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # tries of what may work the next time
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice the one before
 _CONNECT_TIMEOUT = 10.0
-_CONNECTIONS = 64  # requests that run at the same time; others wait for them
+_CONNECTIONS = 512  # requests that run at the same time; others wait for them
 _SHOWN = 500  # characters of an answer in a message
 # what to do if no server answers, or one without a path
 _ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -54,6 +54,7 @@ def completions_of(
     answers: Sequence[Any],
     fields: Mapping[str, Any],
     vocab_size: int | None,
+    update_of: Callable[[str], int] | None = None,
 ) -> tuple[list[TokenIds], Completions]:
     """Return the prompts' ids, and ``n`` completions per prompt in order.
 
@@ -62,6 +63,8 @@ def completions_of(
         answers: the server's, one per request.
         fields: of the requests.
         vocab_size: ids are below it; None: it is not known.
+        update_of: returns the number of the update that a version of the weights came with. None:
+            which weights drew a token is not asked.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: an answer is no such thing.
@@ -70,6 +73,7 @@ def completions_of(
     prompt_ids: list[TokenIds] = []
     token_ids: list[TokenIds] = []
     columns: list[tuple[list[Any], list[TokenIds]]] = []
+    versions: list[list[int]] = []
     for known, answer in zip(sent, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n * len(known))):
@@ -84,10 +88,15 @@ def completions_of(
             token_ids.append(choice["token_ids"])
             if logprobs is not None:
                 columns.append(_columns(choice["logprobs"], logprobs > 0))
+            if update_of is not None:
+                spans = choice["weight_versions"]
+                sizes = [(update_of(one["version"]), one["end"] - one["start"]) for one in spans]
+                versions.append([update for update, size in sizes for _ in range(size)])
     completions = Completions(
         token_ids,
         None if logprobs is None else [values for values, _ in columns],
         [mask for _, mask in columns] if logprobs else None,
+        None if update_of is None else versions,
     )
     limits = {"max_tokens": fields["max_tokens"], "vocab_size": vocab_size}
     return prompt_ids, completions.checked(len(token_ids), **limits)

@@ -85,6 +85,8 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
             "vllm_lora_transfer: expected auto or adapter with a quantized base, into which no "
             "adapter can be merged exactly, got 'merged'"
         )
+    if context.args.max_staleness is not None:
+        return _merged_in_flight(context)
     if setting == "merged" or (setting == "auto" and not is_peft_model(policy)):
         return 0
     reason = _beyond_vllm(policy)
@@ -107,6 +109,18 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
             "base in full precision"
         )
     logger.warning("vllm_lora_transfer: the adapter is merged into the weights: %s", reason)
+    return 0
+
+
+def _merged_in_flight(context: EngineContext) -> int:
+    """Return 0: vLLM gets the adapter merged; a request in vLLM keeps the adapter it began with."""
+    setting, policy = context.args.vllm_lora_transfer, context.policy()
+    if is_peft_model(policy) and (setting == "adapter" or is_quantized(policy)):
+        on = " on a quantized base" if is_quantized(policy) else ""
+        raise ValueError(
+            f"max_staleness: expected None with an adapter that vLLM applies{on}: a completion in "
+            "vLLM keeps the adapter that it began with; merged into the weights it can change"
+        )
     return 0
 
 

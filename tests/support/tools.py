@@ -193,7 +193,7 @@ class Play:
             positions=context,
         )
         sampler = Sampler(self.engine, made_from, sampling, lambda: 0, "scripted")
-        self.loop = ToolLoop(sampler, box, self.environments)
+        self.loop = ToolLoop(sampler, sampler.context, box, self.environments)
 
     def __call__(self, *rows: dict) -> SimpleNamespace:
         rows = rows or ({"prompt": question()},)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from concurrent.futures import wait
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.common import in_thread
+from grpo_trainer.common import in_background
 from grpo_trainer.engines import (
+    Completion,
     Completions,
     EngineContext,
     RolloutEngine,
@@ -123,17 +126,23 @@ def generating(policy, processing_class, **changes) -> TransformersEngine:
 
 
 class BackgroundEngine(RolloutEngine):
-    """An engine with a copy of the policy, which completes as CannedEngine does on a thread.
+    """An engine with a copy of the policy, which completes as CannedEngine does on threads.
 
     Args:
         tokenizer: for its special tokens.
         model: the copy, which gives log-probabilities; None: none are reported.
         process: as in CannedEngine.
         masks: whether it draws from two ids, as far as anybody can tell from what it reports.
+        group: completions of a prompt.
     """
 
-    def __init__(self, tokenizer, model=None, process: int = 0, masks: bool = False) -> None:
+    def __init__(
+        self, tokenizer, model=None, process: int = 0, masks: bool = False, group: int = 4
+    ) -> None:
         self._canned = CannedEngine(tokenizer, process)
+        self._eos = tokenizer.eos_token_id
+        self._group = group
+        self._rows: Counter[tuple[int, ...]] = Counter()  # by prompt: which of its group comes next
         self._model = model
         self._masks = masks
         self.noise = 0.0  # is added to log-probabilities
@@ -145,24 +154,34 @@ class BackgroundEngine(RolloutEngine):
     def generate(self, prompt_ids, sampling) -> Completions:
         self.calls.append("generate")
         self.sampling = sampling
-        return self._complete(prompt_ids, sampling)
+        ids = self._canned.generate(prompt_ids).token_ids
+        pairs = zip(prompt_ids, ids, strict=True)
+        return Completions.of([self._reported(*pair, sampling) for pair in pairs])
 
-    def start(self, prompt_ids, sampling) -> _Pending:
+    async def complete_one(self, prompt_ids, sampling) -> Completion:
         self.calls.append("start")
-        return _Pending(self, lambda: self._slowly(prompt_ids, sampling))
+        row = self._rows[tuple(prompt_ids)]
+        self._rows[tuple(prompt_ids)] = (row + 1) % self._group
+        try:
+            return await in_background(partial(self._slowly, prompt_ids, row, sampling))
+        except asyncio.CancelledError:
+            self.calls.append("cancel")
+            self.may_end.set()
+            raise
 
-    def _slowly(self, prompt_ids, sampling) -> Completions:
+    def _slowly(self, prompt_ids, row: int, sampling) -> Completion:
         self.work(prompt_ids)
         assert self.may_end.wait(30)
-        return self._complete(prompt_ids, sampling)
+        ids = self._canned._complete(prompt_ids, row, self._eos)
+        completion = self._reported(prompt_ids, ids, sampling)
+        self.calls.append("end")
+        return completion
 
-    def _complete(self, prompt_ids, sampling) -> Completions:
-        ids = self._canned.generate(prompt_ids).token_ids
+    def _reported(self, prompt, ids, sampling) -> Completion:
         if self._model is None:
-            return Completions(ids)
-        mask = [[[t, t + 1] for t in row] for row in ids] if self._masks else None
-        pairs = zip(prompt_ids, ids, strict=True)
-        return Completions(ids, [self._logprobs(*pair, sampling) for pair in pairs], mask)
+            return Completion(ids)
+        mask = [[t, t + 1] for t in ids] if self._masks else None
+        return Completion(ids, self._logprobs(prompt, ids, sampling), mask)
 
     def _logprobs(self, prompt, completion, sampling) -> list[float]:
         with torch.no_grad():
@@ -198,20 +217,3 @@ def products(factors, weights) -> dict[str, torch.Tensor]:
         for key, value in factors.items()
         if key.endswith(end)
     }
-
-
-class _Pending:
-    def __init__(self, engine: BackgroundEngine, work) -> None:
-        self._engine = engine
-        self._work = in_thread(work, "a test")
-
-    def result(self) -> Completions:
-        try:
-            return self._work.result()
-        finally:
-            self._engine.calls.append("end")
-
-    def cancel(self) -> None:
-        self._engine.calls.append("cancel")
-        self._engine.may_end.set()
-        wait([self._work])

@@ -78,7 +78,7 @@ class StubServer:
         }
         answers = {
             "/weight_info": {"weight_version": self.version},
-            "/reset_prefix_cache": {"success": True},
+            "/reset_prefix_cache?reset_running_requests=true": {"success": True},
             "/get_world_size": {"world_size": 1},
             "/server_info?config_format=json": {"vllm_config": CONFIG},
             "/openapi.json": {"components": {"schemas": schema}},
@@ -86,21 +86,20 @@ class StubServer:
         if path == "/v1/completions":
             return 200, {"choices": choices(body["prompt"], body["n"])}
         if path == "/inference/v1/generate":
-            return 200, _with_images(body)
+            return 200, _with_images(body, self.version)
         if path == "/tokenize":
             return 200, {"tokens": ids_of(body["prompt"])}
         return 200, answers.get(path, {})
 
 
-def _with_images(body: Any) -> dict[str, Any]:
+def _with_images(body: Any, version: str) -> dict[str, Any]:
     """Complete token ids, with an 8 for each image at their end."""
     entries = [{"token_id": token, "logprob": value} for token, value in ((7, -0.5), (0, -1.0))]
     prompt = body["token_ids"] + [8] * len(body["content_parts"])
     content = [entry | {"top_logprobs": [entry]} for entry in entries]
-    made = [
-        {"index": i, "token_ids": [7, 0], "logprobs": {"content": content}}
-        for i in range(body["sampling_params"]["n"])
-    ]
+    spans = [{"version": version, "start": 0, "end": 2}]
+    choice = {"token_ids": [7, 0], "logprobs": {"content": content}, "weight_versions": spans}
+    made = [choice | {"index": i} for i in range(body["sampling_params"]["n"])]
     return {"prompt_token_ids": prompt, "choices": made[::-1]}
 
 

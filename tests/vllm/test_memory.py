@@ -115,13 +115,13 @@ def test_weights_are_sent_one_after_the_other(make_sampler, policy, merged, laye
     if merged:
         policy = get_peft_model(policy, LoraConfig(**LORA))
     sampler = make_sampler(policy, vllm_lora_transfer="merged")
-    sampler._ready(None)
+    sampler.send()
     change(policy)
     [vllms] = sampler.engine._llm.apply_model(_tensors)
     mlp = base_policy(policy).model.layers[0].mlp
     largest = mlp.gate_proj.weight.nbytes + mlp.up_proj.weight.nbytes  # one layer in vLLM
     with RealBytes(*policy.state_dict().values(), *vllms) as live:
-        sampler._ready(None)
+        sampler.send()
     assert largest <= live.growth <= layers * largest + SLACK
     assert live.growth < sum(value.nbytes for value in vllms) / 4
     assert live._now <= SLACK

@@ -101,7 +101,9 @@ def test_each_completion_has_its_own():
         ("Counter", False), ("JudgedLamp", True),
     ]  # fmt: skip
     assert count.function(environments=environments[:3]) == [9.0, 9.0, 2.0]
-    # the next batch uses them again
+    # those that were scored are used again
+    with play.environments.scoring(sampled.samples):
+        assert play.environments.scored == environments
     again = play(*rows[:2]).samples
     assert [rollout.inputs["environments"] for rollout in again] == environments[:2]
     assert Counter.made == 3

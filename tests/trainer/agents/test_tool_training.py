@@ -103,11 +103,6 @@ def _padding(batch):
     return ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
 
 
-def test_overlap_is_refused(make_args):
-    with pytest.raises(ValueError, match="generation_batches_ahead: expected 0 with tools"):
-        make_trainer(make_args(generation_batches_ahead=1), ROWS, print, tools=[add])
-
-
 TINY = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none", logging_steps=1, '
 TINY += "save_strategy='no', max_completion_length=300"
 

@@ -70,7 +70,8 @@ def engine(
 ) -> Changes:
     """Return an engine with weights of its own."""
     tokenizer = make_tokenizer()
-    made = BackgroundEngine(tokenizer, make_policy(tokenizer, seed=0).eval(), masks=masks)
+    model = make_policy(tokenizer, seed=0).eval()
+    made = BackgroundEngine(tokenizer, model, masks=masks, group=2)
     made.noise, made.takes_adapter = noise, takes_adapter
     return {"rollout_engine": made} | changes
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.engines import Completions, Sampling, register_rollout_engine
+from grpo_trainer.engines import Completion, Completions, Sampling, register_rollout_engine
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
 from tests.support.batches import BatchTrainer
@@ -160,20 +160,43 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
         ([[[2], [3]], None, [[[2]], [[3, 14]]]], "completion 1: expected token ids .*, got 14"),
     ],
 )
-@pytest.mark.parametrize("ahead", [False, True])
-def test_answers_are_checked(make_trainer, tokenizer, answer, message, ahead):
+def test_answers_are_checked(make_trainer, tokenizer, answer, message):
     class Answers(BackgroundEngine):
-        def _complete(self, prompt_ids, sampling):
+        def generate(self, prompt_ids, sampling):
             return answer and Completions(*answer)
 
     rollouts = make_trainer(engine=Answers(tokenizer), max_completion_length=3).rollouts
     with pytest.raises(ValueError, match=f"rollout engine Answers: .*{message}"):
-        rollouts.start([[1], [2]]).result() if ahead else rollouts.generate([[1], [2]])
+        rollouts.generate([[1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "rollout engine Answers: expected a Completion of `complete_one`, got None"),
+        (Completion([2, 3, 4, 5], [0.0] * 4), "Answers: .*expected 1 to 3 tokens, got 4"),
+        (Completion([2], [0.5]), "Answers: .*log-probabilities of at most 0, got 0.5"),
+        (Completion([2]), "generation_batches_ahead: .*reports log-probabilities, .*got none"),
+        (Completion([2], [0.0], versions=[2]), "Answers: expected versions of 1 to 1, .*got 2"),
+        (Completion([2], [0.0], versions=[0]), "Answers: expected versions of 1 to 1, .*got 0"),
+        (Completion([2], [0.0], versions=[]), "Answers: .*one version per token, got 0 for 1"),
+    ],
+)
+def test_answers_in_the_background_are_checked(make_trainer, tokenizer, answer, message):
+    class Answers(BackgroundEngine):
+        async def complete_one(self, prompt_ids, sampling):
+            return answer
+
+    rollouts = make_trainer(engine=Answers(tokenizer), max_completion_length=3).rollouts
+    rollouts.send()
+    with pytest.raises(ValueError, match=message):
+        rollouts.start(rollouts.complete([1])).result()
+    rollouts.cancel()
 
 
 def test_numbers_of_numpy_are_numbers(make_trainer, tokenizer):
     class Arrays(BackgroundEngine):
-        def _complete(self, prompt_ids, sampling):
+        def generate(self, prompt_ids, sampling):
             return Completions([[*np.array([2, 1])]], [[*np.float32([-1.0, -np.inf])]])
 
     completions = make_trainer(engine=Arrays(tokenizer)).rollouts.generate([[1]])

@@ -18,8 +18,9 @@ from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
 from tests.support.vllm_stub import StubServer, choices, slowly
 
 COMPLETE = "/v1/completions"
+RESET = "/reset_prefix_cache?reset_running_requests=true"
 UPDATE = [
-    "/pause?mode=keep", "/collective_rpc", "/reset_encoder_cache", "/reset_prefix_cache",
+    "/pause?mode=keep", "/collective_rpc", "/reset_encoder_cache", RESET,
     "/update_weight_version", "/resume",
 ]  # fmt: skip
 
@@ -162,7 +163,7 @@ def test_faults_are_retried(make_client, stub, faults, tries):
         ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
         ("/pause?mode=keep", (404, {"detail": "Not Found"}), 1, "grpo-train serve"),
         ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* see the folder .*weights"),
-        ("/reset_prefix_cache", (200, {"success": False}), 4, "requests are running"),
+        (RESET, (200, {"success": False}), 4, "cache is in use"),
     ],
 )
 def test_faults_that_last_are_named(make_client, stub, path, fault, tries, message):

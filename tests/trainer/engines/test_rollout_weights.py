@@ -203,10 +203,10 @@ def test_what_is_sent_of_an_adapter(keeps):
             sampler.outdated()
         with torch.no_grad():
             trained[0].add_(1.0)
-        sampler._ready(None)
+        sampler.send()
         assert sampler._sent == (factors[1] if keeps else base[1] + factors[1])
     assert engine.sent == [base, factors, *[base] * (not keeps), factors, base, factors]
-    sampler._ready(None)  # nothing has changed
+    sampler.send()  # nothing has changed
     assert len(engine.sent) == (5 if keeps else 8)
 
 
@@ -274,7 +274,7 @@ def test_an_adapter_on_a_quantized_base_goes_alone(quantized):
     trained = [value for value in model.parameters() if value.requires_grad]
     for engine.keeps_weights in (True, False):
         sampler.outdated()
-        sampler._ready(None)
+        sampler.send()
         assert sampler._sent == size_of(trained)
     assert engine.sent == [(True, size_of(trained))] * 2
     factors = dict(adapter_weights(model))

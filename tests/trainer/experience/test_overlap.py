@@ -42,8 +42,23 @@ def _no_thread_is_left():
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
+def until(condition) -> None:
+    """Wait until something in the background has happened."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def of_steps(trainer: GRPOTrainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if "loss" in row]
+
+
+def by_update(engine: BackgroundEngine) -> list[tuple[int, int]]:
+    """Return how many batches of four began and ended by the weights of each update."""
+    assert engine.calls[0] == "update"
+    parts = " ".join(engine.calls).split("update")[1:]
+    return [(part.count("start") // 4, part.count("end") // 4) for part in parts]
 
 
 def test_one_generation_batch_old(make, engine):
@@ -58,8 +73,7 @@ def test_one_generation_batch_old(make, engine):
     assert len(prompts) == len(set(prompts)) == 4  # every prompt has its turn
     assert of_steps(trainer, STALENESS) == [0, 1, 1, 1]
     # weights go out when a generation has ended, before the next one; none is begun for nothing
-    one = ["update", "start", "end"]
-    assert engine.calls == ["update", "start", "end", "start", "end", *one, *one]
+    assert by_update(engine) == [(2, 2), (1, 1), (1, 1)]
     fresh, *old = of_steps(trainer, DIFFERENCE)
     assert fresh < 1e-4 and min(old) > 1e-4
     weights = of_steps(trainer, "sampling/importance_sampling_ratio/mean")
@@ -84,15 +98,14 @@ def test_completions_are_at_most_as_many_batches_old(make, engine, policy, ahead
     trainer.train()
     ages = of_steps(trainer, STALENESS)
     assert ages == [0, *(1 + batch % ahead for batch in range(7))]
-    for step, age in enumerate(ages):
-        assert sampled[step] == trained[step - int(age)]
+    assert of_steps(trainer, "sampling/staleness/max") == ages
+    weights = sorted(trained[step - int(age)] for step, age in enumerate(ages) for _ in range(4))
+    assert sorted(sampled) == weights
     assert all(a != b for a, b in pairwise(trained))
     # a round is begun when the one before has ended; the last has what training takes
     rounds = [ahead] * (7 // ahead) + [7 % ahead] * (7 % ahead > 0)
-    calls = ["update", "start", "end"]
-    for number, size in enumerate(rounds):
-        calls += ["update"] * (number > 0) + ["start"] * size + ["end"] * size
-    assert engine.calls == calls
+    rounds[0] += 1  # the first batch is by the same weights
+    assert by_update(engine) == [(size, size) for size in rounds]
     assert prompts == in_order(make)
 
 
@@ -134,7 +147,8 @@ def test_none_is_begun_that_is_not_trained_on(make, engine, ahead, changes):
     trainer.train()
     batches = trainer._generation_batches()
     assert trainer.state.global_step == trainer.state.max_steps
-    assert engine.calls.count("start") == engine.calls.count("end") == len(scored) == batches
+    assert engine.calls.count("start") == engine.calls.count("end") == sum(map(len, scored))
+    assert len(scored) == batches
     assert "cancel" not in engine.calls
 
 
@@ -149,9 +163,9 @@ def test_further_rounds_wait_for_what_was_begun(make, engine):
     changes = {"dynamic_sampling": True, "generation_batches_ahead": 3, "max_steps": 4}
     trainer = make(engine, reward, **changes)
     trainer.train()
-    first, second = ["update", "start", "end"], ["start"] * 3
     # the third batch has nothing to learn from, while the fourth may still be running
-    assert engine.calls == [*first, *second, "end", "end", "end", "update", "generate"]
+    assert by_update(engine) == [(4, 4), (0, 0)]
+    assert engine.calls[-2:] == ["update", "generate"]
     assert asked[3] == "generate" and len(asked) == 5
     assert of_steps(trainer, STALENESS) == [0, 1, 2, 3]
 
@@ -192,7 +206,7 @@ def test_it_generates_while_the_policy_trains(make, engine):
         return found
 
     def work(prompt_ids):
-        if engine.calls.count("start") > 1:
+        if engine.calls.count("start") > 4:
             engine.may_end.clear()
 
     trainer.compute_loss, engine.work = compute_loss, work
@@ -206,20 +220,22 @@ def test_it_generates_while_the_policy_trains(make, engine):
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_an_interrupted_run_ends_the_generation(make, engine, error, said, ahead):
     def reward(**columns):
-        if engine.calls.count("start") == 1 + ahead:
-            raise error("enough")
-        return digits_reversal_reward(**columns)
+        if interrupted:
+            return digits_reversal_reward(**columns)
+        until(lambda: engine.calls.count("start") == 4 + 4 * ahead)
+        interrupted.append(error)
+        raise error("enough")
 
-    def never(prompt_ids):
-        if engine.calls.count("start") > 1:
-            engine.may_end.clear()
+    def work(prompt_ids):
+        if engine.calls.count("end") >= 4:  # those of the first batch
+            gate.wait(30)
 
-    engine.work = never
+    interrupted, gate, engine.work = [], threading.Event(), work
     trainer = make(engine, reward, generation_batches_ahead=ahead)
     with pytest.raises(error, match=said):
         trainer.train()
-    assert engine.calls[-ahead:] == ["cancel"] * ahead
-    engine.work = lambda prompt_ids: None
+    until(lambda: engine.calls.count("cancel") == 4 * ahead)
+    gate.set()
     trainer.train()  # starts again
     assert trainer.state.global_step == 4
 
@@ -233,15 +249,15 @@ def stub(monkeypatch):
 
 
 def test_a_server_is_asked_for_all_batches_of_a_round_at_once(make, stub):
-    together = threading.Barrier(2)
+    together = threading.Barrier(8)
 
     def meet() -> None:
         together.wait(30)
 
-    stub.script[COMPLETE] = [lambda: None, meet, meet]
+    stub.script[COMPLETE] = [lambda: None] * 4 + [meet] * 8
     trainer = make(generation_batches_ahead=2, max_steps=3, **on_a_server(stub))
     trainer.train()
-    assert stub.paths().count(COMPLETE) == 3  # no request was repeated
+    assert stub.paths().count(COMPLETE) == 12  # no request was repeated
     assert of_steps(trainer, STALENESS) == [0, 1, 2]
     trainer.rollouts.close()
 
@@ -257,19 +273,20 @@ def test_a_server_that_is_silent_is_not_waited_for(make, stub, busy):
     silent = threading.Event()
 
     def answer():
-        if len(asked()) == 3 and not busy:
+        if len(asked()) > 8 and not busy:
             silent.wait(60)
-        return 200, {"choices": choices(stub.asked[-1][1]["prompt"], 4)}
+        [choice] = choices([[0]], 1)
+        return 200, {"choices": [choice | {"prompt_token_ids": None}]}
 
     def asked():
         return [path for path in stub.paths() if path == COMPLETE]
 
-    stub.script[COMPLETE] = [answer, answer, *[(503, b"") if busy else answer] * 99]
+    stub.script[COMPLETE] = [answer] * 8 + [(503, b"") if busy else answer] * 99
     steps = []
 
     def reward(**columns):
         steps.append(len(asked()))
-        while len(steps) == 2 and len(asked()) < 3:
+        while len(steps) == 2 and len(asked()) < 9:
             time.sleep(0.01)
         if len(steps) == 2:
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import torch
 
 from grpo_trainer.data import Sample
 from grpo_trainer.engines import EngineContext, Sampler, Sampling
-from grpo_trainer.experience import samples_by
+from grpo_trainer.experience import ByFunction
 from tests.support.trainer import BackgroundEngine, parameters
 
 
@@ -196,4 +196,4 @@ def test_wrong_answers(make_args, tokenizer, function, message):
     sampling = Sampling.from_config(context.args, tokenizer)
     sampler = Sampler(None, context, sampling, step=lambda: 0, name="none")
     with pytest.raises(ValueError, match=f"rollout_func: .*{message}"):
-        samples_by(lambda p: function(p, trainer), sampler, [Sample("12=")] * 4)
+        ByFunction(lambda p: function(p, trainer), sampler, context)([Sample("12=")] * 4)
