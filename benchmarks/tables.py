@@ -56,6 +56,7 @@ LAYOUTS = {
     "optimizers": Layout("Sparse backwards by optimizer", together=True, notes=True),
     "states": Layout("Weights and optimizer states in fewer bits", together=True, notes=True),
     "updates": Layout("Small steps in fewer bits", together=True, notes=True),
+    "asynchronous": Layout("Batches ahead of training", "0-ahead", together=True, notes=True),
     "rounding": Layout("Rounding of the weight's gradient", notes=True),
     "sparse": Layout("Steps with a sparse backward", BARE, notes=True),
     "entries": Layout("The passes of a sparse backward", notes=True, errors=True),
