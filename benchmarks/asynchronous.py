@@ -56,11 +56,11 @@ class Way:
 
 
 WAYS = {
-    "0-ahead": Way("no batch ahead", 0),
-    "1-ahead": Way("1 batch ahead", 1),
-    "2-ahead": Way("2 batches ahead", 2),
-    "1-ahead-in-flight": Way("1 batch ahead, weights in flight", 1, MAX_STALENESS),
-    "2-ahead-in-flight": Way("2 batches ahead, weights in flight", 2, MAX_STALENESS),
+    "0-ahead": Way("none ahead", 0),
+    "1-ahead": Way("one batch ahead", 1),
+    "2-ahead": Way("two batches ahead", 2),
+    "1-ahead-in-flight": Way("one batch ahead, weights in flight", 1, MAX_STALENESS),
+    "2-ahead-in-flight": Way("two batches ahead, weights in flight", 2, MAX_STALENESS),
 }
 
 
@@ -132,10 +132,10 @@ def run(way: Way, steps: int, seed: int) -> dict[str, Any]:
         "staleness": fmean(ages),
         "oldest": max(ages),
         "left_out": in_loss.count(0) / len(in_loss),
-        "logp_error": _logp_error(watch, trainer.model),
+        "logp_error": logp_error(watch, trainer.model),
     }
     prompts = trainer.train_dataset["prompt"]
-    return outcome | {"seconds": watch.seconds, "wrong": _wrong(way, watch, prompts, outcome)}
+    return outcome | {"seconds": watch.seconds, "wrong": find_error(way, watch, prompts, outcome)}
 
 
 def _build(way: Way, watch: Watch, steps: int, seed: int, folder: Path) -> Any:
@@ -168,8 +168,8 @@ def _build(way: Way, watch: Watch, steps: int, seed: int, folder: Path) -> Any:
     return trainer
 
 
-def _wrong(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, Any]) -> str | None:
-    """Return what a run of this way must not do."""
+def find_error(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, Any]) -> str | None:
+    """Return what a run of this way did that it must not do, or None."""
     times = Counter(one.prompt for one in watch.trained)
     if times != dict.fromkeys(prompts, SIZE):
         return "a prompt was not trained on exactly once"
@@ -187,7 +187,7 @@ def _wrong(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, Any]) 
 
 
 @torch.no_grad()
-def _logp_error(watch: Watch, policy: PreTrainedModel) -> float:
+def logp_error(watch: Watch, policy: PreTrainedModel) -> float:
     """Return how far recorded log-probabilities are from those of the weights of their version."""
     policy.eval()
     errors = [0.0]

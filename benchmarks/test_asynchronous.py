@@ -18,8 +18,8 @@ from benchmarks.conftest import Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.simulated import LONGEST, SHORTEST, TAIL
+from benchmarks.test_states import LAST
 
-LAST = 10  # steps whose mean reward is that at the end
 _STEPS, _SEEDS = 60, (0, 1, 2)
 
 
@@ -40,7 +40,7 @@ class Seed:
 
 
 CASES = {
-    "tiny": [Seed(4, 0)],
+    "tiny": [Seed(2, 0)],
     "cpu": [Seed(_STEPS, seed) for seed in _SEEDS],
 }
 
