@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import figure, tables, text
+from benchmarks.asynchronous import WAYS as WAYS_AHEAD
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
 from benchmarks.results import RESULTS, ROOT, Group, Row, load
@@ -45,6 +46,7 @@ DOCUMENTS = (
     "docs/guides/exactness.md",
     "docs/guides/real-model.md",
     "docs/guides/optimizers.md",
+    "docs/guides/asynchronous.md",
 )
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
@@ -196,6 +198,34 @@ def states(kind: str) -> str:
     one = groups[0]
     seeds = len({group.facts["seed"] for group in groups})
     caption = f"{one.about}, {seeds} seeds: the mean and its spread; {one.where}; {one.source}."
+    return f"{caption}\n\n{text.markdown(table)}"
+
+
+def asynchronous(kind: str) -> str:
+    """Write what batches ahead of training save and cost, over the seeds of their runs."""
+    groups = [group for group in newest(kind)[1] if group.benchmark == "asynchronous"]
+    runs = _rows_of(groups)
+    if not runs:
+        return NOT_MEASURED
+    base = [fmean(row.seconds) for row in runs["0-ahead"]]
+    titles = "seconds per step", "of none ahead", "age of tokens", "oldest", "tokens left out"
+    table = [["", *titles, f"reward of the last {LAST} steps", "of each seed"]]
+    for name, rows in runs.items():
+        infos = [row.info for row in rows]
+        seconds = [fmean(row.seconds) for row in rows]
+        rewards = [fmean(info["rewards"][-LAST:]) for info in infos]
+        table.append([
+            WAYS_AHEAD[name].note,
+            text.spread(seconds),
+            text.spread([own / other for own, other in zip(seconds, base, strict=True)]),
+            f"{fmean(info['staleness'] for info in infos):.2f}",
+            str(max(info["oldest"] for info in infos)),
+            text.percent(fmean(info["left_out"] for info in infos)),
+            f"{fmean(rewards):.3f}",
+            ", ".join(f"{reward:.3f}" for reward in rewards),
+        ])  # fmt: skip
+    one = groups[0]
+    caption = f"{one.about}. {len(groups)} seeds; {one.where}; {one.source}."
     return f"{caption}\n\n{text.markdown(table)}"
 
 
