@@ -158,7 +158,7 @@ class Likelihood(Term):
         return loss
 
 
-def agents(**changes: Any) -> Changes:
+def agents(reports: bool = False, **changes: Any) -> Changes:
     """Return a policy that calls a tool as often as the prompt says; every fourth call fails."""
 
     def script(text: str, row: int) -> str:
@@ -173,7 +173,7 @@ def agents(**changes: Any) -> Changes:
         "model": tools.make_small_policy(len(tokenizer)),
         "train_dataset": Dataset.from_list(rows),
         "processing_class": tokenizer,
-        "rollout_engine": tools.ScriptedEngine(tokenizer, script, by_row=True),
+        "rollout_engine": tools.ScriptedEngine(tokenizer, script, reports, by_row=True),
         "max_completion_length": 250,
     } | changes
 
@@ -208,6 +208,19 @@ def completed(prompts, trainer):
         "logprobs": [[-1.0, None, -1.0, None]] * len(ids),
         "env_mask": [[1, 0, 1, 0]] * len(ids),
         "luck": [random.random() for _ in ids],
+    }
+
+
+def sampled(prompts, trainer):
+    """Return completions of the engine, in two turns of which the second is somebody else's."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    completions = trainer.rollouts.generate(ids)
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[*own[:3], 4] for own in completions.token_ids],
+        "logprobs": [[*own[:3], None] for own in completions.logprobs],
+        "env_mask": [[1] * len(own[:3]) + [0] for own in completions.token_ids],
+        "turns": [2] * len(prompts),
     }
 
 
@@ -294,7 +307,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
     ),
     "tools": lambda: agents(tools=[tools.add], num_iterations=3, logging_steps=3),
+    "tools, ahead": lambda: agents(tools=[tools.add], generation_batches_ahead=2, reports=True),
     "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
+    "a function that completes, ahead": lambda: engine(**OVERLAP, rollout_func=sampled),
     "a function that completes, a reward that logs": {
         "rollout_func": completed, "reward_funcs": talking, "num_iterations": 2, "logging_steps": 3,
     },
