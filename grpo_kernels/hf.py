@@ -44,6 +44,8 @@ TOKEN_WISE_MLPS = (
     *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
     *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
 )
+# fields of configs: experts that a token goes through
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 _TOKENS = 4
 _LARGE = 64.0  # logits of this size show every softcap in use

@@ -32,6 +32,9 @@ class Sample:
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     # optimizer steps that the weights of each token had seen
     rollout_versions: list[int] | None = None
+    # (tokens, layers, K) integers: the experts that the engine sent prompt and completion through,
+    # except the last token, which it did not run; -1: not known
+    routed_experts: Tensor | None = None
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
     images: ImageInputs | None = None  # of the prompt and of what tools answered
     row: Row | None = None  # of the dataset
@@ -100,8 +103,8 @@ class Sample:
 
 # fields of a sample that are set when it is completed, and that a checkpoint holds
 _COMPLETED = (
-    *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs"),
-    *("sampling_mask", "rollout_versions", "env_mask", "columns"),
+    *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs", "sampling_mask"),
+    *("routed_experts", "rollout_versions", "env_mask", "columns"),
 )
 
 
@@ -174,6 +177,8 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
+    # (B, L, layers, K) int16: experts that the policy replays; -1: it routes the token by itself
+    routed_experts: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
     prompt_tokens: Tensor | None = None  # (B,) int64 tokens in the loss of each row's prompt
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places

@@ -35,4 +35,10 @@ from grpo_trainer.policy.placement import (
     loading_whole,
     placement_of,
 )
+from grpo_trainer.policy.routing import (
+    add_routing_replay,
+    check_experts,
+    check_routing_replay,
+    replayed_experts,
+)
 from grpo_trainer.policy.teacher import Teacher, TeacherSource

@@ -24,6 +24,7 @@ from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.placement import Placement
+from grpo_trainer.policy.routing import replay_of, routing_metrics
 
 _REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
@@ -66,11 +67,13 @@ def policy_loss_of(
     more: dict[str, Any] = {}
     for term in terms:
         more |= term.forward_options
-    output = run(model, batch, head_fn, **more)
+    output = run(model, batch, head_fn, **replay_of(batch), **more)
     loss = output.head
     for term in terms:
         if (of_output := term.on_output(batch, output)) is not None:
             loss = loss + added(term, of_output)
+    if batch.routed_experts is not None:
+        metrics.append(routing_metrics(model))
     return loss, metrics[0] if len(metrics) == 1 else Metrics.merge(metrics)
 
 
@@ -96,12 +99,18 @@ class RouterLoss(Term):
 
 
 def target_logprobs(
-    model: nn.Module, batch: MicroBatch, temperature: float, vocab_size: int | None = None
+    model: nn.Module,
+    batch: MicroBatch,
+    temperature: float,
+    vocab_size: int | None = None,
+    *,
+    replays_routing: bool = False,
 ) -> Tensor:
     """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
     With sampling masks they are renormalized over them, as the loss takes them. Rows of the head
     from ``vocab_size`` on are padding, which has no probability; None: all rows are in use.
+    ``replays_routing``: by the batch's ``routed_experts``, if it has them.
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
@@ -118,7 +127,8 @@ def target_logprobs(
         return logprobs
 
     with evaluating(model):
-        return run(model, batch, head_fn).head
+        more = replay_of(batch) if replays_routing else {}
+        return run(model, batch, head_fn, **more).head
 
 
 @contextmanager
