@@ -211,7 +211,10 @@ def moe_aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | 
 
 def _balancing_loss(model: PreTrainedModel) -> Any:
     """Return the function of that name in the modeling file of the family, or None."""
-    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    name = "load_balancing_loss_func"
+    # FSDP2 makes a subclass, in a module of its own
+    losses = (getattr(sys.modules[kind.__module__], name, None) for kind in type(model).__mro__)
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -> None:
