@@ -42,6 +42,7 @@ from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.settings import (
     base_source,
     check_engine_options,
+    check_reports_experts,
     check_requantized,
     describe,
     engine_ranks,
@@ -110,6 +111,7 @@ class ColocatedVLLM:
         if self.has_base:
             source = {} if "model" in own else base_source(context)
             settings |= {"load_format": "auto"} | source | own
+        self._reports_experts = args.use_rollout_routing_replay
         self._llm = self._made(context, settings)
         if not self.has_base:  # whatever has quantized them
             check_requantized(self._llm.llm_engine.model_config.quantization, _QUANTIZATION)
@@ -161,13 +163,17 @@ class ColocatedVLLM:
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
             for sample, ids in zip(samples, token_ids, strict=True)
         ]
+        completions = Completions(token_ids, logprobs)
+        if self._reports_experts:
+            experts = [sample.routed_experts for sample in samples]
+            completions = completions._replace(routed_experts=experts)
         if not sampling.sampling_mask_size:
-            return Completions(token_ids, logprobs)
+            return completions
         mask = [
             [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
             for sample in samples
         ]
-        return Completions(token_ids, logprobs, mask)
+        return completions._replace(sampling_mask=mask)
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         """Replace the weights in place, tensor by tensor, and drop what was cached by the old; with
@@ -338,6 +344,8 @@ class VLLMServer(RolloutEngine):
         device = context.accelerator.device
         self.client.init_communicator(device, args.vllm_weight_transfer, folder)
         server = self.client.get_server_info()
+        if args.use_rollout_routing_replay:
+            check_reports_experts(server)
         takes_adapter = adapter_rank(context, partial(server_ranks, server)) > 0
         has_base = loads_base(
             context,

@@ -24,7 +24,7 @@ from grpo_trainer import GRPOConfig, GRPOTrainer, Term
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.monitor import value_metric
 from tests.support import tools, vision
-from tests.support.trainer import BackgroundEngine, adapted
+from tests.support.trainer import BackgroundEngine, RoutedEngine, adapted
 
 Changes = dict[str, Any]
 
@@ -102,6 +102,12 @@ def experts() -> Changes:
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=1,
     )  # fmt: skip
     return {"model": AutoModelForCausalLM.from_config(config), "router_aux_loss_coef": 0.5}
+
+
+def replayed(**changes: Any) -> Changes:
+    engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2)
+    routing = {"rollout_engine": engine, "use_rollout_routing_replay": True}
+    return experts() | routing | changes
 
 
 def dropout(**changes: Any) -> Changes:
@@ -318,6 +324,8 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     # rewards, the loss and its schedules
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "mixture of experts": experts,
+    "routing replay": lambda: replayed(num_iterations=2, beta=0.1, packing="packed"),
+    "routing replay, overlap": lambda: replayed(**OVERLAP),
     "bounded backward": {"backward": "sparse"},
     "packed rows": {"packing": "packed", "num_iterations": 2, "beta": 0.1},
     # what else moves
