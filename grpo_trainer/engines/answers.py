@@ -138,7 +138,12 @@ def checked_experts(experts: Any) -> Tensor:
     """Return a tensor or array of experts, (tokens, layers, K), in the smallest dtype; ValueError
     for anything else."""
     array = np.asarray(experts)
-    if array.ndim != 3 or array.dtype.kind not in "iu" or not array.size or array.min() < -1:
+    if (
+        array.ndim != 3
+        or not np.issubdtype(array.dtype, np.integer)
+        or not array.size
+        or array.min() < -1
+    ):
         raise ValueError(
             "expected routed_experts as integers from -1 on, (tokens, layers, experts of a token), "
             f"got {shortened(experts)}"

@@ -103,10 +103,11 @@ def server_ranks(server: dict[str, Any]) -> Sequence[int] | str:
 
 def check_reports_experts(server: dict[str, Any]) -> None:
     """Raise ValueError unless a server by its configuration reports routed experts."""
-    if not server["aux_output_config"]["enable_return_routed_experts"]:
+    reports = server.get("aux_output_config", {})
+    if not reports.get("enable_return_routed_experts"):
         raise ValueError(
-            "use_rollout_routing_replay: expected a server that reports routed experts, got one "
-            "that was started without --enable-return-routed-experts"
+            "use_rollout_routing_replay: expected a server of vLLM 0.32 or later that reports "
+            "routed experts, got one that was started without --enable-return-routed-experts"
         )
 
 

@@ -17,6 +17,7 @@ from grpo_trainer.common import start
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completion, Completions, policy_weights
 from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
+from grpo_trainer.vllm.settings import check_reports_experts
 from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,
@@ -131,6 +132,11 @@ def test_what_is_sampled(client, tokenizer):
             client.generate([prompt])
     with pytest.raises(ValueError, match="does not know sead"):
         client.generate(PROMPTS, sead=5)
+
+
+def test_a_server_that_reports_no_experts(client):
+    with pytest.raises(ValueError, match="started without --enable-return-routed-experts"):
+        check_reports_experts(client.get_server_info())
 
 
 def test_sampling_mask(client, policy):
