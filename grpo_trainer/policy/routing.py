@@ -88,6 +88,8 @@ def check_routing_replay(model: PreTrainedModel, runs: nn.Module) -> None:
         mask = torch.ones_like(ids)
         runs(input_ids=ids, attention_mask=mask, head_fn=keep, routed_experts=replayed)
 
+    for router in routers.values():
+        router.keeps_own = True
     run()
     for router in routers.values():
         if router.choices != 1:
@@ -99,6 +101,8 @@ def check_routing_replay(model: PreTrainedModel, runs: nn.Module) -> None:
     for number, router in routers.items():
         replayed[0, :, number] = (router.own + 1) % router.experts
     run()
+    for router in routers.values():
+        router.keeps_own, router.own = False, None
     own, same, other = hidden
     allowed = TOLERANCE[own.dtype] * own.abs().max()
     if (same - own).abs().max() > allowed or (other - own).abs().max() <= allowed:
@@ -204,6 +208,7 @@ class _ReplayingRouter(ForwardOverlay):
     """What it makes of a router, and what that did last."""
 
     replayed: Tensor | None = None  # (N, K) while its layer runs
+    keeps_own = False  # while it is tried
     own: Tensor | None = None  # (N, K) what it would have chosen
     counts: Tensor  # (2,) fp64 choices that differ, and all that were replayed
     choices = 0  # calls of topk that chose experts
@@ -215,7 +220,9 @@ class _ReplayingRouter(ForwardOverlay):
             return own_forward(*args, **kwargs)
         with _Choice(self.replayed) as choice:
             output = own_forward(*args, **kwargs)
-        self.choices, self.own, self.experts = choice.calls, choice.own, choice.experts
+        self.choices, self.experts = choice.calls, choice.experts
+        if self.keeps_own:
+            self.own = choice.own
         if choice.own is not None:
             self.counts = _counts(choice.own, self.replayed)
         return output
