@@ -16,6 +16,7 @@ CONFIG = {
     "model_config": {"quantization": None},
     "lora_config": None,
     "aux_output_config": {"enable_return_routed_experts": False},
+    "speculative_config": None,
 }
 
 
