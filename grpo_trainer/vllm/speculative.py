@@ -53,7 +53,8 @@ class Speculation:
 
     def __init__(self, counts: Callable[[], Counts] | None) -> None:
         self._counts = counts
-        self._before = Counts()
+        # of an engine that was here before, or of another run with the same server
+        self._before = Counts() if counts is None else counts()
 
     def log(self) -> None:
         """Log what was drafted since the last call. All processes call it."""
