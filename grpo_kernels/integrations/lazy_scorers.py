@@ -20,11 +20,11 @@ from grpo_kernels.head import Head, Transform
 from grpo_kernels.integrations.probe import (
     Probe,
     Replacement,
+    Use,
     find,
     gradients,
     normal,
     unlike,
-    unlike_parameters,
 )
 from grpo_kernels.integrations.switch import HOSTS, Switch, claim, release
 from grpo_kernels.linear_logprobs import LinearLogprobs
@@ -220,15 +220,22 @@ _SCORERS: dict[str, dict[str, Callable[..., Any]]] = {
 def _replacements(host: str) -> Iterator[Replacement]:
     for name, ours in _SCORERS[host].items():
         both = functools.partial(_taking_both, ours=ours)
-        yield Replacement(_MODULES[host], name, both, everywhere=True, wraps=True)
+        yield Replacement(
+            _MODULES[host], name, both, everywhere=True, wraps=True, like=ours, more=_OPTIONS
+        )
+
+
+def _uses(host: str) -> tuple[Use, ...]:
+    """Return what has to import the scorers by their names: without it ours are never called."""
+    callers = {"trl": "trl.trainer.grpo_trainer"}
+    return tuple(Use(f"{callers[host]}:{name}") for name in _SCORERS[host] if host in callers)
 
 
 def _compare(host: str) -> Iterator[str]:
     for name, ours in _SCORERS[host].items():
         theirs = find(f"{_MODULES[host]}:{name}")
-        both = _taking_both(theirs, ours)
-        differ = [*unlike_parameters(f"{_MODULES[host]}.{name}", theirs, ours, _OPTIONS)]
-        yield from differ or unlike(name, _scores_of(theirs), _scores_of(both, lazy=True))
+        lazy = _scores_of(_taking_both(theirs, ours), lazy=True)
+        yield from unlike(name, _scores_of(theirs), lazy)
 
 
 def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]:
@@ -245,14 +252,18 @@ def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(ours).parameters
+
     @functools.wraps(theirs)
     def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
         given = inspect.signature(theirs).bind(logits, *args, **kwargs)
+        # theirs alone knows what another version takes; where they are formed, somebody needed it
+        if logits.real is not None or given.arguments.keys() - known:
+            return theirs(logits.formed(), *args, **kwargs)
         given.apply_defaults()
-        # where they are formed, somebody needed them as such
-        found = ours(**given.arguments) if logits.real is None else None
+        found = ours(**{name: x for name, x in given.arguments.items() if name in known})
         return theirs(logits.formed(), *args, **kwargs) if found is None else found
 
     return score
@@ -263,7 +274,9 @@ SWITCHES = {
         Probe(
             host=HOSTS[f"lazy_scorers, {name}"],
             replacements=functools.partial(_replacements, name),
-            compare=functools.partial(_compare, name),
+            uses=_uses(name),
+            # the others score by kernels of FlashAttention where that is installed, or compile
+            compare=functools.partial(_compare, name) if name == "trl" else tuple,
         )
     )
     for name in _SCORERS

@@ -60,7 +60,8 @@ class Replacement(NamedTuple):
     ours: Any
     everywhere: bool = False  # also in all modules that have imported it by this name
     wraps: bool = False  # ``ours(theirs)`` makes what stands in
-    more: tuple[str, ...] = ()  # parameters that ours has and theirs does not
+    like: Any = None  # has the parameters that theirs has to have; None: ours
+    more: tuple[str, ...] = ()  # parameters of it that theirs need not have
 
     def differences(self) -> Iterator[str]:
         """Yield what is not as ours needs it: the attribute itself, or its parameters."""
@@ -70,7 +71,7 @@ class Replacement(NamedTuple):
         except (ImportError, AttributeError) as error:
             yield f"{place}: missing{_why(error)}"
             return
-        ours = self.ours(theirs) if self.wraps else self.ours
+        ours = self.like or (self.ours(theirs) if self.wraps else self.ours)
         if not inspect.isclass(ours):
             if callable(ours):
                 yield from unlike_parameters(place, theirs, ours, self.more)
@@ -155,15 +156,15 @@ class Probe:
 @functools.cache
 def differences(probe: Probe, installed: str) -> tuple[str, ...]:
     """Return what an installed version has otherwise; numbers are compared where names agree."""
-    needed = (*probe.replacements(), *probe.uses)
+    needed: tuple[Replacement | Use, ...] = (*probe.replacements(), *probe.uses)
     found = [each for part in needed for each in part.differences()] or _unlike_numbers(probe)
     if not found and not probe.host.was_tested(installed):
         _log.warning(
-            "%s %s was not tested (%s was), but has the functions, parameters and numbers that our "
-            "adapter needs",
+            "%s %s was not tested (tested: %s); the probe passed: it has the functions and numbers "
+            "that our adapter needs",
             probe.host.package,
             installed,
-            " and ".join(probe.host.tested),
+            ", ".join(probe.host.tested),
         )
     return tuple(found)
 

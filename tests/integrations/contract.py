@@ -107,8 +107,8 @@ def _check_off_again(adapter: Adapter) -> None:
 
 def _check_switch(package: str, switch: Switch) -> None:
     """Hold a switch to what is wrong: no host, another one, a patch of somebody else's."""
+    _check_probe(package, switch)  # which imports the host
     theirs = _functions(package)
-    _check_probe(package, switch)
     switch.enable()
     switch.enable()  # again, without effect
     ours = {place: x for place, x in _functions(package).items() if x is not theirs.get(place, x)}
@@ -127,7 +127,7 @@ def _check_switch(package: str, switch: Switch) -> None:
 
 
 def _check_probe(package: str, switch: Switch) -> None:
-    """Hold a switch to hosts that are absent, that lack something, and that are only newer."""
+    """Hold a switch to hosts that are absent, that have changed, and that are only newer."""
     probe, theirs = switch.probe, _functions(package)
     first = next(iter(probe.replacements()))
     owner = find(first.owner)
@@ -141,14 +141,19 @@ def _check_probe(package: str, switch: Switch) -> None:
         with switch.enabled():
             assert switch.on
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(owner, first.name)
+            patch.setattr(owner, first.name, _with_another_parameter)
             switch.probe = replace(newer)  # whose verdict is not known yet
-            with pytest.raises(ImportError, match=rf"\* \S+\.{first.name}: missing"):
+            said = rf"\* \S+\.{first.name}.*: (missing|new parameter 'another')"
+            with pytest.raises(ImportError, match=said):
                 switch.enable()
     finally:
         switch.probe = probe
     assert not switch.on
     _assert_the_same(_functions(package), theirs)
+
+
+def _with_another_parameter(another: Any) -> None:
+    """Stand for a function that a host has changed."""
 
 
 def _check_refused(message: str, call: Callable[[], Any]) -> None:
