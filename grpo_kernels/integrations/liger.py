@@ -230,7 +230,7 @@ def _grpo_loss(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     module = kind(compiled=False, **settings)
     loss, metrics = module(
         hidden, weight, ids, mask, torch.tensor([1.0, -0.5]), bias,
-        ref_per_token_logps=reference, old_per_token_logps=old,
+        ref_per_token_logps=reference, old_per_token_logps=old, num_items_in_batch=torch.tensor(7),
     )  # fmt: skip
     named = {f"metric {number}": value for number, value in enumerate(metrics)}
     return {"loss": loss, **named, **gradients(loss, hidden=hidden, weight=weight, bias=bias)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -123,7 +124,8 @@ class Probe:
     host: Host
     replacements: Callable[[], Iterable[Replacement]] = tuple
     uses: tuple[Use, ...] = ()
-    # runs the host's functions and ours where they can run on a CPU, and yields what differs
+    # runs the host's functions and ours where they can run on a CPU, and yields what differs; it
+    # must not wait for other processes, which may not run it
     compare: Callable[[], Iterable[str]] = tuple
     override: str = "enable(any_version=True)"  # what tries it nevertheless; "": nothing does
 
@@ -187,12 +189,29 @@ def _undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
+        _without_zero3(),
     ):
         torch.set_default_dtype(torch.float32)
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Let transformers know of no ZeRO-3, under which it takes parameters for parts of some."""
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if deepspeed is None:  # nobody has told it of one
+        yield
+        return
+    name = "_hf_deepspeed_config_weak_ref"
+    known = getattr(deepspeed, name)
+    setattr(deepspeed, name, None)
+    try:
+        yield
+    finally:
+        setattr(deepspeed, name, known)
 
 
 def find(place: str) -> Any:
@@ -267,18 +286,40 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def tiny_model() -> PreTrainedModel:
-    """Return a causal LM of fixed random weights, with a bias, a scale and a softcap of logits."""
+    """Return a causal LM of fixed random weights, with a bias, a scale and a softcap of logits.
+
+    It is of no family of transformers, which somebody may have patched for GPUs.
+    """
     transformers = import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=19, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
+    output = import_module("transformers.modeling_outputs").BaseModelOutput
+
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(19, 8), nn.Linear(8, 8)
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return output(last_hidden_state=torch.tanh(self.layer(self.embedding(input_ids))))
+
+    class Model(transformers.PreTrainedModel):  # type: ignore[name-defined]
+        config_class = transformers.PretrainedConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model, self.lm_head = Backbone(), nn.Linear(8, 19)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+            return self.lm_head(self.model(input_ids).last_hidden_state)
+
+    config = transformers.PretrainedConfig(vocab_size=19)
     config.logit_scale, config.final_logit_softcapping = 0.7, 3.0
-    model = transformers.LlamaForCausalLM(config)
-    model.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size))
-    g = torch.Generator().manual_seed(0)
+    model, g = Model(config), torch.Generator().manual_seed(0)
     for weight in model.parameters():
-        weight.data = torch.randn(weight.shape, generator=g) * 0.5
+        weight.data = torch.randn(weight.shape, generator=g)
     return model
 
 

@@ -153,7 +153,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             log["entropy_coef"].append(self.entropy_coef)
 
 
-# what ours reads of TRL's config, each at a value that has an effect
+# what ours reads of TRL's config, at values that have an effect
 _CONFIG: dict[str, Any] = {
     "beta": 0.1,
     "delta": 1.3,
@@ -172,7 +172,7 @@ _CONFIG: dict[str, Any] = {
     "sapo_temperature_pos": 2.0,
     "steps_per_generation": 4,
     "temperature": 0.7,
-    "top_entropy_quantile": 0.7,
+    "top_entropy_quantile": 1.0,  # a share would be of the tokens of all processes
     "use_bias_correction_kl": True,
     "vespo_k_neg": 2.0,
     "vespo_k_pos": 2.5,

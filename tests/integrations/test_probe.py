@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from grpo_kernels.integrations.switch import Switch
 trl = pytest.importorskip("trl", reason="TRL's adapter was not probed")
 liger_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
 
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer import distillation_trainer, grpo_trainer, utils
 
 from grpo_kernels.integrations import trl as ours
@@ -257,6 +259,24 @@ def test_the_probe_leaves_the_state_of_torch_alone() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_probe_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of several processes of ZeRO-3, that may use NCCL."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a collective was called")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    stage = SimpleNamespace(is_zero3=lambda: True)
+    known = "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref"
+    monkeypatch.setattr(known, lambda: stage)
+    for each in (ours.PROBE, trl_trainer.PROBE, liger.SWITCH.probe):
+        each.check()
+    assert is_deepspeed_zero3_enabled()
 
 
 def reading(read: Callable[[Any, Any], None]) -> Any:
