@@ -183,9 +183,8 @@ class MicroBatch:
     prompt_tokens: Tensor | None = None  # (B,) int64 tokens in the loss of each row's prompt
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
-    # (2, B) int64: tokens of each row's prompt, and the first row with the same one
-    prompts: Tensor | None = None
-    shares_prompts: bool = False  # the packed rows have each of these once
+    # (B, L) int16: the row whose packed token stands for each element; None: its own
+    owners: Tensor | None = None
     # B numbers each, so that a step reads none from a device: tokens of each row in the loss, and
     # those of them whose advantage is not 0; None: the host does not know
     lengths: list[int] | None = None
@@ -290,8 +289,6 @@ def collate(
         advantages = known.to(device)
     active = in_loss & (known.view(len(samples), -1) != 0)
     images = [sample.images for sample in samples]
-    numbers: dict[tuple[int, ...], int] = {}
-    first = [numbers.setdefault(tuple(one.prompt_ids), row) for row, one in enumerate(samples)]
     return MicroBatch(
         input_ids.to(device),
         filled.long().to(device),
@@ -302,7 +299,6 @@ def collate(
         rollout_logprobs=rollout_logprobs,
         sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
         inputs=model_inputs(images, lengths, input_ids.shape[1], device),
-        prompts=torch.stack([starts, torch.tensor(first)]).to(device),
         lengths=in_loss.sum(1).tolist(),
         active_lengths=active.sum(1).tolist(),
         samples=samples,

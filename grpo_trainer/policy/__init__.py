@@ -27,7 +27,7 @@ from grpo_trainer.policy.optimizers import (
     check_optimizer,
     with_learning_rate,
 )
-from grpo_trainer.policy.packing import make_pack
+from grpo_trainer.policy.packing import Packing, make_pack
 from grpo_trainer.policy.placement import (
     WHOLE,
     Placement,
@@ -35,6 +35,7 @@ from grpo_trainer.policy.placement import (
     loading_whole,
     placement_of,
 )
+from grpo_trainer.policy.prefixes import Prefixes
 from grpo_trainer.policy.routing import (
     add_routing_replay,
     check_experts,

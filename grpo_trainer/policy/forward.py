@@ -144,7 +144,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
     """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
 
-    The body runs without padding where the batch is ``packed``, perhaps on each prompt once.
+    The body runs without padding where the batch is ``packed``, and once on what rows with
+    ``owners`` have in common.
     ``head_fn`` gets the hidden states, (B, L, D), in the places of padded rows, and at padding any
     that are finite.
     """
@@ -153,7 +154,7 @@ def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) ->
         return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
     packed, places = batch.packed, _places(batch)
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
-    inputs = {"attention_mask": _mask_of_shared(batch)} if batch.shares_prompts else {}
+    inputs = {} if batch.owners is None else {"attention_mask": _mask_of_shared(batch)}
 
     def of_padded(hidden: Tensor, head: Head) -> Tensor:
         return head_fn(hidden.flatten(0, 1)[places], head)
@@ -175,25 +176,17 @@ def _places(batch: MicroBatch) -> Tensor:  # (B, L) int64
     places = torch.zeros(elements + 1, dtype=torch.int64, device=device)
     places[batch.packed.flatten()] = torch.arange(batch.packed.numel(), device=device)
     places = places[:-1].view(batch.input_ids.shape)
-    if not batch.shares_prompts:
-        return places
-    assert batch.prompts is not None  # else there are none to share
-    row, column = (torch.arange(size, device=device) for size in places.shape)
-    prompt, first = batch.prompts[:, :, None]
-    return places[torch.where(column < prompt, first, row[:, None]), column]
+    return places if batch.owners is None else places.gather(0, batch.owners.long())
 
 
 def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
-    """Return who sees whom: tokens of a row what is before them in it, its prompt included."""
-    assert batch.packed is not None and batch.prompts is not None
-    width = batch.input_ids.shape[1]
+    """Return who sees whom: tokens of a row what is before them in it, whoever owns that."""
+    assert batch.packed is not None and batch.owners is not None
+    count, width = batch.input_ids.shape
     row, position = batch.packed // width, batch.packed % width
-    # what fills up is a row of its own
-    prompt = functional.pad(batch.prompts[0], (0, 1))[row]
-    first = functional.pad(batch.prompts[1], (0, 1), value=len(batch.input_ids))[row]
-    of_prompt = (first[:, :, None] == first[:, None, :]) & (position < prompt)[:, None, :]
-    before = position[:, None, :] <= position[:, :, None]
-    return (before & ((row[:, :, None] == row[:, None, :]) | of_prompt))[:, None]
+    owners = functional.pad(batch.owners, (0, 0, 0, 1), value=count)  # what fills up is a row, too
+    seen = owners[row[:, :, None], position[:, None, :]] == row[:, None, :]
+    return (seen & (position[:, None, :] <= position[:, :, None]))[:, None]
 
 
 class Reference(TrainerCallback):
