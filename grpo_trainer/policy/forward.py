@@ -45,6 +45,11 @@ def policy_loss_of(
     ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
     on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
+    # packed rows are not padded again where only the loss reads them
+    padded = batch.packed is None or any(loss_of is not None for loss_of in on_head)
+    rows = None if padded else tokens.rows
+    if rows is not None:
+        tokens = replace(tokens, rows=None, layout=torch.tensor([tokens.num_tokens]))
     metrics: list[Metrics] = []
 
     def added(term: Term, output: Any) -> Tensor:
@@ -67,7 +72,7 @@ def policy_loss_of(
     more: dict[str, Any] = {}
     for term in terms:
         more |= term.forward_options
-    output = run(model, batch, head_fn, **replay_of(batch), **more)
+    output = run(model, batch, head_fn, rows, **replay_of(batch), **more)
     loss = output.head
     for term in terms:
         if (of_output := term.on_output(batch, output)) is not None:
@@ -141,18 +146,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.train(was_training)
 
 
-def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
+def run(
+    model: nn.Module,
+    batch: MicroBatch,
+    head_fn: HeadFn,
+    rows: Tensor | None = None,  # (T,) int64
+    **options: Any,
+) -> Any:
     """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
 
     The body runs without padding where the batch is ``packed``, and once on what rows with
     ``owners`` have in common.
     ``head_fn`` gets the hidden states, (B, L, D), in the places of padded rows, and at padding any
-    that are finite.
+    that are finite; of a ``packed`` batch with ``rows`` those of these of the B * L elements,
+    (T, D).
     """
     if batch.packed is None:
         inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
         return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
-    packed, places = batch.packed, _places(batch)
+    packed, width = batch.packed, batch.input_ids.shape[1]
+    places = _places(batch) if rows is None else _places(batch).flatten()[rows]
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
     inputs = {} if batch.owners is None else {"attention_mask": _mask_of_shared(batch)}
 
@@ -161,7 +174,7 @@ def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) ->
 
     return model(
         input_ids=elements[packed],
-        position_ids=packed % places.shape[1],
+        position_ids=packed % width,
         **inputs,
         head_fn=of_padded,
         router_mask=(packed < batch.input_ids.numel()).long(),

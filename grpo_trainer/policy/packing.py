@@ -163,9 +163,20 @@ def _placed(
 
 def _best_dealt(sizes: Sequence[int], one_row: bool) -> list[tuple[int, int, list[int]]]:
     """Deal units to as many rows as make the area of their masks least."""
-    counts = [1] if one_row else range(1, len(sizes) + 1)
-    dealt = (_dealt(sizes, count) for count in counts)
-    return min(dealt, key=lambda rows: len(rows) * max(rows)[0] ** 2)
+    if one_row:
+        return _dealt(sizes, 1)
+    longest, total = max(sizes), sum(sizes)
+
+    def at_least(count: int) -> int:
+        return count * max(longest, -(-total // count)) ** 2
+
+    best: tuple[float, int, list[tuple[int, int, list[int]]]] = (math.inf, 0, [])
+    for count in sorted(range(1, len(sizes) + 1), key=at_least):
+        if at_least(count) > best[0]:
+            break
+        dealt = _dealt(sizes, count)
+        best = min(best, (count * max(dealt)[0] ** 2, count, dealt))
+    return best[2]
 
 
 def _dealt(sizes: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]:

@@ -1,4 +1,4 @@
-"""Rows that begin alike: sorted, so that neighbors have the most in common."""
+"""Rows that begin alike, as the leaves of a tree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Rows in the order of their tokens. A run of neighbors is a tree: its tokens are those of its
-    rows, less what each has in common with the one before it."""
+    """Rows in an order in which those of a branch are neighbors, the largest branch first.
+
+    A run of neighbors has the tokens of its rows, less what each has in common with the one before.
+    """
 
     rows: list[int]  # their numbers
     lengths: list[int]
@@ -23,11 +25,25 @@ class Prefixes:
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> Prefixes:
-        """Sort rows of token ids."""
+        """Order rows of token ids."""
         order = sorted(range(len(rows)), key=rows.__getitem__)
-        ordered = [rows[row] for row in order]
-        common = [0, *(_in_common(*pair) for pair in pairwise(ordered))]
-        return cls(order, [len(row) for row in ordered], common)
+        neighbors = pairwise(rows[row] for row in order)
+        common = [0, *(_in_common(one, other) for one, other in neighbors)]
+        prefixes, runs = cls([], [], []), [(range(len(rows)), 0)]
+        while runs:
+            run, shared = runs.pop()
+            if len(run) == 1:
+                prefixes.rows.append(order[run[0]])
+                prefixes.lengths.append(len(rows[order[run[0]]]))
+                prefixes.common.append(shared)
+                continue
+            least = min(common[at] for at in run[1:])
+            starts = [at for at in run[1:] if common[at] == least]
+            branches = [range(*ends) for ends in pairwise([run.start, *starts, run.stop])]
+            largest, *others = sorted(branches, key=len, reverse=True)
+            runs += [(branch, least) for branch in reversed(others)]
+            runs.append((largest, shared))
+        return prefixes
 
     def take(self, rows: Collection[int]) -> Prefixes:
         """Return those of some rows."""

@@ -14,9 +14,19 @@ from transformers import PreTrainedModel
 
 from grpo_kernels import LossConfig
 from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
-from grpo_trainer.policy import Packing, Prefixes, make_pack, policy_loss_of, target_logprobs
+from grpo_trainer.policy import (
+    Packing,
+    Prefixes,
+    forward,
+    make_pack,
+    policy_loss_of,
+    target_logprobs,
+)
 from grpo_trainer.policy.forward import _mask_of_shared, _places
 from tests.trainer.policy.test_packing import loss_and_gradient, packed_by, tiny
+
+
+SHARING = Packing(shares=True, pairs_per_token=192)
 
 
 def tokens(count: int) -> list[int]:
@@ -127,11 +137,10 @@ def test_losses_where_rows_branch(change: Any, make_args: Any) -> None:
 
 def test_a_token_stands_once_in_its_run() -> None:
     chance = random.Random(1)
-    pack = Packing(shares=True, pairs_per_token=192)
     shared = 0
     for _ in range(100):
         batch = collated(drawn(chance))
-        once = packed_by(pack, batch)
+        once = packed_by(SHARING, batch)
         if once.owners is None:
             continue
         shared += 1
@@ -187,10 +196,12 @@ def test_runs_of_rows_are_trees() -> None:
     for _ in range(50):
         rows = drawn(chance)
         prefixes = Prefixes.of(rows)
-        assert [rows[row] for row in prefixes.rows] == sorted(rows)
+        assert sorted(prefixes.rows) == [*range(len(rows))]
         some = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
         taken, alone = prefixes.take(some), Prefixes.of([rows[row] for row in some])
-        assert (taken.lengths, taken.common) == (alone.lengths, alone.common)
+        everything = range(len(some))
+        assert sorted(taken.lengths) == sorted(alone.lengths)
+        assert taken.tokens(everything) == alone.tokens(everything)
         for run in prefixes.runs(0.01):
             members = [rows[prefixes.rows[at]] for at in run]
             starts = {tuple(row[: at + 1]) for row in members for at in range(len(row))}
@@ -214,3 +225,18 @@ def test_runs_are_the_best() -> None:
         assert cost(prefixes.runs(price)) == pytest.approx(min(map(cost, every)))
         bounded = prefixes.runs(0.0, most=40)
         assert all(len(run) == 1 or prefixes.tokens(run) <= 40 for run in bounded)
+
+
+def test_the_loss_gets_its_tokens_and_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows have in common is not made as large as padded rows again."""
+    seen: list[torch.Size] = []
+    exact = forward.linear_policy_loss
+
+    def noted(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(hidden.shape)
+        return exact(hidden, *args, **options)
+
+    monkeypatch.setattr(forward, "linear_policy_loss", noted)
+    batch = packed_by(SHARING, turns())
+    policy_loss_of(tiny("llama"), batch, batch.token_batch(1), LossConfig(), {})
+    assert seen == [((batch.target >= 0).sum(), 32)]
