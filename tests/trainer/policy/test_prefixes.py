@@ -25,7 +25,6 @@ from grpo_trainer.policy import (
 from grpo_trainer.policy.forward import _mask_of_shared, _places
 from tests.trainer.policy.test_packing import loss_and_gradient, packed_by, tiny
 
-
 SHARING = Packing(shares=True, pairs_per_token=192)
 
 
