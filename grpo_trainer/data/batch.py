@@ -365,6 +365,8 @@ def _plain(batch: MicroBatch) -> dict[str, Any]:
 
 def _batch(sampling_mask: dict[str, Tensor] | None, **attributes: Any) -> MicroBatch:
     known = MicroBatch.__dataclass_fields__
+    if attributes.pop("shares_prompts", False):  # version 1.0.0 packed these in another way
+        attributes["packed"] = None
     batch = MicroBatch(**{name: attributes[name] for name in attributes if name in known})
     vars(batch).update(attributes)  # those of columns, too
     if sampling_mask is not None:

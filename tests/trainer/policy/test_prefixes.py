@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_kernels import LossConfig
-from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
+from grpo_trainer.data import Divisors, MicroBatch, RolloutBuffer, Sample, collate
 from grpo_trainer.policy import (
     Packing,
     Prefixes,
@@ -239,3 +239,18 @@ def test_the_loss_gets_its_tokens_and_no_padding(monkeypatch: pytest.MonkeyPatch
     batch = packed_by(SHARING, turns())
     policy_loss_of(tiny("llama"), batch, batch.token_batch(1), LossConfig(), {})
     assert seen == [((batch.target >= 0).sum(), 32)]
+
+
+def test_a_checkpoint_has_owners_and_those_of_1_0_0_are_padded() -> None:
+    shared = packed_by(SHARING, turns())
+    buffer = RolloutBuffer(1, 1)
+    buffer.batches = [shared]
+    state = buffer.state()
+    buffer.restore(state)
+    [restored] = buffer.batches
+    assert restored.packed.equal(shared.packed) and restored.owners.equal(shared.owners)
+    [old] = state["batches"]
+    old["shares_prompts"] = True
+    del old["owners"]
+    buffer.restore(state)
+    assert buffer.batches[0].packed is None and buffer.batches[0].owners is None
