@@ -88,11 +88,13 @@ class Costs:
     def total(self, parts: Sequence[Part]) -> int:
         return sum(self(part) for part in parts)
 
-    def by_group(self, part: Part) -> Part:
-        """Sort completions by their group, and in it such that neighbors have the most in common.
-        Groups stay in the order in which they begin."""
-        assert self.prefixes is not None
-        rank = {row: place for place, row in enumerate(self.prefixes.rows)}
+    def by_group(self, part: Part, alike: bool = True) -> Part:
+        """Sort completions by their group, and in it, if ``alike``, such that neighbors have the
+        most in common. Groups stay in the order in which they begin."""
+        rank = [0] * len(self.lengths)
+        if alike and self.prefixes is not None:
+            for place, row in enumerate(self.prefixes.rows):
+                rank[row] = place
         begins: dict[int, int] = {}
         for place, row in enumerate(part):
             begins.setdefault(self.groups[row], place)
@@ -108,12 +110,11 @@ def deal_to_steps(plan: Plan, costs: Costs) -> list[Part]:
     count, parts = len(costs.lengths), plan.steps // plan.pooled
     if plan.steps == 1:
         return [[*range(count)]]
-    shuffled = _chunks(torch.randperm(count).tolist(), parts)
+    order = torch.randperm(count).tolist()
+    shuffled = _chunks(order, parts)
     if costs.prefixes is None:
         return shuffled
-    place = torch.randperm(max(costs.groups) + 1).tolist()
-    mixed = sorted(torch.randperm(count).tolist(), key=lambda row: place[costs.groups[row]])
-    windows = _chunks(mixed, plan.steps // plan.window)
+    windows = _chunks(costs.by_group(order, alike=False), plan.steps // plan.window)
     grouped = _chunks([row for window in windows for row in costs.by_group(window)], parts)
 
     def tokens(pools: list[Part]) -> int:

@@ -48,6 +48,7 @@ SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
 }
 # padding is to the longest row of a process
 OF_PADDING = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
+OF_PADDING += ("micro_batches/shared_tokens",)
 
 Found = Any
 
