@@ -216,10 +216,10 @@ class RoutedEngine(BackgroundEngine):
         super().__init__(tokenizer, process=process)
         self._sizes = (layers, experts, chosen)
 
-    def _complete(self, prompt_ids, sampling) -> Completions:
-        found = super()._complete(prompt_ids, sampling)
-        found = found._replace(logprobs=[[-1.5] * len(ids) for ids in found.token_ids])
-        return routed(prompt_ids, found, *self._sizes)
+    def _reported(self, prompt, ids, sampling) -> Completion:
+        completions = Completions([ids], [[-1.5] * len(ids)])
+        [completion] = routed([prompt], completions, *self._sizes).rows()
+        return completion
 
 
 def routed(

@@ -55,15 +55,10 @@ class RecordingEngine(BackgroundEngine):
         for layer in self._model.model.layers:
             layer.mlp.gate.register_forward_hook(lambda *args: self._chosen.append(args[-1][2]))
 
-    def _complete(self, prompt_ids, sampling):
-        self._reports: list[torch.Tensor] = []
-        return super()._complete(prompt_ids, sampling)._replace(routed_experts=self._reports)
-
-    def _logprobs(self, *args):
+    def _reported(self, prompt, ids, sampling):
         self._chosen.clear()
-        values = super()._logprobs(*args)
-        self._reports.append(torch.stack(self._chosen, 1)[:-1])
-        return values
+        completion = super()._reported(prompt, ids, sampling)
+        return completion._replace(routed_experts=torch.stack(self._chosen, 1)[:-1])
 
     def update_weights(self, weights, adapter: bool = False) -> None: ...
 
@@ -165,9 +160,9 @@ def test_a_turn_that_is_cut(make_args):
 )
 def test_engines_that_report_something_else(make_trainer, tokenizer, change, message):
     class Wrong(RoutedEngine):
-        def _complete(self, *args):
-            found = super()._complete(*args)
-            return found._replace(routed_experts=change(found.routed_experts))
+        def generate(self, *args):
+            completions = super().generate(*args)
+            return completions._replace(routed_experts=change(completions.routed_experts))
 
     engine = Wrong(tokenizer, **SIZES)
     trainer = make_trainer(model=mixture(len(tokenizer)), engine=engine, **REPLAY)

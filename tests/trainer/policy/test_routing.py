@@ -16,6 +16,7 @@ from grpo_kernels import LossConfig
 from grpo_kernels.hf import add_fused_head
 from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
 from grpo_trainer.policy import (
+    Packing,
     RouterLoss,
     add_routing_replay,
     check_routing_replay,
@@ -24,7 +25,6 @@ from grpo_trainer.policy import (
     replayed_experts,
     target_logprobs,
 )
-from grpo_trainer.policy.packing import packed_rows
 from grpo_trainer.policy.routing import NO_EXPERT, replay_of
 from tests.support.tiny_models import SMALL
 
@@ -104,11 +104,10 @@ def with_experts(batch: MicroBatch, model: PreTrainedModel) -> MicroBatch:
 
 
 def packed(batch: MicroBatch, shared: bool = False) -> MicroBatch:
-    lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
-    assert batch.prompts is not None
-    prompts = batch.prompts.tolist() if shared else None
-    places = packed_rows(lengths, width, prompts=prompts)
-    return replace(batch, packed=places, shares_prompts=shared)
+    batch = replace(batch)
+    Packing(always=True, shares=shared, pairs_per_token=192)(batch, torch.nn.Identity())
+    assert (batch.owners is not None) == shared
+    return batch
 
 
 def loss_and_gradients(
