@@ -43,6 +43,7 @@ DOCUMENTS = (
     "benchmarks/README.md",
     "docs/guides/trl.md",
     "docs/guides/limited-vram.md",
+    "docs/guides/training.md",
     "docs/guides/exactness.md",
     "docs/guides/real-model.md",
     "docs/guides/optimizers.md",

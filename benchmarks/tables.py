@@ -40,6 +40,7 @@ LAYOUTS = {
     "training": Layout("Training step", contest=True, errors=True),
     "vocabulary": Layout("Step of a model with a large vocabulary", contest=True, errors=True),
     "padding": Layout("Padding of a generation batch", notes=True, errors=True),
+    "prefixes": Layout("Completions that begin alike", notes=True, errors=True),
     "divergence": Layout("Divergence from a teacher", BARE, notes=True),
     "savings": Layout("What is saved", notes=True, errors=True),
     "products": Layout("Products", "logits bf16", notes=True),

@@ -44,6 +44,8 @@ TOKEN_WISE_MLPS = (
     *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
     *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
 )
+# fields of configs: experts that a token goes through
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 _PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
 _TOKENS = 4
 _LARGE = 64.0  # logits of this size show every softcap in use
@@ -209,7 +211,10 @@ def moe_aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | 
 
 def _balancing_loss(model: PreTrainedModel) -> Any:
     """Return the function of that name in the modeling file of the family, or None."""
-    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    name = "load_balancing_loss_func"
+    # FSDP2 makes a subclass, in a module of its own
+    losses = (getattr(sys.modules[kind.__module__], name, None) for kind in type(model).__mro__)
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -> None:

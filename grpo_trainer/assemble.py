@@ -67,15 +67,19 @@ from grpo_trainer.policy import (
     RouterLoss,
     Teacher,
     TeacherSource,
+    add_routing_replay,
     base_policy,
     check_images_run,
     check_optimizer,
     check_placement,
     check_processor,
+    check_routing_replay,
     check_shards,
+    evaluating,
     make_pack,
     make_reference,
     placement_of,
+    replayed_experts,
     router_coef,
 )
 from grpo_trainer.report import ReportWriter
@@ -139,6 +143,7 @@ def check_inputs(
     if environment_factory is not None:
         environments = Environments(environment_factory, toolbox)
     check_rollout_func(rollout_func, args, bool(toolbox or environments))
+    _check_routing_replay(args, rollout_engine)
     _check_extensions(prompts, columns, terms, args)
     if prompts is not None and train_dataset is None and args.max_steps < 1:
         raise ValueError(
@@ -176,6 +181,15 @@ def check_inputs(
             "terms": [import_path(type(term)) for term in terms] or None,
         },
     )
+
+
+def _check_routing_replay(args: GRPOConfig, rollout_engine: RolloutEngine | None) -> None:
+    named = args.use_vllm or args.rollout_engine not in (None, "transformers")
+    if args.use_rollout_routing_replay and rollout_engine is None and not named:
+        raise ValueError(
+            "use_rollout_routing_replay: expected use_vllm=True with it, or a rollout engine that "
+            "reports routed experts; transformers generates here, which does not"
+        )
 
 
 def _check_extensions(
@@ -238,6 +252,9 @@ def assemble_models(trainer: Trainer, inputs: Inputs, peft_config: Any | None) -
     teacher = _teacher(inputs.teacher, trainer, placement)
     columns: list[Column] = []
     terms: list[Term] = []
+    if args.use_rollout_routing_replay:
+        add_routing_replay(base_policy(policy))
+        columns.append(replayed_experts(base_policy(policy)))
     teaches_by_logprobs = teacher is not None and teacher.by_logprobs
     moves = args.policy_moves_within_generation and not settings.loss.bypasses
     if moves or teaches_by_logprobs:
@@ -279,6 +296,9 @@ def check_policy(trainer: Trainer, models: Models) -> list[Column]:
     """
     policy, runs = base_policy(trainer.model), models.placement.runs(trainer.model)
     check_fused_head(policy, runs)
+    if trainer.args.use_rollout_routing_replay:
+        with evaluating(runs):
+            check_routing_replay(policy, runs)
     check_images_run(trainer.processing_class, runs, trainer.accelerator.device)
     run_forward = [(policy, nullcontext(runs))]
     if models.teacher is not None:

@@ -68,6 +68,7 @@ from grpo_trainer.monitor import (
 )
 from grpo_trainer.policy import (
     OptimizerClass,
+    Packing,
     TeacherSource,
     load_policy,
     load_processing_class,
@@ -343,10 +344,11 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         metrics = self._metrics[self.model.training]
         if self._completions is not None:
             self._completions.add(batch, self.reward_func_names, self.model.training)
-        with phase("score"):
-            batches, dealt = deal(batch, plan, self.accelerator)
-        metrics.add(dealt)
         assert self._columns is not None  # the policy is checked before it runs
+        packing = next((one for one in self._columns if isinstance(one, Packing)), None)
+        with phase("score"):
+            batches, dealt = deal(batch, plan, self.accelerator, packing)
+        metrics.add(dealt)
         for micro_batch in batches:
             metrics.add(fill_columns(micro_batch, self._columns, self.model))
         if self.loss_config.exclude_zero_variance:

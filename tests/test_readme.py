@@ -237,7 +237,7 @@ def test_trainer(kinds: str) -> None:
     assert names["trainer"].state.global_step == 1
     names |= {"dataset": load_prompts("prompts.jsonl")}
     tiny = TINY.replace('"out"', '"other"')
-    exec(with_settings(python_block(DOCS, "async def"), tiny), names)
+    exec(with_settings(python_block(DOCS, "async def judged"), tiny), names)
     names["trainer"].train()
     assert "judged/best" in names["trainer"].state.log_history[0]
 
@@ -415,7 +415,7 @@ def test_settings_are_fields() -> None:
     known |= set(inspect.signature(linear_policy_loss).parameters)
     of_others = {"use_kl_loss", "use_entropy_loss", "vllm_is_ratio", "max_new_tokens"}
     of_others |= {"use_transformers_continuous_batching", "vllm_importance_sampling_cap"}
-    of_others |= {"max_lora_rank"}
+    of_others |= {"max_lora_rank", "max_concurrent_envs", "max_trajectory_age_steps"}
     assert named - known == of_others
 
 

@@ -24,7 +24,7 @@ NAMES = (
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
     *("real", "curves", "states", "updates", "sparsity", "mismatch", "activations"),
-    *("vocabulary", "asynchronous"),
+    *("vocabulary", "prefixes", "asynchronous"),
 )
 _UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states", "updates")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")

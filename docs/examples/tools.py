@@ -7,31 +7,17 @@ the format, with random numbers. What to add, it finds out by the reward alone.
 from __future__ import annotations
 
 import random
-import re
 
 import torch
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.demo.policy import make_policy
+from grpo_trainer.demo.policy import make_policy, make_tool_tokenizer
 
 WORDS = [
-    "<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>", "add", "+",
-    '<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>", *"0123456789",
+    '<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>",
+    "add", "+", *"0123456789",
 ]  # fmt: skip
-TEMPLATE = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}"
-    "<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 LARGEST = 3
 SHOWN_STEPS, STEPS = 200, 50
 
@@ -56,18 +42,6 @@ def sum_reward(prompts, completions, **kwargs):
         answered = messages[-1]["content"] == str(a + b)
         scores.append((answered + (asked.get("a") == a) + (asked.get("b") == b)) / 3)
     return scores
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
-    longest_first = "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True))
-    tokenizer.pre_tokenizer = Split(Regex(longest_first + r"|[\s\S]"), behavior="isolated")
-    tokenizer.decoder = Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
-    )
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def show_the_format(policy, tokenizer) -> None:
@@ -96,7 +70,7 @@ def show_the_format(policy, tokenizer) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
-    tokenizer = make_tokenizer()
+    tokenizer = make_tool_tokenizer(WORDS)
     policy = make_policy(tokenizer, seed=0)
     show_the_format(policy, tokenizer)
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]

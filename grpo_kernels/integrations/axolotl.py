@@ -7,8 +7,19 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from grpo_kernels.integrations import liger
+from grpo_kernels.integrations.probe import Probe, Use
 from grpo_kernels.integrations.switch import HOSTS
 
+_PLUGIN = "axolotl.integrations.base:BasePlugin"
+# numbers are those of Liger's module, which liger compares
+PROBE = Probe(
+    host=HOSTS["axolotl"],
+    uses=(
+        Use(f"{_PLUGIN}.pre_model_load", ("cfg",), exact=True),
+        Use(f"{_PLUGIN}.post_trainer_create", ("cfg", "trainer"), exact=True),
+    ),
+    override="a subclass of GRPOKernelsPlugin with any_version = True",
+)
 _OF_GRPO = ("grpo", "gdpo")  # what Axolotl has TRL's GRPO trainer for
 
 
@@ -18,11 +29,11 @@ class GRPOKernelsPlugin(BasePlugin):
     Nothing outside of that trainer is changed. A subclass may set ``any_version``.
     """
 
-    any_version = False  # also versions of Axolotl and of Liger that were not tested
+    any_version = False  # also versions of Axolotl and of Liger that differ
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Raise for a version that was not tested, or a config without GRPO and Liger's loss."""
-        HOSTS["axolotl"].check(self.any_version)
+        """Raise for a version that differs, or a config without GRPO and Liger's loss."""
+        PROBE.check(self.any_version)
         if cfg.rl not in _OF_GRPO:
             got = getattr(cfg.rl, "value", cfg.rl)
             raise ValueError(

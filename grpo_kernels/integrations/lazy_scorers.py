@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -18,7 +17,16 @@ from torch.utils._pytree import tree_map
 
 from grpo_kernels.fused_head import FusedHead, scored, unfuse
 from grpo_kernels.head import Head, Transform
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim, release
+from grpo_kernels.integrations.probe import (
+    Probe,
+    Replacement,
+    Use,
+    find,
+    gradients,
+    normal,
+    unlike,
+)
+from grpo_kernels.integrations.switch import HOSTS, Switch, claim, release
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 if TYPE_CHECKING:
@@ -169,28 +177,34 @@ for _name in ("getitem", *_ARITHMETIC, "gt", "ge", "lt", "le"):  # __getattr__ i
     setattr(LazyLogits, _name, functools.partialmethod(LazyLogits._call, _name))
 
 
-def _selective_log_softmax(logits: LazyLogits, index: Tensor, **_: Any) -> Any:
+def _selective_log_softmax(logits: LazyLogits, index: Tensor) -> Any:
     if index.dim() == logits.dim() - 1:
         return logits.logprobs(index)
     return logits.logprobs(index.squeeze(-1))[..., None] if index.shape[-1] == 1 else None
 
 
-def _logprobs(logits: LazyLogits, labels: Tensor, temperature: float = 1.0, **_: Any) -> Tensor:
+def _logprobs(
+    logits: LazyLogits, labels: Tensor, temperature: float = 1.0, inplace_backward: bool = True
+) -> Tensor:
     if temperature != 1:
         logits.div_(temperature)  # theirs changes them, too
     return logits.logprobs(labels)
 
 
 def _entropy(
-    logits: LazyLogits, requires_grad: bool = True, attention_mask: Any = None, **_: Any
+    logits: LazyLogits,
+    requires_grad: bool = True,
+    attention_mask: Any = None,
+    chunk_size: int = 0,  # without effect
 ) -> Tensor:
     with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
         entropy = logits.entropy()
     return entropy if attention_mask is None else entropy * attention_mask
 
 
+_OPTIONS = ("requires_grad", "attention_mask", "chunk_size", "temperature", "inplace_backward")
 # by host: where its scorers are, and by the name of each what does the same for LazyLogits. That
-# takes those of its arguments that matter, and returns None where the host's own has to.
+# gets its arguments by name, and returns None where the host's own has to.
 _MODULES = {
     "trl": "trl.trainer.utils",
     "openrlhf": "openrlhf.models.utils",
@@ -204,28 +218,67 @@ _SCORERS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def _replacements(host: str) -> Iterator[Replacement]:
-    owner = import_module(_MODULES[host])
     for name, ours in _SCORERS[host].items():
-        both = _taking_both(getattr(owner, name), ours)
-        yield Replacement(owner, name, both, everywhere=True)
+        both = functools.partial(_taking_both, ours=ours)
+        yield Replacement(
+            _MODULES[host], name, both, everywhere=True, wraps=True, like=ours, more=_OPTIONS
+        )
+
+
+def _uses(host: str) -> tuple[Use, ...]:
+    """Return what has to import the scorers by their names: without it ours are never called."""
+    callers = {"trl": "trl.trainer.grpo_trainer"}
+    return tuple(Use(f"{callers[host]}:{name}") for name in _SCORERS[host] if host in callers)
+
+
+def _compare(host: str) -> Iterator[str]:
+    for name, ours in _SCORERS[host].items():
+        theirs = find(f"{_MODULES[host]}:{name}")
+        lazy = _scores_of(_taking_both(theirs, ours), lazy=True)
+        yield from unlike(name, _scores_of(theirs), lazy)
+
+
+def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]:
+    """Return the scores of a few tokens, and gradients where there are some."""
+    layer, hidden = nn.Linear(8, 11), normal(2, 3, 8)
+    layer.weight.data, layer.bias.data = normal(11, 8, seed=1), normal(11, seed=2)
+    logits = LazyLogits(FusedHead(layer), hidden) if lazy else layer(hidden)
+    ids = torch.tensor([[1, 5, 2], [7, 3, 10]])
+    takes = inspect.signature(scorer).parameters
+    scores = scorer(logits, **{name: ids for name in ("index", "labels") if name in takes})
+    if not scores.requires_grad:
+        return {"scores": scores}
+    return {"scores": scores, **gradients(scores.sum(), hidden=hidden, weight=layer.weight)}
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(ours).parameters
+
     @functools.wraps(theirs)
     def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return theirs(logits, *args, **kwargs)
         given = inspect.signature(theirs).bind(logits, *args, **kwargs)
+        # theirs alone knows what another version takes; where they are formed, somebody needed it
+        if logits.real is not None or given.arguments.keys() - known:
+            return theirs(logits.formed(), *args, **kwargs)
         given.apply_defaults()
-        # where they are formed, somebody needed them as such
-        found = ours(**given.arguments) if logits.real is None else None
+        found = ours(**{name: x for name, x in given.arguments.items() if name in known})
         return theirs(logits.formed(), *args, **kwargs) if found is None else found
 
     return score
 
 
 SWITCHES = {
-    name: Switch(HOSTS[f"lazy_scorers, {name}"], functools.partial(_replacements, name))
+    name: Switch(
+        Probe(
+            host=HOSTS[f"lazy_scorers, {name}"],
+            replacements=functools.partial(_replacements, name),
+            uses=_uses(name),
+            # the others score by kernels of FlashAttention where that is installed, or compile
+            compare=functools.partial(_compare, name) if name == "trl" else tuple,
+        )
+    )
     for name in _SCORERS
 }
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}

@@ -22,7 +22,8 @@ from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
 from grpo_kernels.integrations.common import divergence_of, in_dtype_of
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive
+from grpo_kernels.integrations.probe import Probe, Replacement, find, gradients, normal, unlike
+from grpo_kernels.integrations.switch import HOSTS, Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
@@ -191,21 +192,60 @@ def _padded(head: Head, rows: int) -> Head:
     return Head(nn.functional.pad(head.weight, (0, 0, 0, rows)), bias)
 
 
-_OURS = {"grpo_loss": LigerFusedLinearGRPOLoss, "jsd_loss": LigerFusedLinearJSDLoss}
+_GRPO, _JSD = "liger_kernel.chunked_loss.grpo_loss", "liger_kernel.chunked_loss.jsd_loss"
 
 
 def _replacements() -> Iterator[Replacement]:
-    for name, ours in _OURS.items():
-        module = import_module(f"liger_kernel.chunked_loss.{name}")
-        yield Replacement(module, ours.__name__, ours, everywhere=True)
+    grpo, jsd = LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
+    yield Replacement(_GRPO, grpo.__name__, grpo, everywhere=True, more=("cu_seqlens",))
+    yield Replacement(_JSD, jsd.__name__, jsd, everywhere=True)
 
 
 def _too_late() -> str:
-    names = [x.name for x in _replacements() if alive(getattr(x.owner, x.name))]
+    modules = [(each.name, find(f"{each.owner}:{each.name}")) for each in _replacements()]
+    names = [name for name, module in modules if alive(module)]
     return f"expected no {names[0]} of Liger's yet, got one" if names else ""
 
 
-SWITCH = Switch(HOSTS["liger"], _replacements, _too_late)
+def _compare() -> Iterator[str]:
+    theirs = import_module(_GRPO).LigerFusedLinearGRPOLoss
+    for name in _LOSSES:
+        level = "sequence" if name == "luspo" else "token"  # at others Liger's counts padding
+        beta = 0.0 if name == "luspo" else 0.1
+        settings = {"loss_type": name, "importance_sampling_level": level, "beta": beta}
+        losses = (_grpo_loss(kind, settings) for kind in (theirs, LigerFusedLinearGRPOLoss))
+        yield from unlike(f"LigerFusedLinearGRPOLoss, {name}", *losses)
+    theirs = import_module(_JSD).LigerFusedLinearJSDLoss
+    for beta in (0.0, 0.3, 1.0):
+        losses = (_jsd_loss(kind, beta) for kind in (theirs, LigerFusedLinearJSDLoss))
+        yield from unlike(f"LigerFusedLinearJSDLoss, beta {beta}", *losses)
+
+
+def _grpo_loss(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module says of two sequences, and its gradients."""
+    hidden, weight, bias = normal(2, 3, 8), normal(11, 8, seed=1), normal(11, seed=2)
+    ids, mask = torch.tensor([[1, 5, 2], [7, 3, 10]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    old, reference = (normal(2, 3, seed=seed).detach() * 0.3 - 3 for seed in (3, 4))
+    settings = {"temperature": 0.7, "epsilon_high": 1.5, "max_completion_length": 4, **settings}
+    module = kind(compiled=False, **settings)
+    loss, metrics = module(
+        hidden, weight, ids, mask, torch.tensor([1.0, -0.5]), bias,
+        ref_per_token_logps=reference, old_per_token_logps=old, num_items_in_batch=torch.tensor(7),
+    )  # fmt: skip
+    named = {f"metric {number}": value for number, value in enumerate(metrics)}
+    return {"loss": loss, **named, **gradients(loss, hidden=hidden, weight=weight, bias=bias)}
+
+
+def _jsd_loss(kind: Any, beta: float) -> dict[str, Any]:
+    hidden, weight, bias = normal(5, 8), normal(11, 8, seed=1), normal(11, seed=2)
+    teacher, teacher_weight = normal(5, 6, seed=3).detach(), normal(11, 6, seed=4).detach()
+    labels = torch.tensor([1, -100, 3, 10, 2])
+    module = kind(beta=beta, temperature=0.7, compiled=False)
+    loss = module(hidden, weight, teacher, teacher_weight, labels, bias)
+    return {"loss": loss, **gradients(loss, hidden=hidden, weight=weight, bias=bias)}
+
+
+SWITCH = Switch(Probe(host=HOSTS["liger"], replacements=_replacements, compare=_compare), _too_late)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
@@ -215,7 +255,7 @@ def put_into(
     """Put ours, with its settings, in the place of the module that a trainer has as ``attribute``.
 
     Raises:
-        ImportError: Liger is not installed, or in a version that was not tested.
+        ImportError: Liger is not installed, or differs from what ours stands in for.
         ValueError: a setting of the trainer is not what ``off`` says, for ``why``; its model's
             logits need more than the weight and bias of ``lm_head``, all that the module is handed;
             or ours refuses a setting.
@@ -223,7 +263,7 @@ def put_into(
     for name, expected in off.items():
         if (got := getattr(trainer, name, expected)) != expected:
             raise ValueError(f"{name}: expected {expected} {why}, got {got}")
-    SWITCH.host.check(any_version)
+    SWITCH.check(any_version)
     theirs, model = getattr(trainer, attribute), trainer.accelerator.unwrap_model(trainer.model)
     config = model.config.get_text_config()
     scale, cap = logit_scale(config), softcap(config)

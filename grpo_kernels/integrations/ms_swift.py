@@ -6,12 +6,11 @@ A file for its ``--external_plugins`` calls ``enable()``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 from grpo_kernels.integrations import liger
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch
+from grpo_kernels.integrations.probe import Probe, Replacement, Use
+from grpo_kernels.integrations.switch import HOSTS, Switch
 
 if __name__.startswith("_swift_external_"):
     # the folder of a plugin goes to the front of sys.path, and here lie files named after hosts
@@ -25,10 +24,11 @@ _WHY = (
 )
 
 
-def _replacements() -> Iterator[Replacement]:
-    trainer = import_module("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
-    theirs = trainer._prepare_liger_loss
+_TRAINER = "swift.rlhf_trainers.grpo_trainer:GRPOTrainer"
+_READ = ("use_liger_loss", "liger_grpo_loss", "beta", "kl_in_reward", "overlong_filter")
 
+
+def _with_ours(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def prepare(self: Any) -> None:
         theirs(self)
@@ -36,8 +36,14 @@ def _replacements() -> Iterator[Replacement]:
             penalised = {"kl_in_reward": False} if self.beta != 0 else {}
             liger.put_into(self, "liger_grpo_loss", {"overlong_filter": False, **penalised}, _WHY)
 
-    yield Replacement(trainer, theirs.__name__, prepare)
+    return prepare
 
 
-SWITCH = Switch(HOSTS["ms_swift"], _replacements)
+# numbers are those of Liger's module, which liger compares
+PROBE = Probe(
+    host=HOSTS["ms_swift"],
+    replacements=lambda: [Replacement(_TRAINER, "_prepare_liger_loss", _with_ours, wraps=True)],
+    uses=(Use(_TRAINER, attributes=_READ),),
+)
+SWITCH = Switch(PROBE)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled

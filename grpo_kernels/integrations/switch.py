@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-
-@dataclass(frozen=True)
-class Host:
-    """A package that hooks were written for, and the versions that they were tested with."""
-
-    package: str  # as pip knows it
-    tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
-
-    def check(self, any_version: bool) -> None:
-        """Raise ImportError unless it is here, in a tested version or with ``any_version``."""
-        wanted = f"{self.package}: expected version {' or '.join(self.tested)}"
-        try:
-            found = version(self.package)
-        except PackageNotFoundError:
-            raise ImportError(f"{wanted}, but it is not installed") from None
-        tested = any(f"{found}.".startswith(f"{each}.") for each in self.tested)
-        if not tested and not any_version:
-            raise ImportError(f"{wanted}, got {found}; any_version=True tries it with this one")
-
+from grpo_kernels.integrations.probe import LOCK, Host, Probe, Replacement, find
 
 # by adapter; of those that score logits which are not formed, by host
 HOSTS = {
@@ -45,17 +24,17 @@ HOSTS = {
 }
 
 
-class Replacement(NamedTuple):
-    """What stands in for one attribute of a host's module, or of a class in it."""
+class _Place(NamedTuple):
+    """One attribute of a host, what is there, and what stands in for it."""
 
     owner: Any
     name: str
+    theirs: Any
     ours: Any
-    everywhere: bool = False  # also in all modules that have imported it by this name
+    everywhere: bool
 
 
 _OURS: list[Any] = []  # what is in place, of all switches
-_LOCK = threading.RLock()  # of all switches
 
 
 class Switch:
@@ -63,60 +42,69 @@ class Switch:
 
     def __init__(
         self,
-        host: Host,
-        replacements: Callable[[], Iterable[Replacement]],  # called once the host is there
+        probe: Probe,
         too_late: Callable[[], str] = str,  # says what was built already that keeps theirs
     ) -> None:
-        self.host, self._replacements, self._too_late = host, replacements, too_late
-        self._theirs: list[tuple[Replacement, Any]] = []
+        self.probe, self._too_late = probe, too_late
+        self._places: list[_Place] = []  # where ours are
         self._blocks = 0  # those of `enabled` that keep it on, in all threads
 
     @property
     def on(self) -> bool:
-        return bool(self._theirs)
+        return bool(self._places)
 
     def enable(self, *, any_version: bool = False) -> None:
         """Put ours in place, for all that is built from here on. Doing it twice is harmless.
 
         Raises:
-            ImportError: as :meth:`Host.check`.
+            ImportError: as :meth:`Probe.check`. With ``any_version`` what the host does not have is
+                left out, and one that has nothing of it is an error.
             ValueError: it is too late, or another switch has put something there.
         """
-        with _LOCK:
+        with LOCK:
             self._put_ours(any_version, self._too_late)
+
+    def check(self, any_version: bool = False) -> None:
+        """Raise ImportError as :meth:`enable` would, unless it is on."""
+        if not self.on:
+            self.probe.check(any_version)
 
     def _put_ours(self, any_version: bool, too_late: Callable[[], str] = str) -> None:
         if self.on:
             return
-        self.host.check(any_version)
+        package = self.probe.host.package
+        self.probe.host.installed()
+        places = [place for each in self.probe.replacements() if (place := _place(each))]
+        for place in places:
+            if place.theirs in _OURS:
+                raise ValueError(
+                    f"{package}: {place.name} has been replaced already, by another switch"
+                )
+        self.probe.check(any_version)
         if wrong := too_late():
             raise ValueError(
                 f"enable: {wrong}; build trainers after enable(), and delete those that are there"
             )
-        found = [(each, getattr(each.owner, each.name)) for each in self._replacements()]
-        for each, theirs in found:
-            if theirs in _OURS:
-                raise ValueError(
-                    f"{self.host.package}: {each.name} has been replaced already, by another switch"
-                )
-        self._theirs = found
-        for each, theirs in found:
-            _OURS.append(each.ours)
-            _put(each, theirs, each.ours)
+        if not places:
+            raise ImportError(f"{package}: there is nothing in it that ours could replace")
+        self._places = places
+        for place in places:
+            _OURS.append(place.ours)
+            _put(place, place.theirs, place.ours)
 
     def disable(self) -> None:
         """Put theirs back; raise ValueError where somebody else has replaced ours meanwhile."""
-        with _LOCK:
-            for each, _ in self._theirs:
-                if (found := getattr(each.owner, each.name)) is not each.ours:
+        with LOCK:
+            for place in self._places:
+                if (found := getattr(place.owner, place.name)) is not place.ours:
                     raise ValueError(
-                        f"{self.host.package}: expected {each.name} as enable() has left it, got "
-                        f"{found!r}; undo what has replaced it first"
+                        f"{self.probe.host.package}: expected {place.name} as enable() has left "
+                        f"it, got {found!r}; undo what has replaced it first"
                     )
-            while self._theirs:
-                each, theirs = self._theirs.pop()
-                _OURS.remove(each.ours)
-                _put(each, each.ours, theirs)
+            while self._places:
+                place = self._places.pop()
+                _OURS.remove(place.ours)
+                _put(place, place.ours, place.theirs)
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:
@@ -124,14 +112,14 @@ class Switch:
 
         One that is on already stays on.
         """
-        with _LOCK:
+        with LOCK:
             keeps_on = not self.on or self._blocks > 0
             self._put_ours(any_version)
             self._blocks += keeps_on
         try:
             yield
         finally:
-            with _LOCK:
+            with LOCK:
                 self._blocks -= keeps_on
                 if keeps_on and not self._blocks:
                     self.disable()
@@ -158,7 +146,18 @@ def alive(cls: type) -> list[Any]:
     return [found for found in gc.get_objects() if issubclass(type(found), cls)]
 
 
-def _put(place: Replacement, old: Any, new: Any) -> None:
+def _place(replacement: Replacement) -> _Place | None:
+    """Return where a replacement goes, None if the host has no such attribute."""
+    try:
+        owner = find(replacement.owner)
+        theirs = getattr(owner, replacement.name)
+    except (ImportError, AttributeError):  # the probe says so
+        return None
+    ours = replacement.ours(theirs) if replacement.wraps else replacement.ours
+    return _Place(owner, replacement.name, theirs, ours, replacement.everywhere)
+
+
+def _put(place: _Place, old: Any, new: Any) -> None:
     setattr(place.owner, place.name, new)
     own = getattr(place.ours, "__module__", None)  # where ours is defined, by the same name
     for name, module in list(sys.modules.items()) if place.everywhere else ():

@@ -14,10 +14,28 @@ from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.fused_head import FusedHead
+from grpo_kernels.integrations.probe import Probe, Use
 from grpo_kernels.integrations.switch import HOSTS
 from grpo_kernels.losses import LossConfig, Metrics
 
-HOSTS["torchtitan"].check(any_version=False)  # before names are imported that others may not have
+_LOSS = "torchtitan.components.loss"
+# torchtitan's own losses import vLLM: their numbers are not compared
+PROBE = Probe(
+    host=HOSTS["torchtitan"],
+    uses=(
+        Use(f"{_LOSS}:BaseLoss.Config"),
+        Use(f"{_LOSS}:ChunkedLossWrapper", ("config", "compile_config"), exact=True),
+        Use(f"{_LOSS}:ChunkedLossWrapper.set_lm_head", ("lm_head",), exact=True),
+        Use(
+            f"{_LOSS}:ChunkedLossWrapper.__call__",
+            ("pred", "labels", "global_valid_tokens", "loss_inputs"),
+            exact=True,
+        ),
+        Use("torchtitan.config:CompileConfig"),
+    ),
+    override="",
+)
+PROBE.check()  # before names are imported that others may not have
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 

@@ -10,12 +10,23 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
 from grpo_kernels.integrations.common import divergence_of
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, alive, claim
+from grpo_kernels.integrations.probe import (
+    Probe,
+    Replacement,
+    Use,
+    gradient,
+    gradients,
+    normal,
+    tiny_model,
+    unlike,
+)
+from grpo_kernels.integrations.switch import HOSTS, Switch, alive, claim
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.overlay import ForwardOverlay, lay_over
 
@@ -30,19 +41,19 @@ _OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "is_top1",
 }
+_UTILS, _DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
 # they refuse a head that is a BaseTunerLayer of PEFT, which theirs would pass by
 _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 
 
 def _replacements() -> Iterator[Replacement]:
-    utils = import_module("trl.trainer.utils")
-    yield Replacement(utils, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
-    for name in _TRAINERS:
-        module = import_module(f"trl.trainer.{name}_trainer")
-        if hasattr(module, "BaseTunerLayer"):  # PEFT is there
-            yield Replacement(module, "BaseTunerLayer", ())  # nothing is an instance of it
-    distillation = import_module("trl.trainer.distillation_trainer")
-    yield Replacement(distillation, "_chunked_divergence_loss", chunked_divergence_loss)
+    yield Replacement(_UTILS, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
+    yield Replacement(_DISTILLATION, "_chunked_divergence_loss", chunked_divergence_loss)
+    peft_is_here = import_module("transformers.utils").is_peft_available()
+    # an adapter on another head than ours stays an error
+    if peft_is_here and hasattr(import_module(_UTILS), "add_fused_lm_head"):
+        for name in _TRAINERS:  # nothing is an instance of it
+            yield Replacement(f"trl.trainer.{name}_trainer", "BaseTunerLayer", ())
 
 
 def _too_late() -> str:
@@ -53,7 +64,58 @@ def _too_late() -> str:
     return wrong if fused else ""
 
 
-SWITCH = Switch(HOSTS["trl"], _replacements, _too_late)
+def _compare() -> Iterator[str]:
+    utils, distillation = import_module(_UTILS), import_module(_DISTILLATION)
+    scored = (_scored(add) for add in (utils.add_fused_lm_head, add_fused_lm_head))
+    yield from unlike("add_fused_lm_head", *scored)
+    for beta in (0.0, 0.3, 1.0):
+        losses = (distillation._chunked_divergence_loss, chunked_divergence_loss)
+        diverged = (_diverged(loss, beta) for loss in losses)
+        yield from unlike(f"_chunked_divergence_loss, beta {beta}", *diverged)
+
+
+def _scored(add: Any) -> dict[str, Any]:
+    """Return all outputs of a model whose head was added by a function, and gradients."""
+    model = tiny_model()
+    add(model, temperature=0.7, outputs=tuple(_OUTPUTS))
+    ids = torch.arange(10).reshape(2, 5) % 7
+    labels = ids.masked_fill(ids == 3, -100)
+    output = model(input_ids=ids, labels=labels, num_items_in_batch=3, fused_lm_head=True)
+    (output.loss + output.entropy.sum()).backward()
+    return {**output, "gradient": gradient(model)}
+
+
+def _diverged(loss_of: Any, beta: float) -> dict[str, Any]:
+    """Return the results of a function for distillation, and gradients of the student."""
+    student, weight, bias = normal(2, 3, 8), normal(11, 8, seed=1), normal(11, seed=2)
+    teacher, teacher_weight = normal(2, 3, 4, seed=3).detach(), normal(11, 4, seed=4).detach()
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    loss, entropy, count = loss_of(
+        student, teacher, weight, teacher_weight, mask, beta, num_items_in_batch=7,
+        student_lm_head_bias=bias, student_logit_scale=0.5, teacher_logit_scale=0.8,
+        student_final_logit_softcapping=3.0, teacher_final_logit_softcapping=4.0, temperature=0.7,
+    )  # fmt: skip
+    found = gradients(loss, hidden=student, weight=weight, bias=bias)
+    return {"loss": loss, "entropy": entropy, "number of tokens": count, **found}
+
+
+PROBE = Probe(
+    host=HOSTS["trl"],
+    replacements=_replacements,
+    uses=(
+        # any other field would stay None
+        Use(
+            f"{_UTILS}:FusedCausalLMOutput",
+            ("loss", "label_mask", "aux_loss", *_OUTPUTS),
+            exact=True,
+        ),
+        Use(f"{_UTILS}:maybe_gather_lm_head_ctx"),
+        # without it ours would not be called
+        *(Use(f"trl.trainer.{name}_trainer:add_fused_lm_head") for name in _TRAINERS),
+    ),
+    compare=_compare,
+)
+SWITCH = Switch(PROBE, _too_late)
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +15,9 @@ from trl import GRPOTrainer
 
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head
-from grpo_kernels.integrations.trl import SWITCH
+from grpo_kernels.integrations.probe import Probe, Use, gradient, normal, tiny_model, unlike
+from grpo_kernels.integrations.switch import HOSTS
+from grpo_kernels.integrations.trl import SWITCH, add_fused_lm_head
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput
 
@@ -19,6 +26,8 @@ _OF_IMAGES = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
+# inputs that TRL reads to split images into smaller batches, or that ours computes by itself
+_NOT_READ = ("num_images", "num_tiles", "importance_sampling_ratio")
 # metrics of TRL's loss
 _LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
 _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens; others are 0
@@ -28,17 +37,19 @@ class FusedGRPOTrainer(GRPOTrainer):
     """``trl.GRPOTrainer``, by its arguments, whose policy loss is formed at the LM head.
 
     The metrics are the same. Old and reference log-probabilities come from our head as well, which
-    may have a LoRA adapter.
+    may have a LoRA adapter. A subclass may set ``any_version``.
 
     Raises:
-        ImportError: TRL is of a version that was not tested.
+        ImportError: TRL differs from what this class overrides and reads; the message says where.
         ValueError: the head cannot be expressed by ours.
     """
 
+    any_version = False  # also versions of TRL that differ
     _entropy_window_stats: Any  # TRL's: (2,) sum and count of a step so far, or None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with SWITCH.enabled():
+        PROBE.check(self.any_version)
+        with SWITCH.enabled(any_version=self.any_version):
             super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -140,3 +151,150 @@ class FusedGRPOTrainer(GRPOTrainer):
         train = self._mode == "train"
         if self._entropy_bonus_enabled and train and self.accelerator.sync_gradients:
             log["entropy_coef"].append(self.entropy_coef)
+
+
+# what ours reads of TRL's config, at values that have an effect
+_CONFIG: dict[str, Any] = {
+    "beta": 0.1,
+    "delta": 1.3,
+    "entropy_coef": 0.2,
+    "entropy_coef_delta": 0.02,
+    "entropy_coef_max": 0.3,
+    "entropy_coef_min": 0.1,
+    "entropy_target": 2.0,
+    "epsilon": 0.1,
+    "epsilon_high": 1.2,
+    "importance_sampling_level": "token",
+    "loss_type": "dapo",
+    "max_completion_length": 5,
+    "off_policy_mask_threshold": 0.4,
+    "sapo_temperature_neg": 0.5,
+    "sapo_temperature_pos": 2.0,
+    "steps_per_generation": 4,
+    "temperature": 0.7,
+    "top_entropy_quantile": 1.0,  # a share would be of the tokens of all processes
+    "use_bias_correction_kl": True,
+    "vespo_k_neg": 2.0,
+    "vespo_k_pos": 2.5,
+    "vespo_lambda_neg": 3.0,
+    "vespo_lambda_pos": 2.0,
+    "vllm_importance_sampling_clip_max": 1.1,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_mode": "token_truncate",
+}
+# and of its trainer: settings that it copies, and the rest
+_COPIED = (
+    "beta", "entropy_coef", "epsilon_high", "importance_sampling_level", "loss_type",
+    "max_completion_length", "off_policy_mask_threshold", "temperature", "top_entropy_quantile",
+)  # fmt: skip
+_STATE: dict[str, Any] = {
+    "_entropy_bonus_enabled": True,
+    "_entropy_window_stats": None,
+    "_last_world_entropy": 1.0,
+    "accelerator": SimpleNamespace(
+        device=torch.device("cpu"),
+        is_main_process=True,
+        num_processes=1,
+        process_index=0,
+        sync_gradients=True,
+        autocast=nullcontext,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        pad_across_processes=lambda x, **_: x,
+        reduce=lambda x, reduction: x,
+        unwrap_model=lambda x: x,
+    ),
+    "aux_loss_enabled": False,
+    "current_gradient_accumulation_steps": 2,
+    "epsilon_low": _CONFIG["epsilon"],
+    "router_aux_loss_coef": 0.0,
+    "use_adaptive_entropy": True,
+    "use_vllm": True,
+    "vllm_importance_sampling_correction": True,
+}
+_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+
+
+class _Inputs(dict[str, Any]):
+    """Inputs that remember what TRL reads of them."""
+
+    def __init__(self) -> None:
+        ids = torch.tensor([[3, 5, 1], [2, 7, 4]])
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        of_tools = torch.tensor([[1, 0, 1], [1, 1, 1]])
+        old, sampled, reference = (normal(2, 3, seed=seed).detach() * 0.3 - 3 for seed in (1, 2, 3))
+        ratio = ((old - sampled) * mask * of_tools).exp()
+        super().__init__(
+            prompt_ids=torch.tensor([[1, 6], [0, 9]]),
+            prompt_mask=torch.tensor([[1, 1], [0, 1]]),
+            completion_ids=ids,
+            completion_mask=mask,
+            tool_mask=of_tools,
+            advantages=torch.tensor([1.0, -0.5]),
+            num_items_in_batch=torch.tensor(7),
+            old_per_token_logps=old,
+            ref_per_token_logps=reference,
+            sampling_per_token_logps=sampled,
+            importance_sampling_ratio=ratio.clamp(max=_CONFIG["vllm_importance_sampling_clip_max"]),
+        )
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+def _compare() -> Iterator[str]:
+    inputs = _Inputs()
+    their_add = import_module("trl.trainer.utils").add_fused_lm_head
+    their_model, our_model = _scoring_model(their_add), _scoring_model(add_fused_lm_head)
+    for loss_type in _LOSSES:
+        theirs = _loss_of(GRPOTrainer, their_model, loss_type, inputs)
+        for name in sorted(inputs.read - {*inputs, *_OF_IMAGES, *_NOT_READ}):
+            yield f"_compute_loss, {loss_type}: input {name!r}, which ours does not know"
+        ours = _loss_of(FusedGRPOTrainer, our_model, loss_type, inputs)
+        yield from unlike(f"_compute_loss, {loss_type}", theirs, ours)
+
+
+def _scoring_model(add: Any) -> Any:
+    model = tiny_model()
+    add(model, temperature=_CONFIG["temperature"], outputs=("log_probs", "entropy"))
+    return model
+
+
+def _loss_of(kind: type[Any], model: Any, loss_type: str, inputs: _Inputs) -> dict[str, Any]:
+    """Return the loss that a trainer with no more than the state above has, and what it logs."""
+    config = {**_CONFIG, "loss_type": loss_type}
+    trainer = object.__new__(kind)
+    vars(trainer).update(
+        _STATE,
+        **{name: config[name] for name in _COPIED},
+        args=SimpleNamespace(**config),
+        model=model,
+        _metrics={"train": defaultdict(list)},
+    )
+    loss = trainer._compute_loss(model, inputs)
+    loss.backward()
+    logged = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    adapted = {"new entropy_coef": trainer.entropy_coef}
+    return {"loss": loss, **logged, **adapted, "gradient": gradient(model)}
+
+
+PROBE = Probe(
+    host=HOSTS["trl"],
+    uses=(
+        Use("trl:GRPOTrainer._compute_loss", ("model", "inputs"), exact=True),
+        Use("trl:GRPOTrainer", attributes=(*_COPIED, *_STATE, "args", "model", "_metrics")),
+        Use("trl:GRPOConfig", tuple(_CONFIG)),
+    ),
+    compare=_compare,
+    override="a subclass of FusedGRPOTrainer with any_version = True",
+)

@@ -6,6 +6,7 @@ They are switched on in each worker, before models are built.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.probe import Probe, Replacement, Use
 from grpo_kernels.integrations.sum_losses import summed_loss
-from grpo_kernels.integrations.switch import HOSTS, Replacement, Switch, claim
+from grpo_kernels.integrations.switch import HOSTS, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 from grpo_kernels.overlay import ForwardOverlay, lay_over
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 _BACKENDS = ("torch", "liger", "triton")
 _CORE = "verl.trainer.ppo.core_algos"
+_FUNCTIONAL = "verl.utils.experimental.torch_functional"
+_KERNEL = "verl.utils.kernel.linear_cross_entropy"
+_TENSORDICT = "verl.utils.tensordict_utils"
 # what verl calls our aggregations
 _AGGREGATIONS = {
     "sequence_mean": "seq-mean-token-mean",
@@ -40,18 +45,12 @@ _AGGREGATIONS = {
 
 
 def _replacements() -> Iterator[Replacement]:
-    fused = import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
-    yield Replacement(fused, "forward", _fused_linear_for_ppo)
-    kernel = import_module("verl.utils.kernel.linear_cross_entropy")
-    yield Replacement(kernel, "linear_cross_entropy", linear_cross_entropy, everywhere=True)
-    patch = import_module("verl.models.transformers.monkey_patch")
+    yield Replacement(f"{_FUNCTIONAL}:FusedLinearForPPO", "forward", _fused_linear_for_ppo)
+    yield Replacement(_KERNEL, "linear_cross_entropy", linear_cross_entropy, everywhere=True)
+    patch = "verl.models.transformers.monkey_patch"
     yield Replacement(patch, "patch_forward_with_backends", patch_forward_with_backends)
-    engine = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
-    yield Replacement(engine, "prepare_model_inputs", _at_any_temperature(engine))
-
-
-SWITCH = Switch(HOSTS["verl"], _replacements)
-enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
+    engine = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+    yield Replacement(engine, "prepare_model_inputs", _at_any_temperature, wraps=True)
 
 
 def patch_forward_with_backends(
@@ -195,10 +194,9 @@ def _scored(
     return found.logprobs, found.entropy  # type: ignore[return-value]
 
 
-def _at_any_temperature(engine: Any) -> Any:
+def _at_any_temperature(theirs: Any) -> Any:
     """Return ``prepare_model_inputs`` that hands temperatures per sample to the fused head."""
-    theirs = engine.prepare_model_inputs
-    utils = import_module("verl.utils.tensordict_utils")
+    utils = import_module(_TENSORDICT)
 
     @functools.wraps(theirs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -215,3 +213,24 @@ def _at_any_temperature(engine: Any) -> Any:
         return inputs, outputs
 
     return prepare_model_inputs
+
+
+# no numbers: verl's functions run kernels of FlashAttention or Triton, or change a model's class
+PROBE = Probe(
+    host=HOSTS["verl"],
+    replacements=_replacements,
+    uses=(
+        Use(  # linear_cross_entropy is its ``apply``, which hides the parameters
+            f"{_KERNEL}:LinearCrossEntropy.forward",
+            tuple(inspect.signature(linear_cross_entropy).parameters),
+            exact=True,
+        ),
+        Use("verl.models.transformers.dense_common:CausalLMOutputForPPO", ("log_probs", "entropy")),
+        Use(f"{_TENSORDICT}:get_non_tensor_data", ("data", "key", "default")),
+        Use(f"{_TENSORDICT}:assign_non_tensor", ("tensor_dict",)),
+        Use(f"{_CORE}:agg_loss", ("loss_mat", "loss_mask", "loss_agg_mode", "loss_scale_factor")),
+        Use(f"{_CORE}:POLICY_LOSS_REGISTRY"),
+    ),
+)
+SWITCH = Switch(PROBE)
+enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled

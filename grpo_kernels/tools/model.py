@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_kernels.hf import TOKEN_WISE_MLPS
+from grpo_kernels.hf import EXPERTS_PER_TOKEN, TOKEN_WISE_MLPS
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,7 @@ def _layer(layer: nn.Module, text: Any) -> Layer:
         inner += max(into, default=0)
         stacks = [x for x in part.parameters() if _is_stack(x)]
         if stacks:
-            routed = next(getattr(text, name) for name in _EXPERTS_PER_TOKEN if hasattr(text, name))
+            routed = next(getattr(text, name) for name in EXPERTS_PER_TOKEN if hasattr(text, name))
             biased = any("bias" in name for name, _ in part.named_parameters())
             per_expert = sum(stack[0].numel() for stack in stacks) // hidden
             inner += routed * math.ceil(per_expert / 3)  # gate, up and down

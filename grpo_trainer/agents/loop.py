@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ProcessorMixin
 
 from grpo_kernels.losses import Metrics
@@ -48,6 +49,9 @@ class Conversation:
     def add(self, tokens: Completion, by_policy: int) -> None:
         """Add tokens, as many as there is room for."""
         count, sample = min(len(tokens.token_ids), self.room), self.sample
+        if tokens.routed_experts is not None:
+            cut = len(tokens.token_ids) - count
+            self._add_experts(tokens.routed_experts[: len(tokens.routed_experts) - cut])
         sample.completion_ids += tokens.token_ids[:count]
         columns: dict[str, Any] = {
             "env_mask": [by_policy] * count,
@@ -59,6 +63,13 @@ class Conversation:
             column = getattr(sample, name)
             extended = None if column is None or values is None else column + values[:count]
             setattr(sample, name, extended)
+
+    def _add_experts(self, reported: Tensor) -> None:
+        """Add the experts of what no turn before has reported, results of tools included."""
+        known = self.sample.routed_experts
+        if known is not None:
+            reported = torch.cat([known, reported[len(known) :]])
+        self.sample.routed_experts = reported
 
     def end_turn(self, message: Message, complete: bool) -> None:
         """Add the policy's message. A turn that is not ``complete`` calls nothing."""

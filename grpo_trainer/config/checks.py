@@ -330,6 +330,13 @@ def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
                 "use_sampling_mask: expected top_k >= 1 with it, which bounds how many ids are "
                 f"left for a token, got {top_k}"
             )
+    if args.use_rollout_routing_replay:
+        own = options("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        if not own.get("enable_return_routed_experts", True):
+            raise ValueError(
+                "vllm_engine_kwargs['enable_return_routed_experts']: expected none with "
+                "use_rollout_routing_replay, which sets it to True, got False"
+            )
     if args.use_vllm:
         _check_correction(args, loss)
     if args.generation_batches_ahead:

@@ -238,6 +238,10 @@ class GRPOFields:
     use_sampling_mask: bool = setting(
         False, "With top_k: take all probabilities over the ids that top_k, top_p and min_p left."
     )
+    use_rollout_routing_replay: bool = setting(
+        False,
+        "Send tokens through the experts that the engine chose (R3), in a mixture of experts.",
+    )
     use_vllm: bool = setting(False, "Generate with vLLM.")
     vllm_mode: Annotated[str, choice(("colocate", "server"))] = setting(
         "colocate", "colocate: in the training processes; server: started by `grpo-train serve`."

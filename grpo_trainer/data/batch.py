@@ -32,6 +32,9 @@ class Sample:
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
     # optimizer steps that the weights of each token had seen
     rollout_versions: list[int] | None = None
+    # (tokens, layers, K) integers: the experts that the engine sent prompt and completion through,
+    # except the last token, which it did not run; -1: not known
+    routed_experts: Tensor | None = None
     env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
     images: ImageInputs | None = None  # of the prompt and of what tools answered
     row: Row | None = None  # of the dataset
@@ -100,8 +103,8 @@ class Sample:
 
 # fields of a sample that are set when it is completed, and that a checkpoint holds
 _COMPLETED = (
-    *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs"),
-    *("sampling_mask", "rollout_versions", "env_mask", "columns"),
+    *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs", "sampling_mask"),
+    *("routed_experts", "rollout_versions", "env_mask", "columns"),
 )
 
 
@@ -174,13 +177,14 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # (B, L)
     rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
+    # (B, L, layers, K) int16: experts that the policy replays; -1: it routes the token by itself
+    routed_experts: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
     prompt_tokens: Tensor | None = None  # (B,) int64 tokens in the loss of each row's prompt
     # (R, W) int64: which of the B * L elements a model's body runs on, in which places
     packed: Tensor | None = None
-    # (2, B) int64: tokens of each row's prompt, and the first row with the same one
-    prompts: Tensor | None = None
-    shares_prompts: bool = False  # the packed rows have each of these once
+    # (B, L) int16: the row whose packed token stands for each element; None: its own
+    owners: Tensor | None = None
     # B numbers each, so that a step reads none from a device: tokens of each row in the loss, and
     # those of them whose advantage is not 0; None: the host does not know
     lengths: list[int] | None = None
@@ -285,8 +289,6 @@ def collate(
         advantages = known.to(device)
     active = in_loss & (known.view(len(samples), -1) != 0)
     images = [sample.images for sample in samples]
-    numbers: dict[tuple[int, ...], int] = {}
-    first = [numbers.setdefault(tuple(one.prompt_ids), row) for row, one in enumerate(samples)]
     return MicroBatch(
         input_ids.to(device),
         filled.long().to(device),
@@ -297,7 +299,6 @@ def collate(
         rollout_logprobs=rollout_logprobs,
         sampling_mask=_sampling_mask(samples, input_ids.shape[1], device),
         inputs=model_inputs(images, lengths, input_ids.shape[1], device),
-        prompts=torch.stack([starts, torch.tensor(first)]).to(device),
         lengths=in_loss.sum(1).tolist(),
         active_lengths=active.sum(1).tolist(),
         samples=samples,
@@ -364,6 +365,8 @@ def _plain(batch: MicroBatch) -> dict[str, Any]:
 
 def _batch(sampling_mask: dict[str, Tensor] | None, **attributes: Any) -> MicroBatch:
     known = MicroBatch.__dataclass_fields__
+    if attributes.pop("shares_prompts", False):  # version 1.0.0 packed these in another way
+        attributes["packed"] = None
     batch = MicroBatch(**{name: attributes[name] for name in attributes if name in known})
     vars(batch).update(attributes)  # those of columns, too
     if sampling_mask is not None:

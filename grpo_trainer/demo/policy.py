@@ -1,7 +1,9 @@
-"""A character tokenizer and a tiny Qwen3 policy with random weights, in the usual folder format."""
+"""Small tokenizers and a tiny Qwen3 policy with random weights, in the usual folder format."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +16,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 UNKNOWN = "?"  # a character like the others: one that the policy writes is seen
 END = "<eos>"  # also fills up: there is no other token that a text does not show
 CHARACTERS = ".0123456789="
+# what the tokenizer for tools has in addition to its words, and how it writes conversations
+_MARKS = ("<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>")
+_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -24,6 +36,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
     tokenizer.decoder = Fuse()  # joins tokens without spaces
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def make_tool_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return one token per word, with a chat template for tools.
+
+    Args:
+        words: in which tools, their calls and their answers can be written. A call is written
+            ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``; it may be one word.
+    """
+    words = [*_MARKS, *words]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    longest_first = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    tokenizer.pre_tokenizer = Split(Regex(longest_first + r"|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
+    )
+    fast.chat_template = _TEMPLATE
+    return fast
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> Qwen3ForCausalLM:

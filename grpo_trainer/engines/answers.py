@@ -8,6 +8,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from grpo_trainer.common import shortened
 
@@ -27,6 +29,9 @@ class Completion(NamedTuple):
     sampling_mask: list[TokenIds] | None = None
     # of each token, which weights drew it; None: the same ones drew all of them
     versions: list[int] | None = None
+    # (tokens, layers, K) integers: the experts of prompt and completion, except those of the last
+    # token, which was not run; -1: not known; None: the engine does not say
+    routed_experts: Tensor | None = None
 
     def checked(
         self, *, max_tokens: int, vocab_size: int | None, eos_token_ids: Collection[int] = ()
@@ -57,7 +62,10 @@ class Completion(NamedTuple):
             logprobs = [checked_logprob(value) for value in logprobs]
         if self.sampling_mask is not None:
             mask = [checked_ids(left, vocab_size) for left in self.sampling_mask]
-        return Completion(ids, logprobs, mask, self.versions)
+        experts = self.routed_experts
+        if experts is not None:
+            experts = checked_experts(experts)
+        return Completion(ids, logprobs, mask, self.versions, experts)
 
 
 class Completions(NamedTuple):
@@ -67,6 +75,7 @@ class Completions(NamedTuple):
     logprobs: list[list[float]] | None = None
     sampling_mask: list[list[TokenIds]] | None = None
     versions: list[list[int]] | None = None
+    routed_experts: list[Tensor] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Completion]) -> Completions:
@@ -123,6 +132,24 @@ def checked_ids(ids: Any, vocab_size: int | None, what: str = "token ids") -> To
             below = "" if vocab_size is None else f" < {vocab_size}"
             raise ValueError(f"expected {what} 0 <= id{below}, got {token!r}")
     return [int(token) for token in ids]
+
+
+def checked_experts(experts: Any) -> Tensor:
+    """Return a tensor or array of experts, (tokens, layers, K), in the smallest dtype; ValueError
+    for anything else."""
+    array = np.asarray(experts)
+    if (
+        array.ndim != 3
+        or not np.issubdtype(array.dtype, np.integer)
+        or not array.size
+        or array.min() < -1
+    ):
+        raise ValueError(
+            "expected routed_experts as integers from -1 on, (tokens, layers, experts of a token), "
+            f"got {shortened(experts)}"
+        )
+    small = array.min() >= 0 and array.max() <= np.iinfo(np.uint8).max
+    return torch.tensor(array.astype(np.uint8 if small else np.int16))
 
 
 def checked_logprob(value: Any) -> float:

@@ -126,7 +126,7 @@ class Sampler:
         self._settle()
         more = self._images(images, self.engine.generate)
         completions = self.engine.generate(prompt_ids, self._limited(max_tokens), **more)
-        return self._checked(completions, len(prompt_ids), max_tokens)
+        return self._checked(completions, prompt_ids, max_tokens)
 
     async def complete(
         self,
@@ -145,7 +145,7 @@ class Sampler:
         if not isinstance(completion, Completion):
             what = shortened(completion)
             raise ValueError(f"{self._engine}: expected a Completion of `complete_one`, got {what}")
-        [checked] = self._checked(Completions.of([completion]), 1, max_tokens).rows()
+        [checked] = self._checked(Completions.of([completion]), [prompt_ids], max_tokens).rows()
         if checked.logprobs is None:
             raise ValueError(
                 "generation_batches_ahead: expected an engine that reports log-probabilities, by "
@@ -243,9 +243,9 @@ class Sampler:
             del value  # or it would live as long as the next one is made
 
     def _checked(
-        self, completions: Completions, count: int, max_tokens: int | None = None
+        self, completions: Completions, prompt_ids: list[TokenIds], max_tokens: int | None = None
     ) -> Completions:
-        """Return ``completions``; raise ValueError unless they are those of ``count`` prompts."""
+        """Return ``completions``; raise ValueError unless they are those of the prompts."""
         if not isinstance(completions, Completions):
             raise ValueError(f"{self._engine}: expected Completions, got {shortened(completions)}")
         if self.sampling.sampling_mask_size and completions.sampling_mask is None:
@@ -253,14 +253,22 @@ class Sampler:
                 "use_sampling_mask: expected an engine that reports which ids its filters left, "
                 f"got none from {type(self.engine).__name__}"
             )
+        if not self.context.args.use_rollout_routing_replay:
+            completions = completions._replace(routed_experts=None)  # nobody reads them
+        elif completions.routed_experts is None:
+            raise ValueError(
+                "use_rollout_routing_replay: expected an engine that reports which experts it sent "
+                f"tokens through, got none from {type(self.engine).__name__}"
+            )
         try:
             checked = completions.checked(
-                count,
+                len(prompt_ids),
                 max_tokens=self._limited(max_tokens).max_tokens,
                 vocab_size=self.context.vocab_size,
                 eos_token_ids=self.eos_token_ids,
             )
             versions = [self._steps_of(row) for row in checked.rows()]
+            _check_experts(prompt_ids, checked)
         except ValueError as error:
             raise ValueError(f"{self._engine}: {error}") from error
         return checked._replace(versions=versions)
@@ -276,6 +284,16 @@ class Sampler:
                     f"got {update!r}"
                 )
         return [self._updates[update - 1] for update in completion.versions]
+
+
+def _check_experts(prompt_ids: list[TokenIds], completions: Completions) -> None:
+    for number, (prompt, row) in enumerate(zip(prompt_ids, completions.rows(), strict=True)):
+        expected = len(prompt) + len(row.token_ids) - 1
+        if row.routed_experts is not None and len(row.routed_experts) != expected:
+            raise ValueError(
+                f"completion {number}: expected routed_experts of {expected} tokens, all of prompt "
+                f"and completion but the last, got {len(row.routed_experts)}"
+            )
 
 
 def make_sampler(

@@ -21,8 +21,9 @@ from grpo_trainer.experience.comparisons import (
 )
 from grpo_trainer.experience.completed import align_columns, any_process, check_samples
 from grpo_trainer.experience.curriculum import Curriculum
-from grpo_trainer.experience.deal import Plan, deal, leave_out_inactive
+from grpo_trainer.experience.deal import deal, leave_out_inactive
 from grpo_trainer.experience.overlap import BatchesAhead, GroupsAhead
+from grpo_trainer.experience.parts import Plan
 from grpo_trainer.experience.prompts import DatasetPrompts, samples_of, share
 from grpo_trainer.experience.rollout_func import ByFunction, RolloutFunction, check_rollout_func
 from grpo_trainer.experience.scoring import Comparison, fill, measure

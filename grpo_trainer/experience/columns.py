@@ -47,7 +47,9 @@ def old_logprobs(placement: Placement, settings: Settings, in_evaluation: bool) 
         if policy.training or in_evaluation:
             with phase("old"):
                 model = placement.runs(policy)
-                batch.old_logprobs = target_logprobs(model, batch, settings.loss.temperature)
+                batch.old_logprobs = target_logprobs(
+                    model, batch, settings.loss.temperature, replays_routing=True
+                )
 
     return column
 

@@ -43,6 +43,11 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
                 "rollout_func: expected neither tools nor environment_factory with it: the "
                 "function makes whole completions"
             )
+        if args.use_rollout_routing_replay:
+            raise ValueError(
+                "rollout_func: expected none with use_rollout_routing_replay, whose experts come "
+                "from the rollout engine"
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,4 +51,5 @@ class SingleTurn:
         for sample, text, row in zip(samples, texts, completions.rows(), strict=True):
             sample.logprobs, sample.sampling_mask = row.logprobs, row.sampling_mask
             sample.rollout_versions = row.versions
+            sample.routed_experts = row.routed_experts
             sample.completed(text, row.token_ids, self.sampler.eos_token_ids)

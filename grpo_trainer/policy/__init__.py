@@ -27,12 +27,19 @@ from grpo_trainer.policy.optimizers import (
     check_optimizer,
     with_learning_rate,
 )
-from grpo_trainer.policy.packing import make_pack
+from grpo_trainer.policy.packing import Packing, make_pack
 from grpo_trainer.policy.placement import (
     WHOLE,
     Placement,
     check_placement,
     loading_whole,
     placement_of,
+)
+from grpo_trainer.policy.prefixes import Prefixes
+from grpo_trainer.policy.routing import (
+    add_routing_replay,
+    check_experts,
+    check_routing_replay,
+    replayed_experts,
 )
 from grpo_trainer.policy.teacher import Teacher, TeacherSource

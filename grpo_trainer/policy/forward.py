@@ -24,6 +24,7 @@ from grpo_trainer.common import shortened
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.placement import Placement
+from grpo_trainer.policy.routing import replay_of, routing_metrics
 
 _REFERENCE = "ref"  # the adapter that keeps the policy at the start
 
@@ -44,6 +45,11 @@ def policy_loss_of(
     ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
     on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
+    # packed rows are not padded again where only the loss reads them
+    padded = batch.packed is None or any(loss_of is not None for loss_of in on_head)
+    rows = None if padded else tokens.rows
+    if rows is not None:
+        tokens = replace(tokens, rows=None, layout=torch.tensor([tokens.num_tokens]))
     metrics: list[Metrics] = []
 
     def added(term: Term, output: Any) -> Tensor:
@@ -66,11 +72,13 @@ def policy_loss_of(
     more: dict[str, Any] = {}
     for term in terms:
         more |= term.forward_options
-    output = run(model, batch, head_fn, **more)
+    output = run(model, batch, head_fn, rows, **replay_of(batch), **more)
     loss = output.head
     for term in terms:
         if (of_output := term.on_output(batch, output)) is not None:
             loss = loss + added(term, of_output)
+    if batch.routed_experts is not None:
+        metrics.append(routing_metrics(model))
     return loss, metrics[0] if len(metrics) == 1 else Metrics.merge(metrics)
 
 
@@ -96,12 +104,18 @@ class RouterLoss(Term):
 
 
 def target_logprobs(
-    model: nn.Module, batch: MicroBatch, temperature: float, vocab_size: int | None = None
+    model: nn.Module,
+    batch: MicroBatch,
+    temperature: float,
+    vocab_size: int | None = None,
+    *,
+    replays_routing: bool = False,
 ) -> Tensor:
     """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
     With sampling masks they are renormalized over them, as the loss takes them. Rows of the head
     from ``vocab_size`` on are padding, which has no probability; None: all rows are in use.
+    ``replays_routing``: by the batch's ``routed_experts``, if it has them.
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
@@ -118,7 +132,8 @@ def target_logprobs(
         return logprobs
 
     with evaluating(model):
-        return run(model, batch, head_fn).head
+        more = replay_of(batch) if replays_routing else {}
+        return run(model, batch, head_fn, **more).head
 
 
 @contextmanager
@@ -131,26 +146,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.train(was_training)
 
 
-def run(model: nn.Module, batch: MicroBatch, head_fn: HeadFn, **options: Any) -> Any:
+def run(
+    model: nn.Module,
+    batch: MicroBatch,
+    head_fn: HeadFn,
+    rows: Tensor | None = None,  # (T,) int64
+    **options: Any,
+) -> Any:
     """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
 
-    The body runs without padding where the batch is ``packed``, perhaps on each prompt once.
+    The body runs without padding where the batch is ``packed``, and once on what rows with
+    ``owners`` have in common.
     ``head_fn`` gets the hidden states, (B, L, D), in the places of padded rows, and at padding any
-    that are finite.
+    that are finite; of a ``packed`` batch with ``rows`` those of these of the B * L elements,
+    (T, D).
     """
     if batch.packed is None:
         inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
         return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
-    packed, places = batch.packed, _places(batch)
+    packed, width = batch.packed, batch.input_ids.shape[1]
+    places = _places(batch) if rows is None else _places(batch).flatten()[rows]
     elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
-    inputs = {"attention_mask": _mask_of_shared(batch)} if batch.shares_prompts else {}
+    inputs = {} if batch.owners is None else {"attention_mask": _mask_of_shared(batch)}
 
     def of_padded(hidden: Tensor, head: Head) -> Tensor:
         return head_fn(hidden.flatten(0, 1)[places], head)
 
     return model(
         input_ids=elements[packed],
-        position_ids=packed % places.shape[1],
+        position_ids=packed % width,
         **inputs,
         head_fn=of_padded,
         router_mask=(packed < batch.input_ids.numel()).long(),
@@ -165,25 +189,17 @@ def _places(batch: MicroBatch) -> Tensor:  # (B, L) int64
     places = torch.zeros(elements + 1, dtype=torch.int64, device=device)
     places[batch.packed.flatten()] = torch.arange(batch.packed.numel(), device=device)
     places = places[:-1].view(batch.input_ids.shape)
-    if not batch.shares_prompts:
-        return places
-    assert batch.prompts is not None  # else there are none to share
-    row, column = (torch.arange(size, device=device) for size in places.shape)
-    prompt, first = batch.prompts[:, :, None]
-    return places[torch.where(column < prompt, first, row[:, None]), column]
+    return places if batch.owners is None else places.gather(0, batch.owners.long())
 
 
 def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
-    """Return who sees whom: tokens of a row what is before them in it, its prompt included."""
-    assert batch.packed is not None and batch.prompts is not None
-    width = batch.input_ids.shape[1]
+    """Return who sees whom: tokens of a row what is before them in it, whoever owns that."""
+    assert batch.packed is not None and batch.owners is not None
+    count, width = batch.input_ids.shape
     row, position = batch.packed // width, batch.packed % width
-    # what fills up is a row of its own
-    prompt = functional.pad(batch.prompts[0], (0, 1))[row]
-    first = functional.pad(batch.prompts[1], (0, 1), value=len(batch.input_ids))[row]
-    of_prompt = (first[:, :, None] == first[:, None, :]) & (position < prompt)[:, None, :]
-    before = position[:, None, :] <= position[:, :, None]
-    return (before & ((row[:, :, None] == row[:, None, :]) | of_prompt))[:, None]
+    owners = functional.pad(batch.owners, (0, 0, 0, 1), value=count)  # what fills up is a row, too
+    seen = owners[row[:, :, None], position[:, None, :]] == row[:, None, :]
+    return (seen & (position[:, None, :] <= position[:, :, None]))[:, None]
 
 
 class Reference(TrainerCallback):

@@ -40,6 +40,7 @@ from grpo_trainer.data import ProcessingClass, tokenizer_of
 from grpo_trainer.masking import cut_at_secret
 from grpo_trainer.policy.ends import check_ends, check_tokens, make_room
 from grpo_trainer.policy.forward import evaluating
+from grpo_trainer.policy.routing import check_experts
 from grpo_trainer.policy.tiled_mlp import tile_mlps
 
 _SIDE = 64  # pixels of an image that is tried
@@ -103,7 +104,8 @@ def load_policy(
     """
     revision = None
     if isinstance(model, str):
-        model = load_model(model, args, quantization_config)
+        routes = args.use_rollout_routing_replay
+        model = load_model(model, args, quantization_config, routes=routes)
         revision = options("model_init_kwargs", args.model_init_kwargs).get("revision")
     else:
         settings = {
@@ -139,10 +141,15 @@ def _forget_trainer(model: PreTrainedModel) -> None:
 
 
 def load_model(
-    name: str, args: GRPOConfig, quantization_config: Any | None = None, what: str = "model"
+    name: str,
+    args: GRPOConfig,
+    quantization_config: Any | None = None,
+    *,
+    what: str = "model",
+    routes: bool = False,
 ) -> PreTrainedModel:
     """Return the model, or the adapter on its base, in the policy's dtype; an error begins with
-    ``what``."""
+    ``what``. ``routes``: it has to be a mixture of experts."""
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
     settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
@@ -157,7 +164,7 @@ def load_model(
     with loading(name, f"{what} {name!r}", settings):
         adapter = find_adapter_config_file(name, **where)
         if adapter is None:
-            return _pretrained(name, settings)
+            return _pretrained(name, settings, routes)
         _require_peft(what)
         from peft import PeftModel, load_peft_weights
 
@@ -166,7 +173,7 @@ def load_model(
         settings = {key: value for key, value in settings.items() if key not in _OF_ADAPTER}
         settings |= {} if revision is None else {"revision": revision}
         with hub_or_cache(base):
-            model = _pretrained(base, settings)
+            model = _pretrained(base, settings, routes)
         make_room(model, load_peft_weights(name, device="cpu", **where), config)
         return PeftModel.from_pretrained(model, name, is_trainable=True, **where)
 
@@ -178,10 +185,12 @@ def _require_peft(what: str) -> None:
         )
 
 
-def _pretrained(name: str, settings: dict[str, Any]) -> PreTrainedModel:
-    """Load a model of the class that its config names."""
+def _pretrained(name: str, settings: dict[str, Any], routes: bool) -> PreTrainedModel:
+    """Load a model of the class that its config names; one with ``routes`` has experts."""
     known = {key: settings[key] for key in (*_WHERE, "trust_remote_code") if key in settings}
     config = settings.get("config") or AutoConfig.from_pretrained(name, **known)
+    if routes:
+        check_experts(config)
     architectures = config.architectures or [None]
     takes_images = architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM

@@ -7,9 +7,10 @@ each row, or, for flash attention, lengths of what one row holds.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 from itertools import cycle, islice
 from typing import TypeAlias
@@ -22,9 +23,10 @@ from transformers.utils.generic import is_flash_attention_requested
 from grpo_kernels.head import Head
 from grpo_kernels.hf import TOLERANCE
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Column, Divisors, MicroBatch, Sample, collate
+from grpo_trainer.data import Divisors, MicroBatch, Sample, collate, padded_length
 from grpo_trainer.policy.forward import evaluating, run
 from grpo_trainer.policy.load import MISMATCH
+from grpo_trainer.policy.prefixes import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,73 @@ _SHARE = 0.25  # of what changes if rows see each other
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Packs micro-batches: a column."""
+
+    one_row: bool = False  # for flash attention
+    always: bool = False  # also where no tokens are saved
+    multiple: int | None = None  # of a packed row's width
+    shares: bool = False  # whether models let us say who sees whom
+    # how many pairs of tokens cost what one token does: 6 hidden sizes, section 3 of
+    # arXiv:2104.04473, where attention takes 4 operations times the hidden size for each pair
+    pairs_per_token: int = 6
+
+    def __call__(self, batch: MicroBatch, policy: nn.Module) -> None:
+        if batch.inputs:
+            return
+        (count, width), device = batch.input_ids.shape, batch.input_ids.device
+        lengths = batch.attention_mask.sum(1).tolist()
+        if self.shares:
+            ids = batch.input_ids.tolist()
+            prefixes = Prefixes.of([row[:n] for row, n in zip(ids, lengths, strict=True)])
+            if runs := self.shared(prefixes, width):
+                units = [prefixes.elements(run, width) for run in runs]
+                batch.packed = _placed(units, count * width, multiple=self.multiple).to(device)
+                batch.owners = prefixes.owners(runs, width).to(device)
+                return
+        packed = packed_rows(lengths, width, self.one_row, self.multiple)
+        if packed.numel() < batch.input_ids.numel() or self.always:
+            batch.packed = packed.to(device)
+
+    def shared(self, prefixes: Prefixes, width: int) -> list[range] | None:
+        """Return which runs of rows stand together, so that what they have in common is computed
+        once; None where that saves nothing, or masks would be larger than those of padded rows.
+        """
+        if not self.shares or not any(prefixes.common):
+            return None
+        count, most = len(prefixes.rows), float(sum(prefixes.lengths))
+        while True:
+            runs = prefixes.runs(1 / self.pairs_per_token, most)
+            together = self.shape([prefixes.tokens(run) for run in runs])
+            if together[0] * together[1] ** 2 <= count * width**2:
+                break
+            if most == width:
+                return None  # filled up to a multiple
+            most = max(most / 2, width)
+        apart = self.shape(prefixes.lengths)
+        saves = math.prod(together) < math.prod(apart) and self._cost(together) < self._cost(apart)
+        return runs if saves else None
+
+    def shape(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """Return that of the packed rows of units of so many tokens."""
+        dealt = _best_dealt(sizes, self.one_row)
+        return len(dealt), padded_length([total for total, _, _ in dealt], self.multiple)
+
+    def _cost(self, shape: tuple[int, int]) -> float:
+        count, width = shape
+        return count * width * (1 + width / self.pairs_per_token)
+
+
 def make_pack(
     args: GRPOConfig, models: Sequence[Runs], images: bool, routers: bool = False
-) -> Column | None:
+) -> Packing | None:
     """Return what packs micro-batches for all ``models``, as ``args.packing`` says; None where all
     rows stay padded.
 
-    Those with ``images`` stay padded: images belong to rows in their order. Prompts that several
-    rows begin with are computed once where the models let us say who sees whom; not with a loss
-    of ``routers``, which counts every token.
+    Those with ``images`` stay padded: images belong to rows in their order. What rows have in
+    common is computed once where the models let us say who sees whom; not with a loss of
+    ``routers``, which counts every token.
 
     Raises:
         ValueError: ``packing`` is ``packed``, and something needs padded rows.
@@ -54,7 +114,8 @@ def make_pack(
         return None
     multiple = args.pad_to_multiple_of
     assert not isinstance(multiple, str)  # on construction auto became a number or None
-    one_row = is_flash_attention_requested(models[0][0].config)
+    config = models[0][0].config
+    one_row = is_flash_attention_requested(config)
     found = [_try_both(args, *runs, one_row) for runs in models]
     needed = next((why for why, _ in found if why), None)
     reason = needed or ("images" if images else None)
@@ -64,63 +125,66 @@ def make_pack(
         logger.warning("packing: rows are padded with %s", reason)
     if needed:
         return None
-    shares = not routers and all(once for _, once in found)
-
-    def pack(batch: MicroBatch, policy: nn.Module) -> None:
-        if batch.inputs:
-            return
-        ids, lengths = batch.input_ids, batch.attention_mask.sum(1)
-        (count, width), device = ids.shape, ids.device
-        assert batch.prompts is not None  # collate says so
-        table = torch.stack([lengths, *batch.prompts]).tolist()
-        packed, shared = packed_rows(table[0], width, one_row, multiple), False
-        if shares and table[2] != [*range(count)]:
-            fewer = packed_rows(table[0], width, one_row, multiple, table[1:])
-            area = fewer.numel() * fewer.shape[1]
-            if fewer.numel() < packed.numel() and area <= count * width**2:
-                packed, shared = fewer, True
-        if packed.numel() < ids.numel() or args.packing == "packed":
-            batch.packed, batch.shares_prompts = packed.to(device), shared
-
-    return pack
+    return Packing(
+        one_row=one_row,
+        always=args.packing == "packed",
+        multiple=multiple,
+        shares=not routers and all(once for _, once in found),
+        pairs_per_token=6 * config.get_text_config().hidden_size,
+    )
 
 
 def packed_rows(
-    lengths: Sequence[int],
-    width: int,
-    one_row: bool = False,
-    multiple: int | None = None,
-    prompts: Sequence[Sequence[int]] | None = None,
+    lengths: Sequence[int], width: int, one_row: bool = False, multiple: int | None = None
 ) -> Tensor:  # (R, W) int64
     """Return which elements of padded rows, (B, ``width``), stand where without padding.
 
     What fills up a row is ``B * width``. Where masks are dense, attention takes the square of a
     row's width: rows are as many as make ``R * W**2`` least, which is no more than padded ones
-    take. With ``one_row`` there is one. With ``prompts``, those of :class:`MicroBatch`, rows that
-    share one stand together, and it stands there once.
+    take. With ``one_row`` there is one.
     """
-    own = [0] * len(lengths), range(len(lengths))
-    together: dict[int, list[Tensor]] = {}  # by their first row
-    for row, (length, prompt, first) in enumerate(zip(lengths, *(prompts or own), strict=True)):
-        start = prompt if first != row else 0
-        part = torch.arange(row * width + start, row * width + length)
-        together.setdefault(first, []).append(part)
-    units = [torch.cat(parts) for parts in together.values()]
-    counts = [1] if one_row else range(1, len(units) + 1)
-    dealt = min((_dealt(units, count) for count in counts), key=lambda x: len(x) * max(x)[0] ** 2)
-    most = max(dealt)[0]
-    packed = torch.full((len(dealt), most + -most % (multiple or 1)), len(lengths) * width)
+    starts = range(0, len(lengths) * width, width)
+    parts = zip(starts, lengths, strict=True)
+    units = [torch.arange(start, start + length) for start, length in parts]
+    return _placed(units, len(lengths) * width, one_row, multiple)
+
+
+def _placed(
+    units: Sequence[Tensor], fill: int, one_row: bool = False, multiple: int | None = None
+) -> Tensor:  # (R, W) int64
+    """Put units one behind the other, each in one row; ``fill`` fills up."""
+    dealt = _best_dealt([len(unit) for unit in units], one_row)
+    width = padded_length([total for total, _, _ in dealt], multiple)
+    packed = torch.full((len(dealt), width), fill)
     for place, (total, _, chosen) in zip(packed, dealt, strict=True):
         place[:total] = torch.cat([units[unit] for unit in chosen])
     return packed
 
 
-def _dealt(units: Sequence[Tensor], count: int) -> list[tuple[int, int, list[int]]]:
+def _best_dealt(sizes: Sequence[int], one_row: bool) -> list[tuple[int, int, list[int]]]:
+    """Deal units to as many rows as make the area of their masks least."""
+    if one_row:
+        return _dealt(sizes, 1)
+    longest, total = max(sizes), sum(sizes)
+
+    def at_least(count: int) -> int:
+        return count * max(longest, -(-total // count)) ** 2
+
+    best: tuple[float, int, list[tuple[int, int, list[int]]]] = (math.inf, 0, [])
+    for count in sorted(range(1, len(sizes) + 1), key=at_least):
+        if at_least(count) > best[0]:
+            break
+        dealt = _dealt(sizes, count)
+        best = min(best, (count * max(dealt)[0] ** 2, count, dealt))
+    return best[2]
+
+
+def _dealt(sizes: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]:
     """Deal the longest first, each to what is shortest: its length, its number, its units."""
     heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
-    for unit in sorted(range(len(units)), key=lambda unit: -len(units[unit])):
+    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
         total, number, chosen = heap[0]
-        heapreplace(heap, (total + len(units[unit]), number, [*chosen, unit]))
+        heapreplace(heap, (total + sizes[unit], number, [*chosen, unit]))
     return heap
 
 
@@ -128,7 +192,7 @@ def _try_both(
     args: GRPOConfig, model: PreTrainedModel, runs: AbstractContextManager[nn.Module], one_row: bool
 ) -> tuple[str | None, bool]:
     """Try a few rows both ways. Return what needs padded rows and why, or None, and whether rows
-    may share prompts."""
+    may share what they begin with."""
     name = type(model).__name__
     if args.neftune_noise_alpha is not None:
         return "neftune_noise_alpha, whose noise depends on the width of rows", False
@@ -140,10 +204,16 @@ def _try_both(
     if not _only_attention(model):
         return f"{name}, whose layers read across the ends of rows: not all are attention", False
     batch = _tried(model)
-    assert batch.prompts is not None  # collate says so
     width, device = max(_LENGTHS), batch.input_ids.device
     packed = packed_rows(_LENGTHS, width, one_row).to(device)
-    once = packed_rows(_LENGTHS, width, prompts=batch.prompts.tolist()).to(device)
+    rows = zip(batch.input_ids.tolist(), _LENGTHS, strict=True)
+    prefixes = Prefixes.of([row[:length] for row, length in rows])
+    everything = range(len(_LENGTHS))
+    once = replace(
+        batch,
+        packed=prefixes.elements(everything, width)[None].to(device),
+        owners=prefixes.owners([everything], width).to(device),
+    )
     ids = batch.input_ids[batch.attention_mask.bool()][None]  # rows that see each other
     joined = replace(batch, input_ids=ids, attention_mask=torch.ones_like(ids))
     with runs as called, evaluating(called):
@@ -152,7 +222,7 @@ def _try_both(
             hidden = _hidden(called, replace(batch, packed=packed))
             shared = None
             if _takes_masks(model):
-                shared = _hidden(called, replace(batch, packed=once, shares_prompts=True))
+                shared = _hidden(called, once)
         except torch.OutOfMemoryError:
             raise
         except MISMATCH as error:

@@ -147,7 +147,9 @@ class VLLMClient:
             ``prompt_ids`` (one list per prompt, with as many tokens per image as the model has),
             ``completion_ids`` (``n`` lists per prompt) and ``logprobs`` (one number per token of
             these, or None); with ``logprobs`` above 0 also ``sampling_mask`` (a list of ids per
-            token).
+            token); from a server with ``--enable-return-routed-experts`` also ``routed_experts`` (a
+            tensor per completion, (tokens, layers, experts of a token), of all tokens of prompt and
+            completion but the last).
 
         Raises:
             ServerError: the server fails, refuses, answers something else, or was restarted since
@@ -170,12 +172,14 @@ class VLLMClient:
             **generation_kwargs,
         }
         ids, answer = self.server.wait(self.complete(prompts, images_of, fields))
-        mask = {"sampling_mask": answer.sampling_mask} if logprobs else {}
+        more: dict[str, Any] = {"sampling_mask": answer.sampling_mask} if logprobs else {}
+        if answer.routed_experts is not None:
+            more["routed_experts"] = answer.routed_experts
         return {
             "prompt_ids": ids,
             "completion_ids": answer.token_ids,
             "logprobs": answer.logprobs,
-            **mask,
+            **more,
         }
 
     async def complete(

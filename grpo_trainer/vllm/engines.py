@@ -42,6 +42,7 @@ from grpo_trainer.vllm.requests import Request, joined, requests_of
 from grpo_trainer.vllm.settings import (
     base_source,
     check_engine_options,
+    check_reports_experts,
     check_requantized,
     describe,
     engine_ranks,
@@ -49,6 +50,15 @@ from grpo_trainer.vllm.settings import (
     loads_base,
     quantization_of,
     server_ranks,
+)
+from grpo_trainer.vllm.speculative import (
+    Counts,
+    Speculation,
+    check_server_speculation,
+    counts_of_server,
+    drafter_has_weights,
+    speculation_of_engine,
+    with_speculation,
 )
 from grpo_trainer.vllm.transfer import adapter_rank, save_adapter
 
@@ -107,20 +117,26 @@ class ColocatedVLLM:
             setting=_QUANTIZATION,
             model=own.get("model"),
         )
+        own = with_speculation(context, own, loads_weights=self.has_base)
+        settings |= own
         if self.has_base:
             source = {} if "model" in own else base_source(context)
             settings |= {"load_format": "auto"} | source | own
+        self._reports_experts = args.use_rollout_routing_replay
         self._llm = self._made(context, settings)
         if not self.has_base:  # whatever has quantized them
             check_requantized(self._llm.llm_engine.model_config.quantization, _QUANTIZATION)
         # Level 2 keeps no copy of the weights: the policy has them, and sends them. A base that the
         # policy does not have moves to main memory at level 1, and comes back as it was, in the
         # layout of its kernels; a reload would read and quantize its files for each generation.
+        # Nor does the policy have the weights of a drafter.
         self._sleep_level = 0
         if args.vllm_enable_sleep_mode:
-            self._sleep_level = 1 if self.has_base else 2
+            keeps = self.has_base or drafter_has_weights(own.get("speculative_config"))
+            self._sleep_level = 1 if keeps else 2
         self._asleep: set[str] = set()  # what has no memory now
         atexit.register(self.close)
+        self._speculation = speculation_of_engine(self._llm, context.accelerator.device)
 
     @property
     def keeps_weights(self) -> bool:
@@ -150,6 +166,7 @@ class ColocatedVLLM:
         with self._own_random_numbers():
             adapter = {"lora_request": self._adapter}
             outputs = self._llm.generate(prompts, params, use_tqdm=False, **adapter)
+        self._speculation.log()
         if self._sleep_level:
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
@@ -161,13 +178,17 @@ class ColocatedVLLM:
             [at[token].logprob for at, token in zip(sample.logprobs, ids, strict=True)]
             for sample, ids in zip(samples, token_ids, strict=True)
         ]
+        completions = Completions(token_ids, logprobs)
+        if self._reports_experts:
+            experts = [sample.routed_experts for sample in samples]
+            completions = completions._replace(routed_experts=experts)
         if not sampling.sampling_mask_size:
-            return Completions(token_ids, logprobs)
+            return completions
         mask = [
             [[i for i, entry in at.items() if entry.logprob > -math.inf] for at in sample.logprobs]
             for sample in samples
         ]
-        return Completions(token_ids, logprobs, mask)
+        return completions._replace(sampling_mask=mask)
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         """Replace the weights in place, tensor by tensor, and drop what was cached by the old; with
@@ -278,18 +299,21 @@ class VLLMServer(RolloutEngine):
         args = context.args
         self._accelerator = context.accelerator
         self._in_flight = args.max_staleness is not None
-        self.client = VLLMClient(
-            args.vllm_server_base_url,
-            args.vllm_server_host,
-            args.vllm_server_port,
-            args.vllm_group_port,
-            args.vllm_server_timeout,
-            request_timeout=args.vllm_request_timeout,
-            vocab_size=context.vocab_size,
-        )
+        self.client: VLLMClient | None = None
+        if context.accelerator.is_main_process or args.generation_batches_ahead:
+            self.client = VLLMClient(
+                args.vllm_server_base_url,
+                args.vllm_server_host,
+                args.vllm_server_port,
+                args.vllm_group_port,
+                args.vllm_server_timeout,
+                request_timeout=args.vllm_request_timeout,
+                vocab_size=context.vocab_size,
+            )
         sharded = context.placement.sharded
         self._on_first = partial(on_first_process, context.accelerator, sharded)
-        self.takes_adapter, self.has_base = self._on_first(lambda _: self._connect(context))
+        self.takes_adapter, self.has_base, drafts = self._on_first(lambda _: self._connect(context))
+        self._speculation = Speculation(self._counts if drafts else None)
         atexit.register(self.close)
 
     def generate(
@@ -306,9 +330,10 @@ class VLLMServer(RolloutEngine):
                 self._complete([one for one, _ in part], params | {"n": n})
                 for n, part in groupby(requests, key=lambda pair: pair[1])
             ]
-            return self.client.server.wait(together(work))
+            return self._here.server.wait(together(work))
 
         answers = self._on_first(ask)
+        self._speculation.log()
         return Completions.of([row for answer in answers for row in answer.rows()][mine])
 
     async def complete_one(
@@ -322,22 +347,38 @@ class VLLMServer(RolloutEngine):
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
         def send(source: WeightSource) -> Sent:
-            self.client.update_weights(source, adapter)
-            return self.client.sent
+            self._here.update_weights(source, adapter)
+            return self._here.sent
 
-        self.client.sent = self._on_first(send, weights)
+        sent = self._on_first(send, weights)
+        if self.client is not None:
+            self.client.sent = sent
+        self._speculation.log()  # what was sampled ahead by the weights before
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self.client.close()
+        if self.client is not None:
+            self.client.close()
 
-    def _connect(self, context: EngineContext) -> tuple[bool, bool]:
-        """Return whether the server applies the policy's adapter, and to a base that it has."""
+    @property
+    def _here(self) -> VLLMClient:
+        assert self.client is not None  # on the first process, and where completions are ahead
+        return self.client
+
+    def _counts(self) -> Counts:
+        """Return what the server has counted of drafted tokens."""
+        return counts_of_server(self._on_first(lambda _: self._here.server.ask("GET", "/metrics")))
+
+    def _connect(self, context: EngineContext) -> tuple[bool, bool, bool]:
+        """Return whether the server applies the policy's adapter, and to a base that it has, and
+        whether it has a drafter."""
         args = context.args
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
-        self.client.init_communicator(device, args.vllm_weight_transfer, folder)
-        server = self.client.get_server_info()
+        self._here.init_communicator(device, args.vllm_weight_transfer, folder)
+        server = self._here.get_server_info()
+        if args.use_rollout_routing_replay:
+            check_reports_experts(server)
         takes_adapter = adapter_rank(context, partial(server_ranks, server)) > 0
         has_base = loads_base(
             context,
@@ -345,7 +386,10 @@ class VLLMServer(RolloutEngine):
             quantization=server["model_config"]["quantization"],
             setting="--quantization of the server",
         )
-        return takes_adapter, has_base
+        drafter = server["speculative_config"]
+        if drafter is not None:
+            check_server_speculation(context, server)
+        return takes_adapter, has_base, drafter is not None
 
     async def _complete(
         self, requests: list[Request], params: dict[str, Any], in_flight: bool = False
@@ -353,7 +397,7 @@ class VLLMServer(RolloutEngine):
         """Return completions of each prompt."""
         ids = [request.short_ids for request in requests]
         images = [list(one.images) for one in requests]
-        as_read, answer = await self.client.complete(ids, images, params, in_flight)
+        as_read, answer = await self._here.complete(ids, images, params, in_flight)
         for request, read in zip(requests, as_read, strict=True):
             request.check(read)
         return answer

@@ -34,6 +34,7 @@ _ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that tak
 _ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
 
 _IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # answer by a sentence, no JSON
+_TEXT = ("/metrics",)  # answers are returned as they are
 
 
 class ServerError(RuntimeError):
@@ -149,6 +150,8 @@ class JsonServer:
             raise kind(f"{request}: got {response.status_code}: {shown!r}. {advice}".rstrip(". "))
         if not response.content or path in _IN_WORDS:
             return None
+        if path in _TEXT:
+            return response.text
         try:
             return response.json()
         except ValueError as error:

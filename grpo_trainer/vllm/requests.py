@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
+import numpy as np
 from transformers.image_utils import is_pil_image
 
 from grpo_trainer.common import shortened
@@ -74,6 +77,7 @@ def completions_of(
     token_ids: list[TokenIds] = []
     columns: list[tuple[list[Any], list[TokenIds]]] = []
     versions: list[list[int]] = []
+    experts: list[str | None] = []
     for known, answer in zip(sent, answers, strict=True):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n * len(known))):
@@ -86,6 +90,7 @@ def completions_of(
             if own not in (None, prompt_ids[-1]):  # None: that of the choice before
                 raise ValueError("the completion of another prompt")
             token_ids.append(choice["token_ids"])
+            experts.append(choice.get("routed_experts"))
             if logprobs is not None:
                 columns.append(_columns(choice["logprobs"], logprobs > 0))
             if update_of is not None:
@@ -97,9 +102,15 @@ def completions_of(
         None if logprobs is None else [values for values, _ in columns],
         [mask for _, mask in columns] if logprobs else None,
         None if update_of is None else versions,
+        routed_experts=None if None in experts else [_array(text) for text in experts if text],
     )
     limits = {"max_tokens": fields["max_tokens"], "vocab_size": vocab_size}
     return prompt_ids, completions.checked(len(token_ids), **limits)
+
+
+def _array(text: str) -> Any:
+    """Return what vLLM sends as base64 of a file of NumPy's."""
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds]]:

@@ -50,6 +50,8 @@ def engine_settings(context: EngineContext) -> dict[str, Any]:
         "generation_config": "vllm",  # none of the model's own sampling
         "disable_log_stats": True,
     }
+    if args.use_rollout_routing_replay:
+        settings["enable_return_routed_experts"] = True
     if accelerator.num_processes > 1:
         settings["distributed_executor_backend"] = "external_launcher"
     return settings
@@ -97,6 +99,16 @@ def server_ranks(server: dict[str, Any]) -> Sequence[int] | str:
     if lora["target_modules"]:
         return "the server was started with --lora-target-modules, which leaves out other layers"
     return [lora["max_lora_rank"]]
+
+
+def check_reports_experts(server: dict[str, Any]) -> None:
+    """Raise ValueError unless a server by its configuration reports routed experts."""
+    reports = server.get("aux_output_config", {})
+    if not reports.get("enable_return_routed_experts"):
+        raise ValueError(
+            "use_rollout_routing_replay: expected a server of vLLM 0.32 or later that reports "
+            "routed experts, got one that was started without --enable-return-routed-experts"
+        )
 
 
 def describe(context: EngineContext, folder: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from grpo_kernels.integrations import switch
+from grpo_kernels.integrations import probe
 
 FOLDER = os.environ.get("GRPO_KERNELS_HOSTS")
 STAND_IN, REAL = "stand-in", "real"
@@ -57,8 +57,8 @@ class Host:
     def present(self, kind: str) -> Iterator[dict[str, ModuleType]]:
         """Have the host imported within a ``with``, and return its modules by their last name."""
         before, theirs = dict(sys.modules), self.stand_in()
-        asked = switch.version
-        switch.version = lambda name: self.version if name == self.package else version(name)
+        asked = probe.version
+        probe.version = lambda name: self.version if name == self.package else version(name)
         try:
             self._put_parents(theirs)
             if kind == STAND_IN:
@@ -72,7 +72,7 @@ class Host:
                 sys.modules.update({name: _Unreached(name) for name in self.unreached})
             yield {name.rpartition(".")[2]: import_module(name) for name in theirs}
         finally:
-            switch.version = asked
+            probe.version = asked
             own = {name.partition(".")[0] for name in (*theirs, *self.unreached)}
             for name in [name for name in sys.modules if name.partition(".")[0] in own]:
                 del sys.modules[name]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.integrations.lazy_scorers import LazyLogits
+from grpo_kernels.integrations.probe import find
 from grpo_kernels.integrations.switch import Switch
 from grpo_kernels.testing import assert_as_exact_as
 
@@ -105,20 +106,10 @@ def _check_off_again(adapter: Adapter) -> None:
 
 
 def _check_switch(package: str, switch: Switch) -> None:
-    """Hold a switch to what is wrong: the host, its version, a patch of somebody else's."""
-    host, theirs = switch.host, _functions(package)
-    wrong = {
-        "no-such-host: expected version .* not installed": replace(host, package="no-such-host"),
-        f"{host.package}: expected version 0.0, got": replace(host, tested=("0.0",)),
-    }
-    try:
-        for message, switch.host in wrong.items():
-            with pytest.raises(ImportError, match=message):
-                switch.enable()
-            _assert_the_same(_functions(package), theirs)
-        switch.enable(any_version=True)
-    finally:
-        switch.host = host
+    """Hold a switch to what is wrong: no host, another one, a patch of somebody else's."""
+    _check_probe(package, switch)  # which imports the host
+    theirs = _functions(package)
+    switch.enable()
     switch.enable()  # again, without effect
     ours = {place: x for place, x in _functions(package).items() if x is not theirs.get(place, x)}
     assert ours
@@ -133,6 +124,36 @@ def _check_switch(package: str, switch: Switch) -> None:
     switch.disable()
     switch.disable()
     _assert_the_same(_functions(package), theirs)
+
+
+def _check_probe(package: str, switch: Switch) -> None:
+    """Hold a switch to hosts that are absent, that have changed, and that are only newer."""
+    probe, theirs = switch.probe, _functions(package)
+    first = next(iter(probe.replacements()))
+    owner = find(first.owner)
+    absent = replace(probe, host=replace(probe.host, package="no-such-host"))
+    newer = replace(probe, host=replace(probe.host, tested=("0.0",)))
+    try:
+        switch.probe = absent
+        with pytest.raises(ImportError, match=r"no-such-host: expected .* not installed"):
+            switch.enable()
+        switch.probe = newer
+        with switch.enabled():
+            assert switch.on
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, first.name, _with_another_parameter)
+            switch.probe = replace(newer)  # whose verdict is not known yet
+            said = rf"\* \S+\.{first.name}.*: (missing|new parameter 'another')"
+            with pytest.raises(ImportError, match=said):
+                switch.enable()
+    finally:
+        switch.probe = probe
+    assert not switch.on
+    _assert_the_same(_functions(package), theirs)
+
+
+def _with_another_parameter(another: Any) -> None:
+    """Stand for a function that a host has changed."""
 
 
 def _check_refused(message: str, call: Callable[[], Any]) -> None:

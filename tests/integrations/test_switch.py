@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
-from grpo_kernels.integrations.switch import Host, Replacement, Switch
+from grpo_kernels.integrations.probe import Host, Probe, Replacement
+from grpo_kernels.integrations.switch import Switch
 from tests.integrations.contract import Adapter, contract_of
 
 OURS = ("lazy_scorers", "liger", "ms_swift", "trl", "verl")
@@ -25,6 +26,10 @@ def ours() -> str:
     return "ours"
 
 
+def other(obj: object, /) -> str:
+    return "ours"
+
+
 # a package of two modules, of which the second has imported a function of the first
 FIRST, SECOND = ModuleType("made_up.first"), ModuleType("made_up.second")
 FIRST.score = SECOND.score = theirs
@@ -33,10 +38,10 @@ FIRST.other = SECOND.other = len
 
 def made_up_switch() -> Switch:
     def replacements() -> Iterator[Replacement]:
-        yield Replacement(FIRST, "score", ours, everywhere=True)
-        yield Replacement(FIRST, "other", ours)
+        yield Replacement("made_up.first", "score", ours, everywhere=True)
+        yield Replacement("made_up.first", "other", other)
 
-    return Switch(Host("torch", ("2", "3.1")), replacements)
+    return Switch(Probe(host=Host("torch", ("2", "3.1")), replacements=replacements))
 
 
 SWITCH = made_up_switch()
@@ -56,7 +61,7 @@ def test_what_is_imported_meanwhile() -> None:
     for _ in range(2):
         with SWITCH.enabled():
             assert FIRST.score() == SECOND.score() == "ours"
-            assert FIRST.other is ours and SECOND.other is len
+            assert FIRST.other is other and SECOND.other is len
             late = ModuleType("made_up.late")
             late.score = FIRST.score
             sys.modules["made_up.late"] = late
@@ -76,22 +81,25 @@ def test_one_that_is_on_stays_on() -> None:
     assert FIRST.score is ours
 
 
-def test_threads_that_come_at_once() -> None:
+def test_threads_that_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[object] = []
 
-    class Counted(SimpleNamespace):
+    class Counted(ModuleType):
         def __setattr__(self, name: str, value: object) -> None:
             put.append(value)
             super().__setattr__(name, value)
 
-    owner, both = Counted(score=theirs), threading.Barrier(2)
+    counted, both = Counted("made_up.counted"), threading.Barrier(2)
+    vars(counted)["score"] = theirs
+    monkeypatch.setitem(sys.modules, counted.__name__, counted)
 
     def replacements() -> Iterator[Replacement]:
-        yield Replacement(owner, "score", ours)
+        yield Replacement(counted.__name__, "score", ours)
         with suppress(threading.BrokenBarrierError):
             both.wait(0.5)  # for the other, if that is let in
 
-    switch, inside = Switch(Host("torch", ("2",)), replacements), threading.Barrier(2)
+    probe = Probe(host=Host("torch", ("2",)), replacements=replacements)
+    switch, inside = Switch(probe), threading.Barrier(2)
 
     def run() -> None:
         with switch.enabled():

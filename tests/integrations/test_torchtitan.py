@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from grpo_kernels.integrations.switch import HOSTS, Host
 from tests.integrations.contract import Adapter, Run, assert_passed, cases, contract_of
 from tests.integrations.hosts import need
 from tests.sharded.ranks import run_on_ranks
@@ -124,9 +123,13 @@ def set_wrapped() -> None:
     loss_of("GRPOLoss", True).set_lm_head(wrapped)
 
 
-def another_version() -> None:
+def another_interface() -> None:
+    """Import ours where the wrapper's call takes one more argument."""
+
+    def call(self, pred, labels, global_valid_tokens=None, scale=1.0, **loss_inputs): ...
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(HOSTS, "torchtitan", Host("torchtitan", ("0.0",)))
+        patch.setattr(ChunkedLossWrapper, "__call__", call)
         importlib.reload(ours)
 
 
@@ -139,7 +142,7 @@ ALONE = Adapter(
         "expected generator_logprobs, advantages, loss_mask, got": partial(call, "advantages"),
         "forward": set_wrapped,
         "no attribute 'PPOLoss'": lambda: ours.PPOLoss,
-        "torchtitan: expected version 0.0, got": another_version,
+        r"ChunkedLossWrapper.__call__: new parameter 'scale=1.0', which": another_interface,
     },
 )
 SHARDED = Adapter(

@@ -17,6 +17,7 @@ import trl
 
 from grpo_kernels.integrations import lazy_scorers
 from grpo_kernels.integrations import trl as ours
+from grpo_kernels.integrations.probe import differences
 from tests.integrations import contract, trl_async, trl_sharded
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run
@@ -203,6 +204,11 @@ def test_it_works_without_peft(monkeypatch):
     modules = [import_module(f"trl.trainer.{name}_trainer") for name in ours._TRAINERS]
     for module in modules:  # which import it where PEFT is there
         monkeypatch.delattr(module, "BaseTunerLayer")
+    differences.cache_clear()
+    with pytest.raises(ImportError, match="trl.trainer.grpo_trainer.BaseTunerLayer: missing"):
+        ours.enable()
+    monkeypatch.setattr("transformers.utils.is_peft_available", lambda: False)
+    differences.cache_clear()
     with ours.enabled():
         assert ours.SWITCH.on
     assert not any(hasattr(module, "BaseTunerLayer") for module in modules)

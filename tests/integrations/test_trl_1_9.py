@@ -15,6 +15,7 @@ from tests.integrations.hosts import need
 
 need("trl_1_9")
 
+import grpo_kernels.integrations.trl as later_trl
 from grpo_kernels.integrations import lazy_scorers, liger
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run, contract_of, unformed
@@ -110,3 +111,23 @@ test_logits_that_are_not_formed = contract_of(
         switch=lazy_scorers.SWITCHES["trl"],
     )
 )
+
+
+def test_it_has_no_fused_head() -> None:
+    """What the adapter of later versions needs is missing, and each of it is named."""
+    with pytest.raises(ImportError, match=r"^trl 1.9.0 differs from what our adapter n") as error:
+        later_trl.enable()
+    names = (
+        "utils.add_fused_lm_head",
+        "utils.FusedCausalLMOutput",
+        "distillation_trainer._chunked_divergence_loss",
+        *(f"{name}_trainer.add_fused_lm_head" for name in later_trl._TRAINERS),
+    )
+    for name in names:
+        assert f"* trl.trainer.{name}: missing" in str(error.value)
+    with (
+        pytest.warns(RuntimeWarning, match="add_fused_lm_head: missing"),
+        pytest.raises(ImportError, match="nothing in it that ours could replace"),
+    ):
+        later_trl.enable(any_version=True)
+    assert not later_trl.SWITCH.on

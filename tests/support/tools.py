@@ -20,6 +20,7 @@ from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.agents import Environments, ToolLoop, make_toolbox
 from grpo_trainer.data import Sample
 from grpo_trainer.engines import (
+    Completion,
     Completions,
     EngineContext,
     RolloutEngine,
@@ -138,6 +139,10 @@ class ScriptedEngine(RolloutEngine):
         ids = [turn[: sampling.max_tokens] for turn in turns]
         ids = [cut_after_eos(row, sampling.eos_token_ids) for row in ids]
         return Completions(ids, [[-1.5] * len(row) for row in ids] if self._logprobs else None)
+
+    async def complete_one(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        [completion] = self.generate([prompt_ids], sampling).rows()
+        return completion
 
     def _turn(self, prompt: list[int], row: int) -> list[int]:
         text = self._tokenizer.decode(prompt)

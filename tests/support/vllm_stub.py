@@ -12,7 +12,12 @@ from typing import Any
 Answer = tuple[int, Any]  # status, and JSON or bytes
 KNOWN = ("seed", "stop_token_ids", "ignore_eos")  # fields that it names in its schemas
 # of a server of weights in full precision, which takes no adapters
-CONFIG = {"model_config": {"quantization": None}, "lora_config": None}
+CONFIG = {
+    "model_config": {"quantization": None},
+    "lora_config": None,
+    "aux_output_config": {"enable_return_routed_experts": False},
+    "speculative_config": None,
+}
 
 
 class StubServer:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import ProcessorMixin, TrainingArguments
 
 from grpo_trainer.demo.policy import make_tokenizer
-from tests.support.trainer import BackgroundEngine, adapted, lengths_reward
+from tests.support.trainer import BackgroundEngine, CannedEngine, adapted, lengths_reward
 
 peft = pytest.importorskip("peft")
 
@@ -97,6 +97,15 @@ REFUSED = [
     ({"reward_weights": [1, 2]}, "reward_weights: expected 1"),
     ({"router_aux_loss_coef": 0.1},
      "router_aux_loss_coef: expected None or 0 .* got 0.1 for Qwen3ForCausalLM"),
+    ({"use_rollout_routing_replay": True},
+     "use_rollout_routing_replay: expected use_vllm=True with it, or .* transformers generates"),
+    ({"use_rollout_routing_replay": True, "rollout_engine": CannedEngine()},
+     "use_rollout_routing_replay: expected False with a model that is no mixture .* 'qwen3'"),
+    ({"use_rollout_routing_replay": True, "use_vllm": True, "rollout_func": print},
+     "rollout_func: expected none with use_rollout_routing_replay"),
+    ({"use_rollout_routing_replay": True, "use_vllm": True,
+      "vllm_engine_kwargs": {"enable_return_routed_experts": False}},
+     r"vllm_engine_kwargs\['enable_return_routed_experts'\]: expected none"),
     ({"use_adaptive_entropy": True, "entropy_coef": 2.0},
      "entropy_coef: expected a number >= 0 and <= 1, got 2.0"),
     (OVERLAP | {"on_bad_image": "skip", "use_vllm": True, "vllm_mode": "server"},

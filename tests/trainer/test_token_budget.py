@@ -14,7 +14,7 @@ from grpo_kernels.losses import AGGREGATIONS, LOSSES
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.data import MicroBatch
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
-from grpo_trainer.experience.deal import computed_tokens, cut_rows
+from grpo_trainer.experience.parts import computed_tokens, cut_rows, halved
 from tests.support.trainer import BackgroundEngine, lengths_reward, logged, parameters
 from tests.trainer.checkpoint import features
 from tests.trainer.checkpoint.features import agents, experts, images
@@ -22,6 +22,7 @@ from tests.trainer.checkpoint.features import agents, experts, images
 BUDGET = 24
 # of how the batch is cut, and of rounding in fp32 tables
 OF_CUT = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
+OF_CUT += ("micro_batches/shared_tokens",)
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "weight_decay": 0.0}
 WHOLE = {"per_device_train_batch_size": 8}
 CUT = WHOLE | {"max_tokens_per_micro_batch": BUDGET}
@@ -34,6 +35,18 @@ NEEDED |= {"cispo": {"epsilon_high": 5.0}}
 def lengths_of(batch: MicroBatch) -> list[int]:
     lengths: list[int] = batch.attention_mask.sum(1).tolist()
     return lengths
+
+
+def taken_by(batch: MicroBatch) -> int:
+    """Return how many tokens a budget counts."""
+    return batch.input_ids.numel() if batch.owners is None else batch.packed.numel()
+
+
+def kept_of(batch: MicroBatch) -> int:
+    """Return how many of these are no padding."""
+    if batch.owners is None:
+        return sum(lengths_of(batch))
+    return int((batch.packed < batch.input_ids.numel()).sum())
 
 
 def varied(row: int) -> str:
@@ -86,14 +99,19 @@ def assert_same(
     assert step.norm() > 1e-3
     for number, cut in enumerate(cuts):
         pieces, found = trained(folder / f"cut {number}", make() | cut)
-        assert len(pieces._buffer.batches) > 2
+        assert len(pieces._buffer.batches) > 1
         rows = [length for batch in pieces._buffer.batches for length in lengths_of(batch)]
         assert sorted(rows) == sorted(lengths_of(whole._buffer.batches[0]))
         assert (start + step - parameters(pieces.model)).norm() < rtol * step.norm()
         assert_logs_are_alike(pieces, found, whole)
-        computed = sum(batch.input_ids.numel() for batch in pieces._buffer.batches)
+        computed = sum(taken_by(batch) for batch in pieces._buffer.batches)
+        kept = sum(kept_of(batch) for batch in pieces._buffer.batches)
         assert found[0]["micro_batches/number"] == len(pieces._buffer.batches)
-        assert found[0]["micro_batches/padding"] == pytest.approx(1 - sum(rows) / computed)
+        assert found[0]["micro_batches/padding"] == pytest.approx(1 - kept / computed)
+        if pieces.args.packing == "auto":
+            assert kept < sum(rows)
+            shared = found[0]["micro_batches/shared_tokens"]
+            assert shared == pytest.approx(1 - kept / sum(rows))
 
 
 def assert_logs_are_alike(
@@ -112,7 +130,8 @@ def assert_logs_are_alike(
 
 def test_packed_rows_and_shared_prompts(tmp_path: Path) -> None:
     """Positions enter in fp32, at other places of the packed rows."""
-    assert_same(tmp_path, lambda: {"packing": "auto", "beta": 0.1}, CUT, rtol=1e-6)
+    cuts = (CUT, TWO_MICRO_STEPS)
+    assert_same(tmp_path, lambda: {"packing": "auto", "beta": 0.1}, *cuts, rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -239,10 +258,10 @@ def test_as_few_parts_as_the_budget_takes() -> None:
     def cost(part: list[int]) -> int:
         return computed_tokens([lengths[i] for i in part])
 
-    assert cut_rows(range(8), cost, 16, 1) == [[0], [1, 2], [3, 4, 5], [6, 7]]
-    assert cut_rows(range(8), cost, 100, 1) == [[*range(8)]]
-    assert cut_rows(range(8), cost, 100, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
-    assert cut_rows(range(8), cost, 1, 1) == [[row] for row in range(8)]
+    assert cut_rows(range(8), cost, 16) == [[0], [1, 2], [3, 4, 5], [6, 7]]
+    assert cut_rows(range(8), cost, 100) == [[*range(8)]]
+    assert halved([[*range(8)]], cost, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert cut_rows(range(8), cost, 1) == [[row] for row in range(8)]
     assert [computed_tokens([3, 5], multiple) for multiple in (None, 1, 4)] == [10, 10, 16]
 
 

@@ -106,7 +106,7 @@ def test_logged_loss_is_the_mean_of_the_steps(make_trainer):
 def test_each_micro_batch_has_the_length_of_its_longest_row(make_trainer, multiple):
     trainer = make_trainer(
         lengths_reward, engine=CannedEngine(), kind=BatchTrainer, steps_per_generation=8,
-        num_generations=4, max_steps=8, pad_to_multiple_of=multiple,
+        num_generations=4, max_steps=8, pad_to_multiple_of=multiple, packing="padded",
     )  # fmt: skip
     trainer.train()
     longest = [batch.attention_mask.sum(1).max().item() for batch in trainer.batches]

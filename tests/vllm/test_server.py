@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import time
 
 import httpx
 import pytest
@@ -11,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.common import start
 from grpo_trainer.demo.task import digits_reversal_reward
-from grpo_trainer.engines import Completions, policy_weights
+from grpo_trainer.engines import Completion, Completions, policy_weights
 from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
+from grpo_trainer.vllm.settings import check_reports_experts
 from tests.vllm.vllm_helpers import (
     CLOSE,
     PROMPTS,
@@ -130,10 +134,72 @@ def test_what_is_sampled(client, tokenizer):
         client.generate(PROMPTS, sead=5)
 
 
+def test_a_server_that_reports_no_experts(client):
+    with pytest.raises(ValueError, match="started without --enable-return-routed-experts"):
+        check_reports_experts(client.get_server_info())
+
+
 def test_sampling_mask(client, policy):
     client.update_weights(lambda: policy_weights(policy))
     for filters in ({"top_k": 4}, {"top_k": 6, "top_p": 0.7}):
         assert apart(client, policy, **filters) < CLOSE
+
+
+def test_weights_in_flight(client, policy):
+    """A completion goes on by newer weights: its versions say which drew each token, and the
+    log-probabilities are those of these weights, which have read all tokens before."""
+    later = copy.deepcopy(policy)
+    change(later)
+    fields = {"n": 1, "max_tokens": 120, "logprobs": 0, "ignore_eos": True, "temperature": 1.0}
+    mixed: list[Completion] = []
+    while len(mixed) < 4:  # how fast the server is nobody knows
+        client.update_weights(lambda: policy_weights(policy))
+        first = client.sent.updates
+        asked = [client.complete([[3, 4, 5]], [[]], fields, in_flight=True) for _ in range(8)]
+        running = start(asked)
+        time.sleep(random.expovariate(3))
+        client.update_weights(lambda: policy_weights(later))
+        rows = [row for _, answer in running.result() for row in answer.rows()]
+        assert all(len(row.token_ids) == 120 for row in rows)
+        mixed = [row for row in rows if len(set(row.versions)) == 2]
+    for row in mixed:
+        assert sorted(row.versions) == row.versions
+        assert set(row.versions) == {first, first + 1}
+        sampled = torch.tensor([[3, 4, 5, *row.token_ids]])
+        of_old, of_new = (logprobs_of(model, sampled)[2:] for model in (policy, later))
+        expected = torch.where(torch.tensor(row.versions) == first, of_old, of_new)
+        torch.testing.assert_close(torch.tensor(row.logprobs), expected, rtol=0, atol=CLOSE)
+        assert (of_old - of_new).abs().max() > 0.1
+
+
+def logprobs_of(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scores = model(ids).logits[0, :-1].log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("staleness", [None, 3])
+def test_sampled_ahead(server, make_args, policy, tokenizer, dataset, staleness):
+    """A run that samples ahead, in rounds and with weights in flight."""
+    changes = {"max_steps": 5, "generation_batches_ahead": 2, "max_staleness": staleness}
+    changes |= {"per_device_train_batch_size": 8, "num_generations": 4}
+    args = make_args(vllm_server_port=server.port, **changes)
+    ages = []
+
+    def note(batch, model) -> None:
+        step = trainer.state.global_step
+        ages.append([step - v for sample in batch.samples for v in sample.rollout_versions])
+
+    trainer = GRPOTrainer(
+        policy, digits_reversal_reward, args, dataset, processing_class=tokenizer, columns=[note]
+    )
+    trainer.train()
+    logged = [row["sampling/staleness"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == pytest.approx([sum(each) / len(each) for each in ages])
+    assert logged[0] == 0 and 1 <= max(max(each) for each in ages) <= (staleness or 2)
+    first = trainer.state.log_history[0]
+    assert first["sampling/sampling_logp_difference/max"] < CLOSE
+    trainer.rollouts.close()
 
 
 def test_a_run_whose_server_was_restarted_resumes(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from grpo_kernels import linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of
-from grpo_kernels.integrations.switch import Host, Replacement, Switch
+from grpo_kernels.integrations.probe import Host, Probe, Replacement
+from grpo_kernels.integrations.switch import Switch
 from grpo_kernels.ranks import gather, process_group
 
 
@@ -107,9 +107,8 @@ class _WholeSequence(torch.autograd.Function):
 
 def _replacements() -> Iterator[Replacement]:
     ours = from_parallel_hidden_states_to_logprobs
-    module = import_module("nemo_rl.distributed.model_utils")
-    yield Replacement(module, ours.__name__, ours, everywhere=True)
+    yield Replacement("nemo_rl.distributed.model_utils", ours.__name__, ours, everywhere=True)
 
 
-SWITCH = Switch(Host("nemo-rl", ("0.6",)), _replacements)
+SWITCH = Switch(Probe(host=Host("nemo-rl", ("0.6",)), replacements=_replacements))
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from grpo_kernels import TokenBatch, Transform, linear_logprobs
 from grpo_kernels.head import head_of_layer
+from grpo_kernels.integrations.probe import Host, Probe, Replacement
 from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
-from grpo_kernels.integrations.switch import Host, Replacement, Switch
+from grpo_kernels.integrations.switch import Switch
 from grpo_kernels.losses import LOSSES
 
 # module: its head
@@ -59,10 +60,10 @@ def _forward(
 
 def _replacements() -> Iterator[Replacement]:
     for module, name in _HEADS.items():
-        yield Replacement(getattr(import_module(f"{_LAYERS}.{module}"), name), "forward", _forward)
+        yield Replacement(f"{_LAYERS}.{module}:{name}", "forward", _forward)
 
 
-SWITCH = Switch(Host("prime-rl", ("0.8",)), _replacements)
+SWITCH = Switch(Probe(host=Host("prime-rl", ("0.8",)), replacements=_replacements))
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,9 +21,17 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, VocabShard, linear_logprobs
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
+from grpo_kernels.integrations.probe import Host, Probe, Replacement, Use, find
 from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
-from grpo_kernels.integrations.switch import Host, Replacement, Switch
+from grpo_kernels.integrations.switch import Switch
 
+_HOST = Host("skyrl", ("0.3",))
+_REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils:PolicyLossRegistry"
+_LOSSES = Probe(
+    host=_HOST,
+    uses=(Use(f"{_REGISTRY}.register", ("name", "func")),),
+    override="any_version=True",
+)
 _MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 # our aggregation: their loss_reduction, which scales the advantages before a loss sees them
 _REDUCTIONS = {
@@ -112,12 +119,11 @@ def _scored(
 
 
 def _replacements() -> Iterator[Replacement]:
-    module = import_module(_MODEL_UTILS)
     for ours in (fused_lm_head_logprob_apply, fused_vocab_parallel_entropy_from_hidden):
-        yield Replacement(module, f"_{ours.__name__}", ours, everywhere=True)
+        yield Replacement(_MODEL_UTILS, f"_{ours.__name__}", ours, everywhere=True)
 
 
-SWITCH = Switch(Host("skyrl", ("0.3",)), _replacements)
+SWITCH = Switch(Probe(host=_HOST, replacements=_replacements))
 enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
@@ -139,17 +145,17 @@ def register_policy_loss(
         loss_aggregation: in place of the loss's own: window_token_mean, token_mean, sequence_mean,
             fixed_length or prompt_mean. ``loss_reduction`` has to be token_mean,
             token_mean_legacy, sequence_mean, seq_mean_token_sum_norm or prompt_mean then.
-        any_version: also with a version of SkyRL that was not tested.
+        any_version: also with a version of SkyRL that differs.
         settings: of :class:`grpo_kernels.LossConfig`. SkyRL's own settings of losses are not read.
 
     Raises:
-        ImportError: SkyRL is not installed, or in another version.
+        ImportError: SkyRL is not installed, or it differs.
         ValueError: the loss is unknown or has no ``loss_reduction`` of SkyRL's, a setting is
             unknown, out of range or cannot be honoured, or the name is taken. In a call:
             ``loss_reduction`` is another, or ``off_policy_correction`` is set (use
             ``rollout_correction_mode`` here).
     """
-    SWITCH.host.check(any_version)
+    _LOSSES.check(any_version)
     reduction = host_aggregation(loss_type, _REDUCTIONS, "SkyRL", loss_aggregation)
     config = config_of(loss_type, settings, _REFUSED)
     if not config.surrogate.vanishes_at_zero_advantage:
@@ -158,8 +164,7 @@ def register_policy_loss(
             f"got {loss_type!r} with a penalty"
         )
     name = f"grpo_kernels.{loss_type}" if name is None else name
-    registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
-    registry.register(name, functools.partial(_policy_loss, config, reduction))
+    find(_REGISTRY).register(name, functools.partial(_policy_loss, config, reduction))
     return name
 
 

@@ -150,7 +150,7 @@ def test_environment(run):
         found = results(text)
         return "ok" if "right" in found else call("guess", number=40 + 2 * len(found))
 
-    log = run(block("class Guess"), script, [{"prompt": question(), "number": 42}])
+    log = run(block("class Guess:"), script, [{"prompt": question(), "number": 42}])
     assert log["rewards/Guess/mean"] == 1 and log["tools/call_frequency"] == 2
 
 

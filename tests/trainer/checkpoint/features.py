@@ -24,7 +24,7 @@ from grpo_trainer import GRPOConfig, GRPOTrainer, Term
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.monitor import value_metric
 from tests.support import tools, vision
-from tests.support.trainer import BackgroundEngine, adapted
+from tests.support.trainer import BackgroundEngine, RoutedEngine, adapted
 
 Changes = dict[str, Any]
 
@@ -104,6 +104,12 @@ def experts() -> Changes:
     return {"model": AutoModelForCausalLM.from_config(config), "router_aux_loss_coef": 0.5}
 
 
+def replayed(**changes: Any) -> Changes:
+    engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2)
+    routing = {"rollout_engine": engine, "use_rollout_routing_replay": True}
+    return experts() | routing | changes
+
+
 def dropout(**changes: Any) -> Changes:
     model = make_policy(make_tokenizer(), seed=0)
     for layer in model.model.layers:
@@ -158,7 +164,7 @@ class Likelihood(Term):
         return loss
 
 
-def agents(**changes: Any) -> Changes:
+def agents(reports: bool = False, **changes: Any) -> Changes:
     """Return a policy that calls a tool as often as the prompt says; every fourth call fails."""
 
     def script(text: str, row: int) -> str:
@@ -173,7 +179,7 @@ def agents(**changes: Any) -> Changes:
         "model": tools.make_small_policy(len(tokenizer)),
         "train_dataset": Dataset.from_list(rows),
         "processing_class": tokenizer,
-        "rollout_engine": tools.ScriptedEngine(tokenizer, script, by_row=True),
+        "rollout_engine": tools.ScriptedEngine(tokenizer, script, reports, by_row=True),
         "max_completion_length": 250,
     } | changes
 
@@ -208,6 +214,19 @@ def completed(prompts, trainer):
         "logprobs": [[-1.0, None, -1.0, None]] * len(ids),
         "env_mask": [[1, 0, 1, 0]] * len(ids),
         "luck": [random.random() for _ in ids],
+    }
+
+
+def sampled(prompts, trainer):
+    """Return completions of the engine, in two turns of which the second is somebody else's."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    completions = trainer.rollouts.generate(ids)
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[*own[:3], 4] for own in completions.token_ids],
+        "logprobs": [[*own[:3], None] for own in completions.logprobs],
+        "env_mask": [[1] * len(own[:3]) + [0] for own in completions.token_ids],
+        "turns": [2] * len(prompts),
     }
 
 
@@ -294,7 +313,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         masks=True, **OVERLAP, use_sampling_mask=True, top_k=5, steps_per_generation=2
     ),
     "tools": lambda: agents(tools=[tools.add], num_iterations=3, logging_steps=3),
+    "tools, ahead": lambda: agents(tools=[tools.add], generation_batches_ahead=2, reports=True),
     "environments": lambda: agents(environment_factory=Counter, reward_funcs=None),
+    "a function that completes, ahead": lambda: engine(**OVERLAP, rollout_func=sampled),
     "a function that completes, a reward that logs": {
         "rollout_func": completed, "reward_funcs": talking, "num_iterations": 2, "logging_steps": 3,
     },
@@ -303,6 +324,8 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     # rewards, the loss and its schedules
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.4, "logging_steps": 3},
     "mixture of experts": experts,
+    "routing replay": lambda: replayed(num_iterations=2, beta=0.1, packing="packed"),
+    "routing replay, overlap": lambda: replayed(**OVERLAP),
     "bounded backward": {"backward": "sparse"},
     "packed rows": {"packing": "packed", "num_iterations": 2, "beta": 0.1},
     # what else moves

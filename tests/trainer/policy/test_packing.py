@@ -149,82 +149,12 @@ def test_gradients_are_those_of_padded_rows(
         assert (x - y).norm() <= close * y.norm()
 
 
-def groups(prompts: tuple[int, ...] = (7, 7, 3, 7, 3, 5), longest: int = 6) -> MicroBatch:
-    """Return rows whose prompts are the same where they are of a length."""
-    draw = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, 99, (64,), generator=draw).tolist()
-    samples = [
-        Sample("", ids[n : 2 * n], None, torch.randint(3, 99, (1 + row % longest,)).tolist())
-        for row, n in enumerate(prompts)
-    ]
-    count = torch.tensor(float(sum(len(one.completion_ids) for one in samples)))
-    return collate(
-        samples, torch.linspace(-1, 2, len(prompts)), Divisors(count, count), pad_token_id=0
-    )
-
-
 def packed_by(pack: Any, batch: MicroBatch) -> MicroBatch:
     """Return the batch with the column of ``pack``; None packs nothing."""
     copy = MicroBatch(**vars(batch))
     if pack is not None:
         pack(copy, None)
     return copy
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "gpt2"))
-def test_a_prompt_is_computed_once(family: str, dtype: torch.dtype, make_args: Any) -> None:
-    model, batch = tiny(family).to(dtype), groups()
-    pack = make_pack(make_args(), [(model, nullcontext(model))], images=False)
-    once = packed_by(pack, batch)
-    kept = once.packed[once.packed < batch.input_ids.numel()]
-    assert once.shares_prompts and len(kept) == batch.attention_mask.sum() - (2 * 7 + 3)
-    expected, found = (loss_and_gradient(model, each) for each in (batch, once))
-    close = 1e-5 if dtype == torch.float32 else 1e-6  # rotary embeddings are fp32
-    for x, y in zip(found, expected, strict=True):
-        assert (x - y).norm() <= close * y.norm()
-    options = (once.token_batch(1), LossConfig(), {})
-    losses = [policy_loss_of(model, each, *options)[0] for each in (batch, once)]
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-7)
-
-
-def test_a_prompt_stands_once_in_its_row() -> None:
-    chance = random.Random(1)
-    for _ in range(50):
-        prompts = tuple(chance.choice((1, 2, 5, 8, 13)) for _ in range(chance.randint(1, 12)))
-        batch = groups(prompts, 9)
-        lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
-        places = packed_rows(lengths, width, prompts=batch.prompts.tolist())
-        row_of = {}
-        for number, line in enumerate(places.tolist()):
-            for element in line:
-                assert (
-                    element == len(prompts) * width or row_of.setdefault(element, number) == number
-                )
-        kept = places[places < len(prompts) * width]
-        assert len(kept.unique()) == len(kept) == sum(lengths) - sum(prompts) + sum({*prompts})
-        for row, n in enumerate(prompts):  # a completion stands where its prompt does
-            first = prompts.index(n)
-            assert row_of[row * width + n] == row_of[first * width] == row_of[first * width + n - 1]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"attention": "eager"},
-        {"family": "mistral"},
-        {"family": "gemma3_text"},
-        {"family": "llama4_text"},
-        {"routers": True},
-        {"batch": lambda: groups((3, 4, 5, 6))},  # all are different
-        {"batch": lambda: groups((2,) * 12, 12)},  # a mask as large as no padded ones are
-    ],
-)
-def test_where_prompts_are_not_shared(case: dict[str, Any], make_args: Any) -> None:
-    model = tiny(case.get("family", "llama"), case.get("attention", "sdpa"))
-    models = [(model, nullcontext(model))]
-    pack = make_pack(make_args(), models, images=False, routers=case.get("routers", False))
-    assert not packed_by(pack, case.get("batch", groups)()).shares_prompts
 
 
 def flash_functions(*_: Any, **__: Any) -> Any:
@@ -394,7 +324,7 @@ def test_auto_packs_where_that_saves(make_args: Any) -> None:
 
 CHANGES: dict[str, Any] = {
     "iterations": {"num_iterations": 2, "max_steps": 4},
-    "reference": {"beta": 0.1, "steps_per_generation": 2},
+    "reference": {"beta": 0.1, "gradient_accumulation_steps": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "multiple": {"pad_to_multiple_of": 8},
     "routers": experts,
@@ -421,7 +351,10 @@ def test_training_is_that_of_padded_rows(case: str, make_trainer: Any) -> None:
         runs.append((logged(trainer), parameters(trainer.model)))
     (padded_log, padded), (packed_log, found) = runs
     assert all(rows == 8 for rows, _ in widths["padded"])
-    assert all(rows < 8 for rows, _ in widths["packed"])
+    assert any(rows < 8 for rows, _ in widths["packed"])
     torch.testing.assert_close(found, padded, rtol=1e-4, atol=1e-6)
     for x, y in zip(packed_log, padded_log, strict=True):
+        for name in ("micro_batches/shared_tokens", "frac_rows_skipped"):  # of how rows are dealt
+            x.pop(name, None)
+            y.pop(name, None)
         assert x == pytest.approx(y, rel=1e-3, abs=1e-5)

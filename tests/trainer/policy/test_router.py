@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
+from grpo_kernels.hf import has_moe_aux_loss
 from tests.support.batches import BatchTrainer
 from tests.support.trainer import CannedEngine
 
@@ -46,3 +47,9 @@ def test_the_models_own_loss_is_added(make_trainer, config, coef, used):
             expected = trainer.model(**given, output_router_logits=True).aux_loss.item()
         assert log["aux_loss"] == pytest.approx(expected, rel=1e-5)
         assert log["loss"] == pytest.approx(used * expected, rel=1e-4)
+
+
+def test_a_class_that_fsdp2_makes_of_a_model():
+    model = AutoModelForCausalLM.from_config(MIXTRAL)
+    model.__class__ = type("FSDPMixtral", (type(model),), {"__module__": "torch.nn"})
+    assert has_moe_aux_loss(model)

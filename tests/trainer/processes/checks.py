@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, T
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer, write_policy
 from grpo_trainer.engines import WeightSource, on_first_process, policy_weights
-from grpo_trainer.experience.deal import computed_tokens, cut_rows
+from grpo_trainer.experience.parts import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import lengths_reward, logged
@@ -255,7 +255,7 @@ def budgeted(placement: str, folder: str) -> Found:
     budget = trainer.args.max_tokens_per_micro_batch
     rows = sorted((length for batch in lengths for length in batch), reverse=True)
     alone = cut_rows(
-        range(len(rows)), lambda part: computed_tokens([rows[i] for i in part]), budget, 1
+        range(len(rows)), lambda part: computed_tokens([rows[i] for i in part]), budget
     )
     trainer = make_trainer("token budget", placement, f"{folder}/2", max_tokens_per_micro_batch=9)
     return {"lengths": lengths, "alone": len(alone), "error": refusal(trainer.train)}

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
@@ -24,7 +24,14 @@ from grpo_trainer.engines import policy_weights
 from grpo_trainer.policy import placement_of
 from tests.support import tools, vision
 from tests.support.placements import prepare, processes, rank
-from tests.support.trainer import BackgroundEngine, adapted, canned, lengths_reward, logged
+from tests.support.trainer import (
+    BackgroundEngine,
+    RoutedEngine,
+    adapted,
+    canned,
+    lengths_reward,
+    logged,
+)
 
 Changes = dict[str, Any]
 
@@ -131,6 +138,26 @@ def plain() -> PreTrainedModel:
 def unequal() -> Dataset:
     """Return prompts of which those of the first of two processes are longer."""
     return Dataset.from_list([{"prompt": "7" * (9 - 4 * (i % 4 // 2) - i % 2)} for i in range(20)])
+
+
+def replayed() -> Changes:
+    """Return a mixture of experts, and an engine that reports which of them it chose."""
+
+    def mixture() -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            vocab_size=14, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=1,
+            max_position_embeddings=64,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_config(config)
+
+    engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2, process=rank())
+    return {
+        "model": mixture, "rollout_engine": engine, "use_rollout_routing_replay": True,
+        "num_iterations": 2, "gradient_checkpointing": True, "packing": "packed",
+        "router_aux_loss_coef": 0.0,  # it is of each process's tokens
+    }  # fmt: skip
 
 
 def tied() -> PreTrainedModel:
@@ -244,6 +271,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "tools": agents,
     "images": images,
     "packed": {"packing": "packed", "beta": 0.05, "gradient_checkpointing": True},
+    "routing replay": replayed,
     "tiles": {"mlp_tile_tokens": 7, "beta": 0.05, "gradient_checkpointing": True},
     "tiles of all layers": lambda: {"mlp_tile_tokens": 7, "peft_config": LoraConfig(**OF_MLP)},
     "teacher": lambda: {"teacher": padded_teacher()},

@@ -42,11 +42,13 @@ SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
     "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
     "token budget": lambda log: log[0]["micro_batches/number"] > 2,
     "adaptive entropy": lambda log: log[0]["entropy_coef"] < log[1]["entropy_coef"],
+    "routing replay": lambda log: 0 < log[0]["sampling/routing_difference"] < 1,
     "overlap": lambda log: staleness(log) == [0, 1],
     "two batches ahead": lambda log: staleness(log) == [0, 0.5],  # two in a step
 }
 # padding is to the longest row of a process
 OF_PADDING = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
+OF_PADDING += ("micro_batches/shared_tokens",)
 
 Found = Any
 

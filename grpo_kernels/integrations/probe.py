@@ -1,0 +1,354 @@
+"""Compares what an adapter needs of a host with what the installed version of it has.
+
+Names come first: what is replaced, called or read has to be there, with the parameters that ours
+takes. Then numbers: the host's own functions and ours, on a few tokens on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOCK = threading.RLock()  # of probes and switches
+TOLERANCE, FLOOR = 1e-3, 1e-6  # of the largest of some numbers in fp32, and where these are small
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A package that an adapter was written for, and the versions that it was tested with."""
+
+    package: str  # as pip knows it
+    tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
+
+    def installed(self) -> str:
+        """Return the version that is installed; raise ImportError for none."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            raise ImportError(
+                f"{self.package}: expected version {' or '.join(self.tested)} or one that is like "
+                "it, but it is not installed"
+            ) from None
+
+    def was_tested(self, installed: str) -> bool:
+        return any(f"{installed}.".startswith(f"{each}.") for each in self.tested)
+
+
+class Replacement(NamedTuple):
+    """What stands in for one attribute of a host's module, or of a class in it."""
+
+    owner: str  # "package.module", or "package.module:Class"
+    name: str
+    ours: Any
+    everywhere: bool = False  # also in all modules that have imported it by this name
+    wraps: bool = False  # ``ours(theirs)`` makes what stands in
+    like: Any = None  # has the parameters that theirs has to have; None: ours
+    more: tuple[str, ...] = ()  # parameters of it that theirs need not have
+
+    def differences(self) -> Iterator[str]:
+        """Yield what is not as ours needs it: the attribute itself, or its parameters."""
+        place = f"{self.owner.replace(':', '.')}.{self.name}"
+        try:
+            theirs = getattr(find(self.owner), self.name)
+        except (ImportError, AttributeError) as error:
+            yield f"{place}: missing{_why(error)}"
+            return
+        ours = self.like or (self.ours(theirs) if self.wraps else self.ours)
+        if not inspect.isclass(ours):
+            if callable(ours):
+                yield from unlike_parameters(place, theirs, ours, self.more)
+            return
+        inside = f"{self.owner}{'.' if ':' in self.owner else ':'}{self.name}"
+        for name, method in vars(ours).items():
+            if inspect.isfunction(method):
+                yield from Replacement(inside, name, method, more=self.more).differences()
+
+
+class Use(NamedTuple):
+    """What an adapter calls, overrides or reads of a host."""
+
+    place: str  # "package.module:name", or "package.module:Class.name"
+    parameters: tuple[str, ...] = ()  # names that it has to take
+    exact: bool = False  # and it may have no others: a method that ours overrides
+    attributes: tuple[str, ...] = ()  # of the objects of a class: its methods have to use them
+
+    def differences(self) -> Iterator[str]:
+        """Yield what is not as ours needs it."""
+        place = self.place.replace(":", ".")
+        try:
+            theirs = find(self.place)
+        except (ImportError, AttributeError) as error:
+            yield f"{place}: missing{_why(error)}"
+            return
+        if self.parameters:
+            yield from self._unlike_parameters(place, theirs)
+        if self.attributes:
+            for name in sorted(set(self.attributes) - _names_used_by(theirs)):
+                yield f"{place}: no attribute {name!r}"
+
+    def _unlike_parameters(self, place: str, theirs: Any) -> Iterator[str]:
+        found = _parameters(theirs)
+        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in found.values())
+        for name in self.parameters:
+            if name not in found and not takes_all:
+                yield f"{place}: no parameter {name!r}"
+        for name, parameter in found.items():
+            needed = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+            if name not in self.parameters and (self.exact or needed):
+                yield f"{place}: new parameter {_written(parameter)}, which ours does not know"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Probe:
+    """All that an adapter needs of a host."""
+
+    host: Host
+    replacements: Callable[[], Iterable[Replacement]] = tuple
+    uses: tuple[Use, ...] = ()
+    # runs the host's functions and ours where they can run on a CPU, and yields what differs; it
+    # must not wait for other processes, which may not run it
+    compare: Callable[[], Iterable[str]] = tuple
+    override: str = "enable(any_version=True)"  # what tries it nevertheless; "": nothing does
+
+    def check(self, any_version: bool = False) -> None:
+        """Compare, once per process and version; a version that was not tested is logged.
+
+        Raises:
+            ImportError: the host is not installed, or it differs; all differences are listed. With
+                ``any_version`` these are a warning.
+        """
+        installed = self.host.installed()
+        with LOCK:
+            found = differences(self, installed)
+        if not found:
+            return
+        package, tested = self.host.package, self.host.tested
+        listed = "\n".join(f"  * {each}" for each in found)
+        text = (
+            f"{package} {installed} differs from what our adapter needs (tested with "
+            f"{', '.join(tested)}):\n{listed}"
+        )
+        if not any_version:
+            advice = f'Install a version that was tested: pip install "{package}=={tested[-1]}.*"'
+            if self.override:
+                advice += f"; or try this one: {self.override}"
+            raise ImportError(f"{text}\n{advice}")
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+@functools.cache
+def differences(probe: Probe, installed: str) -> tuple[str, ...]:
+    """Return what an installed version has otherwise; numbers are compared where names agree."""
+    needed: tuple[Replacement | Use, ...] = (*probe.replacements(), *probe.uses)
+    found = [each for part in needed for each in part.differences()] or _unlike_numbers(probe)
+    if not found and not probe.host.was_tested(installed):
+        _log.warning(
+            "%s %s was not tested (tested: %s); the probe passed: it has the functions and numbers "
+            "that our adapter needs",
+            probe.host.package,
+            installed,
+            ", ".join(probe.host.tested),
+        )
+    return tuple(found)
+
+
+def _unlike_numbers(probe: Probe) -> list[str]:
+    with _undisturbed():
+        try:
+            return list(probe.compare())
+        except Exception as error:  # whatever the host's code raises is a difference
+            return [f"numbers could not be compared: {type(error).__name__}: {error}"]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Run on the CPU in fp32 with gradients, and leave torch's state as it was."""
+    dtype = torch.get_default_dtype()
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        _without_zero3(),
+    ):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Let transformers know of no ZeRO-3, under which it takes parameters for parts of some."""
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if deepspeed is None:  # nobody has told it of one
+        yield
+        return
+    name = "_hf_deepspeed_config_weak_ref"
+    known = getattr(deepspeed, name)
+    setattr(deepspeed, name, None)
+    try:
+        yield
+    finally:
+        setattr(deepspeed, name, known)
+
+
+def find(place: str) -> Any:
+    """Return what is at "package.module" or "package.module:name.name"."""
+    module, _, path = place.partition(":")
+    owner = import_module(module)
+    return attrgetter(path)(owner) if path else owner
+
+
+def unlike_parameters(
+    place: str, theirs: Any, ours: Any, more: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Yield what differs between the parameters of a host's function and of ours.
+
+    Those of ours that ``more`` names may be missing in theirs, or have another default there.
+    """
+    own, found = _parameters(ours), _parameters(theirs)
+    if any(x.kind in _VARIADIC for x in (*found.values(), *own.values())):
+        return  # there are no names to compare
+    for name, parameter in found.items():
+        if name not in own:
+            yield f"{place}: new parameter {_written(parameter)}, which ours does not know"
+    for name, parameter in own.items():
+        if name not in found:
+            if name not in more or parameter.default is parameter.empty:
+                yield f"{place}: no parameter {name!r}"
+        elif name not in more and repr(parameter.default) != repr(found[name].default):
+            expected, got = _written(parameter), _written(found[name])
+            yield f"{place}: expected parameter {expected}, got {got}"
+    both = own.keys() & found.keys()
+    order, expected_order = (
+        [(name, x.kind) for name, x in each.items() if name in both] for each in (found, own)
+    )
+    if order != expected_order:
+        written = ", ".join(str(x.replace(annotation=x.empty)) for x in found.values())
+        yield f"{place}: expected parameters in the order of {', '.join(own)}; got {written}"
+
+
+def unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which tensors and numbers differ by more than rounding; None: there is none.
+
+    Allowed are :data:`TOLERANCE` times the largest of theirs, and :data:`FLOOR`.
+    """
+    for name in sorted(theirs.keys() | ours.keys()):
+        pair = theirs.get(name), ours.get(name)
+        missing = [value is None for value in pair]
+        if any(missing):
+            if not all(missing):
+                yield f"{what}: {name}: only {'ours' if missing[0] else 'theirs'} has it"
+            continue
+        expected, got = (torch.as_tensor(value).detach().double() for value in pair)
+        if expected.shape != got.shape:
+            yield f"{what}: {name}: theirs has shape {(*expected.shape,)}, ours {(*got.shape,)}"
+            continue
+        allowed = TOLERANCE * float(expected.abs().max()) + FLOOR
+        error = float((got - expected).abs().max())
+        if not error <= allowed:
+            yield f"{what}: {name} differs by {error:.2g} from ours (allowed {allowed:.2g})"
+
+
+def gradients(loss: Tensor, **leaves: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of leaves by what :func:`unlike` calls them."""
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """Return the gradient of all parameters as one vector, and forget it."""
+    found = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def tiny_model() -> PreTrainedModel:
+    """Return a causal LM of fixed random weights, with a bias, a scale and a softcap of logits.
+
+    It is of no family of transformers, which somebody may have patched for GPUs.
+    """
+    transformers = import_module("transformers")
+    output = import_module("transformers.modeling_outputs").BaseModelOutput
+
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(19, 8), nn.Linear(8, 8)
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return output(last_hidden_state=torch.tanh(self.layer(self.embedding(input_ids))))
+
+    class Model(transformers.PreTrainedModel):  # type: ignore[name-defined]
+        config_class = transformers.PretrainedConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model, self.lm_head = Backbone(), nn.Linear(8, 19)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+            return self.lm_head(self.model(input_ids).last_hidden_state)
+
+    config = transformers.PretrainedConfig(vocab_size=19)
+    config.logit_scale, config.final_logit_softcapping = 0.7, 3.0
+    model, g = Model(config), torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.data = torch.randn(weight.shape, generator=g)
+    return model
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return random numbers that are the same in every run, a leaf that takes a gradient."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def _why(error: Exception) -> str:
+    return f" ({error})" if isinstance(error, ImportError) else ""
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    follow = inspect.isclass(function)  # a wrapper of a function has parameters of its own
+    found = inspect.signature(function, follow_wrapped=follow).parameters
+    return {name: x for name, x in found.items() if name not in ("self", "ctx")}
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    return repr(str(parameter.replace(annotation=parameter.empty)))
+
+
+def _names_used_by(cls: Any) -> set[str]:
+    """Return the names of attributes in the methods of a class and of those that it builds on."""
+    functions = [
+        inspect.unwrap(getattr(value, "__func__", value))
+        for base in inspect.getmro(cls)
+        for value in vars(base).values()
+        if inspect.isroutine(value)
+    ]
+    codes = [each.__code__ for each in functions if inspect.isfunction(each)]
+    return {name for code in codes for name in code.co_names}

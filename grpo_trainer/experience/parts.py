@@ -1,0 +1,203 @@
+"""Which completions of a generation batch go together: in micro-steps, and in micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from accelerate import Accelerator
+
+from grpo_kernels.losses import Metrics
+from grpo_trainer.data import Sample, padded_length
+from grpo_trainer.monitor import value_metric
+from grpo_trainer.policy import Packing, Prefixes
+
+Part: TypeAlias = list[int]  # numbers of completions that go together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the completions of a generation batch become micro-batches."""
+
+    steps: int  # micro-steps
+    group_size: int  # completions per prompt
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    by_prompt: bool = False  # the loss is a mean over prompts
+    # most tokens that are computed for a micro-batch, padding included; None: a micro-step is one
+    # micro-batch
+    budget: int | None = None
+    accumulated: int = 1  # micro-steps of an optimizer step
+
+    @property
+    def window(self) -> int:
+        """Micro-steps of one optimizer step among those of a generation batch."""
+        return math.gcd(self.steps, self.accumulated)
+
+    @property
+    def pooled(self) -> int:
+        """Micro-steps whose completions are cut together: those of one optimizer step."""
+        return self.window if self.budget else 1
+
+
+class Costs:
+    """What the model's body computes for the completions of a generation batch.
+
+    Args:
+        samples: the completions.
+        groups: the group of each.
+        packing: packs their micro-batches; None: they stay padded.
+        multiple: of a micro-batch's width.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        groups: Sequence[int],
+        packing: Packing | None = None,
+        multiple: int | None = None,
+    ) -> None:
+        rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
+        self.lengths = [len(row) for row in rows]
+        self.groups = groups
+        self._images = {i for i, sample in enumerate(samples) if sample.images is not None}
+        self._multiple = multiple
+        self._packing = packing
+        # None: nothing is shared
+        self.prefixes = Prefixes.of(rows) if packing is not None and packing.shares else None
+
+    def of_part(self, part: Part) -> tuple[int, int]:
+        """Return how many tokens a micro-batch takes, padding included, and how many of these are
+        no padding. What rows have in common counts once where it is computed once."""
+        lengths = [self.lengths[i] for i in part]
+        if self.prefixes is not None and self._images.isdisjoint(part):
+            assert self._packing is not None  # there are prefixes for it
+            prefixes = self.prefixes.take(part)
+            runs = self._packing.shared(prefixes, padded_length(lengths, self._multiple))
+            if runs is not None:
+                sizes = [prefixes.tokens(run) for run in runs]
+                return math.prod(self._packing.shape(sizes)), sum(sizes)
+        return computed_tokens(lengths, self._multiple), sum(lengths)
+
+    def __call__(self, part: Part) -> int:
+        return self.of_part(part)[0]
+
+    def total(self, parts: Sequence[Part]) -> int:
+        return sum(self(part) for part in parts)
+
+    def by_group(self, part: Part, alike: bool = True) -> Part:
+        """Sort completions by their group, and in it, if ``alike``, such that neighbors have the
+        most in common. Groups stay in the order in which they begin."""
+        rank = [0] * len(self.lengths)
+        if alike and self.prefixes is not None:
+            for place, row in enumerate(self.prefixes.rows):
+                rank[row] = place
+        begins: dict[int, int] = {}
+        for place, row in enumerate(part):
+            begins.setdefault(self.groups[row], place)
+        return sorted(part, key=lambda row: (begins[self.groups[row]], rank[row]))
+
+
+def deal_to_steps(plan: Plan, costs: Costs) -> list[Part]:
+    """Return the completions of each micro-step, or, with a budget, of each optimizer step.
+
+    They are shuffled, or groups are, where that takes fewer tokens. Where an optimizer step ends
+    within a group, it is chance which of its completions come before.
+    """
+    count, parts = len(costs.lengths), plan.steps // plan.pooled
+    if plan.steps == 1:
+        return [[*range(count)]]
+    order = torch.randperm(count).tolist()
+    shuffled = _chunks(order, parts)
+    if costs.prefixes is None:
+        return shuffled
+    windows = _chunks(costs.by_group(order, alike=False), plan.steps // plan.window)
+    grouped = _chunks([row for window in windows for row in costs.by_group(window)], parts)
+
+    def tokens(pools: list[Part]) -> int:
+        return sum(costs.total(_best_cut(pool, plan, costs)) for pool in pools)
+
+    return min(shuffled, grouped, key=tokens)
+
+
+def cut(
+    pools: Sequence[Part], plan: Plan, costs: Costs, accelerator: Accelerator
+) -> tuple[list[list[Part]], Metrics]:
+    """Cut pools of completions into micro-batches that keep to the budget; without one each is a
+    micro-batch.
+
+    Each pool has equally many, on each process, since their collectives go together.
+
+    Raises:
+        ValueError: a completion with its prompt has more tokens; on all processes.
+    """
+    parts, metrics = [_best_cut(pool, plan, costs) for pool in pools], []
+    device, budget = accelerator.device, plan.budget
+    if budget:
+        needed = max(plan.pooled, *map(len, parts))
+        longest = max(costs([row]) for row in range(len(costs.lengths)))
+        everyone = accelerator.gather(torch.tensor([[needed, longest]], device=device))
+        number, longest = everyone.amax(0).tolist()
+        if longest > budget:
+            raise ValueError(
+                f"max_tokens_per_micro_batch: expected at least {longest}, the tokens of the "
+                f"longest completion with its prompt, got {budget}; raise it, or lower "
+                "max_completion_length or max_prompt_length"
+            )
+        parts = [halved(pool, costs, number) for pool in parts]
+        per_step = number * plan.accumulated // plan.pooled
+        metrics.append(value_metric("micro_batches/number", per_step, device))
+    taken = [costs.of_part(part) for pool in parts for part in pool]
+    computed, kept = (sum(tokens) for tokens in zip(*taken, strict=True))
+    if budget:
+        padding = computed - kept
+        metrics.append(value_metric("micro_batches/padding", padding, device, computed))
+    if costs.prefixes is not None:
+        whole = sum(costs.lengths)
+        metrics.append(value_metric("micro_batches/shared_tokens", whole - kept, device, whole))
+    return parts, Metrics.merge(metrics)
+
+
+def _best_cut(pool: Part, plan: Plan, costs: Costs) -> list[Part]:
+    """Cut a pool, the longest completions first, or group after group, where that takes fewer
+    tokens."""
+    if not plan.budget:
+        return [pool]
+    by_length = sorted(pool, key=lambda row: -costs.lengths[row])
+    orders = [by_length]
+    if costs.prefixes is not None:
+        orders.append(costs.by_group(by_length))
+    return min((cut_rows(order, costs, plan.budget) for order in orders), key=costs.total)
+
+
+def _chunks(part: Part, count: int) -> list[Part]:
+    return [chunk.tolist() for chunk in torch.tensor(part).chunk(count)]
+
+
+def computed_tokens(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
+    """Return how many tokens the model's body computes for the micro-batch of these rows."""
+    return len(lengths) * padded_length(lengths, pad_to_multiple_of)
+
+
+def cut_rows(rows: Sequence[int], cost: Callable[[Part], int], budget: int) -> list[Part]:
+    """Cut rows, in their order, into as few parts as can cost at most ``budget`` each, or are one
+    row."""
+    parts: list[Part] = [[]]
+    for row in rows:
+        if parts[-1] and cost([*parts[-1], row]) > budget:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+def halved(parts: Sequence[Part], cost: Callable[[Part], int], least: int) -> list[Part]:
+    """Halve the costliest parts until there are ``least``."""
+    parts = [*parts]
+    while len(parts) < least:
+        index = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1) * cost(parts[i]))
+        part = parts[index]
+        parts[index : index + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
