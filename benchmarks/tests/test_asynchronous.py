@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks import simulated
-from benchmarks.asynchronous import SIZE, WAYS, Trained, Watch, find_error, logp_error
+from benchmarks.asynchronous import (
+    MAX_STALENESS,
+    SIZE,
+    WAYS,
+    Trained,
+    Watch,
+    find_error,
+    logp_error,
+)
+from grpo_trainer import GRPOConfig
 from grpo_trainer.common import start
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.engines import Sampling
+from tests.support.documents import ROOT, blocks
 
 IN_TURN, AHEAD, IN_FLIGHT = WAYS["0-ahead"], WAYS["1-ahead"], WAYS["1-ahead-in-flight"]
 PROMPTS = {"12=": [3, 4, 13], "7=": [9, 13]}
@@ -99,3 +111,11 @@ def test_each_prompt_is_trained_on_once() -> None:
         assert "exactly once" in find_error(IN_TURN, watch, prompts, outcome)
     watch.trained += watch.trained[:1]
     assert "exactly once" in find_error(IN_TURN, watch, [*PROMPTS], outcome)
+
+
+def test_the_settings_of_the_guide_are_valid(tmp_path: Path) -> None:
+    [settings] = blocks((ROOT / "docs/guides/asynchronous.md").read_text(), "yaml")
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, **yaml.safe_load(settings)
+    )
+    assert args.generation_batches_ahead == 1 and args.max_staleness == MAX_STALENESS
