@@ -68,14 +68,25 @@ class Costs:
         self._packing = packing
         # None: nothing is shared
         self.prefixes = Prefixes.of(rows) if packing is not None and packing.shares else None
+        self._rank = [0] * len(samples)
+        if self.prefixes is not None:
+            for place, row in enumerate(self.prefixes.largest_first().rows):
+                self._rank[row] = place
+        self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def of_part(self, part: Part) -> tuple[int, int]:
         """Return how many tokens a micro-batch takes, padding included, and how many of these are
         no padding. What rows have in common counts once where it is computed once."""
+        key = tuple(part)
+        if key not in self._known:
+            self._known[key] = self._of_part(part)
+        return self._known[key]
+
+    def _of_part(self, part: Part) -> tuple[int, int]:
         lengths = [self.lengths[i] for i in part]
         if self.prefixes is not None and self._images.isdisjoint(part):
             assert self._packing is not None  # there are prefixes for it
-            prefixes = self.prefixes.take(part)
+            prefixes = self.prefixes.take(part).largest_first()
             runs = self._packing.shared(prefixes, padded_length(lengths, self._multiple))
             if runs is not None:
                 sizes = [prefixes.tokens(run) for run in runs]
@@ -91,14 +102,10 @@ class Costs:
     def by_group(self, part: Part, alike: bool = True) -> Part:
         """Sort completions by their group, and in it, if ``alike``, such that neighbors have the
         most in common. Groups stay in the order in which they begin."""
-        rank = [0] * len(self.lengths)
-        if alike and self.prefixes is not None:
-            for place, row in enumerate(self.prefixes.rows):
-                rank[row] = place
         begins: dict[int, int] = {}
         for place, row in enumerate(part):
             begins.setdefault(self.groups[row], place)
-        return sorted(part, key=lambda row: (begins[self.groups[row]], rank[row]))
+        return sorted(part, key=lambda row: (begins[self.groups[row]], alike and self._rank[row]))
 
 
 def deal_to_steps(plan: Plan, costs: Costs) -> list[Part]:
@@ -138,7 +145,7 @@ def cut(
     device, budget = accelerator.device, plan.budget
     if budget:
         needed = max(plan.pooled, *map(len, parts))
-        longest = max(costs([row]) for row in range(len(costs.lengths)))
+        longest = padded_length(costs.lengths, plan.pad_to_multiple_of)
         everyone = accelerator.gather(torch.tensor([[needed, longest]], device=device))
         number, longest = everyone.amax(0).tolist()
         if longest > budget:
@@ -170,7 +177,8 @@ def _best_cut(pool: Part, plan: Plan, costs: Costs) -> list[Part]:
     orders = [by_length]
     if costs.prefixes is not None:
         orders.append(costs.by_group(by_length))
-    return min((cut_rows(order, costs, plan.budget) for order in orders), key=costs.total)
+    cuts = [cut_rows(order, costs, plan.budget) for order in orders]
+    return min(cuts, key=costs.total)
 
 
 def _chunks(part: Part, count: int) -> list[Part]:
@@ -185,11 +193,16 @@ def computed_tokens(lengths: Sequence[int], pad_to_multiple_of: int | None = Non
 def cut_rows(rows: Sequence[int], cost: Callable[[Part], int], budget: int) -> list[Part]:
     """Cut rows, in their order, into as few parts as can cost at most ``budget`` each, or are one
     row."""
-    parts: list[Part] = [[]]
-    for row in rows:
-        if parts[-1] and cost([*parts[-1], row]) > budget:
-            parts.append([])
-        parts[-1].append(row)
+    parts: list[Part] = []
+    left, size = [*rows], 1  # the size of the last part is where the search for the next begins
+    while left:
+        while size < len(left) and cost(left[: size + 1]) <= budget:
+            size += 1
+        size = min(size, len(left))
+        while size > 1 and cost(left[:size]) > budget:
+            size -= 1
+        parts.append(left[:size])
+        left = left[size:]
     return parts
 
 

@@ -58,7 +58,8 @@ class Packing:
         lengths = batch.attention_mask.sum(1).tolist()
         if self.shares:
             ids = batch.input_ids.tolist()
-            prefixes = Prefixes.of([row[:n] for row, n in zip(ids, lengths, strict=True)])
+            rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+            prefixes = Prefixes.of(rows).largest_first()
             if runs := self.shared(prefixes, width):
                 units = [prefixes.elements(run, width) for run in runs]
                 batch.packed = _placed(units, count * width, multiple=self.multiple).to(device)
@@ -182,9 +183,10 @@ def _best_dealt(sizes: Sequence[int], one_row: bool) -> list[tuple[int, int, lis
 def _dealt(sizes: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]:
     """Deal the longest first, each to what is shortest: its length, its number, its units."""
     heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
-    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
+    for unit in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         total, number, chosen = heap[0]
-        heapreplace(heap, (total + sizes[unit], number, [*chosen, unit]))
+        chosen.append(unit)
+        heapreplace(heap, (total + sizes[unit], number, chosen))
     return heap
 
 

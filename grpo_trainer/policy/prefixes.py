@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Rows in an order in which those of a branch are neighbors, the largest branch first.
+    """Rows in an order in which those of a branch are neighbors.
 
     A run of neighbors has the tokens of its rows, less what each has in common with the one before.
     """
@@ -25,38 +26,50 @@ class Prefixes:
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> Prefixes:
-        """Order rows of token ids."""
+        """Sort rows of token ids."""
         order = sorted(range(len(rows)), key=rows.__getitem__)
         neighbors = pairwise(rows[row] for row in order)
-        common = [0, *(_in_common(one, other) for one, other in neighbors)]
-        prefixes, runs = cls([], [], []), [(range(len(rows)), 0)]
-        while runs:
-            run, shared = runs.pop()
-            if len(run) == 1:
-                prefixes.rows.append(order[run[0]])
-                prefixes.lengths.append(len(rows[order[run[0]]]))
-                prefixes.common.append(shared)
-                continue
-            least = min(common[at] for at in run[1:])
-            starts = [at for at in run[1:] if common[at] == least]
-            branches = [range(*ends) for ends in pairwise([run.start, *starts, run.stop])]
-            largest, *others = sorted(branches, key=len, reverse=True)
-            runs += [(branch, least) for branch in reversed(others)]
-            runs.append((largest, shared))
-        return prefixes
+        return cls(
+            rows=order,
+            lengths=[len(rows[row]) for row in order],
+            common=[0, *(_in_common(one, other) for one, other in neighbors)],
+        )
 
     def take(self, rows: Collection[int]) -> Prefixes:
-        """Return those of some rows."""
-        taken = Prefixes([], [], [])
-        wanted, common = {*rows}, 0
-        for row, length, with_last in zip(self.rows, self.lengths, self.common, strict=True):
-            common = min(common, with_last)
-            if row in wanted:
-                taken.rows.append(row)
-                taken.lengths.append(length)
-                taken.common.append(common)
-                common = length
-        return taken
+        """Return those of some rows, in the same order."""
+        places = sorted(self._places[row] for row in rows)
+        least = [min(self.common[one + 1 : other + 1]) for one, other in pairwise(places)]
+        return self._ordered(places, [0, *least])
+
+    def largest_first(self) -> Prefixes:
+        """Order the rows such that the largest branch comes first, and so on within each branch.
+
+        It is the same order for these rows whatever others there were when they were sorted.
+        """
+        places: list[int] = []
+        common: list[int] = []
+        branches = [(range(len(self.rows)), 0)]  # and what each has in common with the row before
+        while branches:
+            branch, shared = branches.pop()
+            if len(branch) == 1:
+                places += branch
+                common.append(shared)
+                continue
+            least = min(self.common[branch.start + 1 : branch.stop])
+            starts = [place for place in branch[1:] if self.common[place] == least]
+            parts = [range(*ends) for ends in pairwise([branch.start, *starts, branch.stop])]
+            largest, *others = sorted(parts, key=len, reverse=True)
+            branches += [(part, least) for part in reversed(others)]
+            branches.append((largest, shared))
+        return self._ordered(places, common)
+
+    def _ordered(self, places: Sequence[int], common: list[int]) -> Prefixes:
+        rows = [self.rows[place] for place in places]
+        return Prefixes(rows, [self.lengths[place] for place in places], common)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {row: place for place, row in enumerate(self.rows)}
 
     def runs(self, price: float, most: float = math.inf) -> list[range]:
         """Cut the rows into runs of at most ``most`` tokens, or one row, such that the sum of

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 
-from grpo_trainer.data import Sample
+from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.experience.parts import Costs, Plan, cut, deal_to_steps
 from grpo_trainer.policy import Packing
@@ -127,6 +127,44 @@ def test_micro_batches_of_groups_keep_to_the_budget(
     assert values["micro_batches/padding"] == pytest.approx(1 - kept / computed)
     shared = 1 - kept / sum(costs.lengths)
     assert values["micro_batches/shared_tokens"] == pytest.approx(shared)
+
+
+def micro_batch(samples: list[Sample], packing: Packing) -> MicroBatch:
+    one = torch.ones(())
+    batch = collate(
+        samples,
+        torch.ones(len(samples)),
+        Divisors(one, one),
+        pad_token_id=0,
+        pad_to_multiple_of=packing.multiple,
+    )
+    packing(batch, torch.nn.Identity())
+    return batch
+
+
+@pytest.mark.parametrize("multiple", (None, 4, 16))
+def test_a_micro_batch_is_packed_as_it_was_counted(multiple: int | None) -> None:
+    """In the pool of a part other rows decide which branches are the largest."""
+    chance = random.Random(0)
+    packing = Packing(shares=True, pairs_per_token=192, multiple=multiple)
+    shared = 0
+    for _ in range(150):
+        rows: list[list[int]] = [[3]]
+        while len(rows) < 8:
+            known = chance.choice(rows)
+            start = known[: chance.randint(1, len(known))]
+            rows.append(start + [chance.randint(3, 4) for _ in range(chance.choice((1, 5, 20)))])
+        samples = [Sample("", row[:1], None, row[1:]) for row in rows]
+        costs = costs_of(samples, packing, multiple=multiple)
+        part = chance.sample(range(8), 5)
+        batch = micro_batch([samples[row] for row in part], packing)
+        if batch.owners is None:
+            assert costs(part) == batch.input_ids.numel()
+            continue
+        shared += 1
+        kept = int((batch.packed < batch.input_ids.numel()).sum())
+        assert costs.of_part(part) == (batch.packed.numel(), kept)
+    assert shared > 10
 
 
 def test_images_are_never_shared() -> None:

@@ -197,10 +197,11 @@ def test_runs_of_rows_are_trees() -> None:
         prefixes = Prefixes.of(rows)
         assert sorted(prefixes.rows) == [*range(len(rows))]
         some = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
-        taken, alone = prefixes.take(some), Prefixes.of([rows[row] for row in some])
-        everything = range(len(some))
-        assert sorted(taken.lengths) == sorted(alone.lengths)
-        assert taken.tokens(everything) == alone.tokens(everything)
+        taken = prefixes.take(some).largest_first()
+        alone = Prefixes.of([rows[row] for row in some]).largest_first()
+        assert taken.lengths == alone.lengths and taken.common == alone.common
+        assert [rows[row] for row in taken.rows] == [rows[some[row]] for row in alone.rows]
+        prefixes = prefixes.largest_first()
         for run in prefixes.runs(0.01):
             members = [rows[prefixes.rows[at]] for at in run]
             starts = {tuple(row[: at + 1]) for row in members for at in range(len(row))}
@@ -210,7 +211,7 @@ def test_runs_of_rows_are_trees() -> None:
 def test_runs_are_the_best() -> None:
     chance, price = random.Random(3), 0.02
     for _ in range(30):
-        prefixes = Prefixes.of(drawn(chance)[:7])
+        prefixes = Prefixes.of(drawn(chance)[:7]).largest_first()
         count = len(prefixes.rows)
 
         def cost(runs: list[range], prefixes: Prefixes = prefixes) -> float:
