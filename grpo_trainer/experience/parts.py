@@ -96,6 +96,13 @@ class Costs:
     def __call__(self, part: Part) -> int:
         return self.of_part(part)[0]
 
+    def with_halves(self, part: Part) -> int:
+        """Return the most that a part costs, or what :func:`halved` can make of it: a half that
+        shares less may cost more than the whole."""
+        if len(part) == 1:
+            return self(part)
+        return max(self(part), *map(self.with_halves, _halves(part)))
+
     def total(self, parts: Sequence[Part]) -> int:
         return sum(self(part) for part in parts)
 
@@ -177,7 +184,7 @@ def _best_cut(pool: Part, plan: Plan, costs: Costs) -> list[Part]:
     orders = [by_length]
     if costs.prefixes is not None:
         orders.append(costs.by_group(by_length))
-    cuts = [cut_rows(order, costs, plan.budget) for order in orders]
+    cuts = [cut_rows(order, costs.with_halves, plan.budget) for order in orders]
     return min(cuts, key=costs.total)
 
 
@@ -211,6 +218,10 @@ def halved(parts: Sequence[Part], cost: Callable[[Part], int], least: int) -> li
     parts = [*parts]
     while len(parts) < least:
         index = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1) * cost(parts[i]))
-        part = parts[index]
-        parts[index : index + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+        parts[index : index + 1] = _halves(parts[index])
     return parts
+
+
+def _halves(part: Part) -> list[Part]:
+    middle = len(part) // 2
+    return [part[:middle], part[middle:]]

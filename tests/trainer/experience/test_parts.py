@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,15 @@ def test_micro_batches_of_groups_keep_to_the_budget(
     assert values["micro_batches/shared_tokens"] == pytest.approx(shared)
 
 
+def processes_with(parts: int) -> Any:
+    """Return what stands for several processes, of which one has so many parts of a pool."""
+
+    def gather(needed: torch.Tensor) -> torch.Tensor:
+        return torch.cat([needed, torch.tensor([[parts, 1]])])
+
+    return SimpleNamespace(device=torch.device("cpu"), gather=gather)
+
+
 def micro_batch(samples: list[Sample], packing: Packing) -> MicroBatch:
     one = torch.ones(())
     batch = collate(
@@ -140,6 +150,17 @@ def micro_batch(samples: list[Sample], packing: Packing) -> MicroBatch:
     )
     packing(batch, torch.nn.Identity())
     return batch
+
+
+def test_a_half_that_shares_less_keeps_to_the_budget() -> None:
+    """A row of 20 tokens twice and one that has 10 in common take 30; one of each is not shared."""
+    rows = [[*range(20)], [*range(20)], [*range(10), *range(40, 50)]]
+    samples = [Sample("", row[:1], None, row[1:]) for row in rows]
+    costs, plan = costs_of(samples), plan_of(budget=35)
+    assert costs([0, 1, 2]) == 30 and costs([0, 2]) == costs([1, 2]) == 40
+    for number in (2, 3):
+        [parts], _ = cut([[0, 1, 2]], plan, costs, processes_with(number))
+        assert len(parts) == number and all(costs(part) <= 35 for part in parts)
 
 
 @pytest.mark.parametrize("multiple", (None, 4, 16))
