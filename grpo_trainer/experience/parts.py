@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -96,12 +97,13 @@ class Costs:
     def __call__(self, part: Part) -> int:
         return self.of_part(part)[0]
 
-    def with_halves(self, part: Part) -> int:
-        """Return the most that a part costs, or what :func:`halved` can make of it: a half that
-        shares less may cost more than the whole."""
-        if len(part) == 1:
-            return self(part)
-        return max(self(part), *map(self.with_halves, _halves(part)))
+    def with_halves(self, part: Part, budget: int) -> int:
+        """Return what a part costs, or what :func:`halved` can make of it, if only that exceeds a
+        budget: a half that shares less may cost more than the whole."""
+        cost, padded = self(part), computed_tokens([self.lengths[i] for i in part], self._multiple)
+        if cost > budget or padded <= budget:  # no half costs more than the padded whole
+            return cost
+        return max(cost, *(self.with_halves(half, budget) for half in _halves(part)))
 
     def total(self, parts: Sequence[Part]) -> int:
         return sum(self(part) for part in parts)
@@ -184,7 +186,8 @@ def _best_cut(pool: Part, plan: Plan, costs: Costs) -> list[Part]:
     orders = [by_length]
     if costs.prefixes is not None:
         orders.append(costs.by_group(by_length))
-    cuts = [cut_rows(order, costs.with_halves, plan.budget) for order in orders]
+    cost = partial(costs.with_halves, budget=plan.budget)
+    cuts = [cut_rows(order, cost, plan.budget) for order in orders]
     return min(cuts, key=costs.total)
 
 
