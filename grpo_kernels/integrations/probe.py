@@ -106,12 +106,12 @@ class Use(NamedTuple):
                 yield f"{place}: no attribute {name!r}"
 
     def _unlike_parameters(self, place: str, theirs: Any) -> Iterator[str]:
-        found = _parameters(theirs)
-        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in found.values())
+        known = _parameters(theirs)
+        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
         for name in self.parameters:
-            if name not in found and not takes_all:
+            if name not in known and not takes_all:
                 yield f"{place}: no parameter {name!r}"
-        for name, parameter in found.items():
+        for name, parameter in known.items():
             needed = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
             if name not in self.parameters and (self.exact or needed):
                 yield f"{place}: new parameter {_written(parameter)}, which ours does not know"
@@ -138,11 +138,11 @@ class Probe:
         """
         installed = self.host.installed()
         with LOCK:
-            found = differences(self, installed)
-        if not found:
+            unlike_ours = differences(self, installed)
+        if not unlike_ours:
             return
         package, tested = self.host.package, self.host.tested
-        listed = "\n".join(f"  * {each}" for each in found)
+        listed = "\n".join(f"  * {each}" for each in unlike_ours)
         text = (
             f"{package} {installed} differs from what our adapter needs (tested with "
             f"{', '.join(tested)}):\n{listed}"
@@ -159,8 +159,8 @@ class Probe:
 def differences(probe: Probe, installed: str) -> tuple[str, ...]:
     """Return what an installed version has otherwise; numbers are compared where names agree."""
     needed: tuple[Replacement | Use, ...] = (*probe.replacements(), *probe.uses)
-    found = [each for part in needed for each in part.differences()] or _unlike_numbers(probe)
-    if not found and not probe.host.was_tested(installed):
+    unlike_ours = [each for part in needed for each in part.differences()] or _unlike_numbers(probe)
+    if not unlike_ours and not probe.host.was_tested(installed):
         _log.warning(
             "%s %s was not tested (tested: %s); the probe passed: it has the functions and numbers "
             "that our adapter needs",
@@ -168,7 +168,7 @@ def differences(probe: Probe, installed: str) -> tuple[str, ...]:
             installed,
             ", ".join(probe.host.tested),
         )
-    return tuple(found)
+    return tuple(unlike_ours)
 
 
 def _unlike_numbers(probe: Probe) -> list[str]:
@@ -189,8 +189,10 @@ def _undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
         _without_zero3(),
     ):
+        warnings.simplefilter("ignore")  # of the host's code, on tokens that nobody trains
         torch.set_default_dtype(torch.float32)
         try:
             yield
@@ -228,25 +230,25 @@ def unlike_parameters(
 
     Those of ours that ``more`` names may be missing in theirs, or have another default there.
     """
-    own, found = _parameters(ours), _parameters(theirs)
-    if any(x.kind in _VARIADIC for x in (*found.values(), *own.values())):
+    own, known = _parameters(ours), _parameters(theirs)
+    if any(x.kind in _VARIADIC for x in (*known.values(), *own.values())):
         return  # there are no names to compare
-    for name, parameter in found.items():
+    for name, parameter in known.items():
         if name not in own:
             yield f"{place}: new parameter {_written(parameter)}, which ours does not know"
     for name, parameter in own.items():
-        if name not in found:
+        if name not in known:
             if name not in more or parameter.default is parameter.empty:
                 yield f"{place}: no parameter {name!r}"
-        elif name not in more and repr(parameter.default) != repr(found[name].default):
-            expected, got = _written(parameter), _written(found[name])
+        elif name not in more and repr(parameter.default) != repr(known[name].default):
+            expected, got = _written(parameter), _written(known[name])
             yield f"{place}: expected parameter {expected}, got {got}"
-    both = own.keys() & found.keys()
+    both = own.keys() & known.keys()
     order, expected_order = (
-        [(name, x.kind) for name, x in each.items() if name in both] for each in (found, own)
+        [(name, x.kind) for name, x in each.items() if name in both] for each in (known, own)
     )
     if order != expected_order:
-        written = ", ".join(str(x.replace(annotation=x.empty)) for x in found.values())
+        written = ", ".join(str(x.replace(annotation=x.empty)) for x in known.values())
         yield f"{place}: expected parameters in the order of {', '.join(own)}; got {written}"
 
 
@@ -274,15 +276,15 @@ def unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Ite
 
 def gradients(loss: Tensor, **leaves: Tensor) -> dict[str, Tensor]:
     """Return the gradients of leaves by what :func:`unlike` calls them."""
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    return {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
+    values = torch.autograd.grad(loss, list(leaves.values()))
+    return {f"gradient of {name}": x for name, x in zip(leaves, values, strict=True)}
 
 
 def gradient(model: nn.Module) -> Tensor:
     """Return the gradient of all parameters as one vector, and forget it."""
-    found = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    joined = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
     model.zero_grad()
-    return found
+    return joined
 
 
 def tiny_model() -> PreTrainedModel:
@@ -334,8 +336,8 @@ def _why(error: Exception) -> str:
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
     follow = inspect.isclass(function)  # a wrapper of a function has parameters of its own
-    found = inspect.signature(function, follow_wrapped=follow).parameters
-    return {name: x for name, x in found.items() if name not in ("self", "ctx")}
+    parameters = inspect.signature(function, follow_wrapped=follow).parameters
+    return {name: x for name, x in parameters.items() if name not in ("self", "ctx")}
 
 
 def _written(parameter: inspect.Parameter) -> str:

@@ -96,10 +96,11 @@ class Switch:
         """Put theirs back; raise ValueError where somebody else has replaced ours meanwhile."""
         with LOCK:
             for place in self._places:
-                if (found := getattr(place.owner, place.name)) is not place.ours:
+                present = getattr(place.owner, place.name)
+                if present is not place.ours:
                     raise ValueError(
                         f"{self.probe.host.package}: expected {place.name} as enable() has left "
-                        f"it, got {found!r}; undo what has replaced it first"
+                        f"it, got {present!r}; undo what has replaced it first"
                     )
             while self._places:
                 place = self._places.pop()
@@ -143,7 +144,7 @@ def release(model: Any) -> None:
 def alive(cls: type) -> list[Any]:
     """Return the objects of a class that exist, for hooks that are too late for these."""
     gc.collect()
-    return [found for found in gc.get_objects() if issubclass(type(found), cls)]
+    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
 
 
 def _place(replacement: Replacement) -> _Place | None:
@@ -161,6 +162,6 @@ def _put(place: _Place, old: Any, new: Any) -> None:
     setattr(place.owner, place.name, new)
     own = getattr(place.ours, "__module__", None)  # where ours is defined, by the same name
     for name, module in list(sys.modules.items()) if place.everywhere else ():
-        found = getattr(module, "__dict__", {}).get(place.name)
-        if found is old and name != own and name.split(".")[0] != __name__.split(".")[0]:
+        present = getattr(module, "__dict__", {}).get(place.name)
+        if present is old and name != own and name.split(".")[0] != __name__.split(".")[0]:
             setattr(module, place.name, new)

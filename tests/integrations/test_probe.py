@@ -261,6 +261,18 @@ def test_the_probe_leaves_the_state_of_torch_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_warning_of_a_host_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(*args: Any, **kwargs: Any) -> None:
+        warnings.warn("it is going to change", DeprecationWarning, stacklevel=2)
+        ADD(*args, **kwargs)
+
+    warned.__signature__ = inspect.signature(ADD)
+    monkeypatch.setattr(utils, "add_fused_lm_head", warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.PROBE.check()
+
+
 def test_the_probe_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of several processes of ZeRO-3, that may use NCCL."""
 
