@@ -117,8 +117,8 @@ def make_pack(
     assert not isinstance(multiple, str)  # on construction auto became a number or None
     config = models[0][0].config
     one_row = is_flash_attention_requested(config)
-    found = [_try_both(args, *runs, one_row) for runs in models]
-    needed = next((why for why, _ in found if why), None)
+    verdicts = [_try_both(args, *runs, one_row) for runs in models]
+    needed = next((why for why, _ in verdicts if why), None)
     reason = needed or ("images" if images else None)
     if reason:
         if args.packing == "packed":
@@ -130,7 +130,7 @@ def make_pack(
         one_row=one_row,
         always=args.packing == "packed",
         multiple=multiple,
-        shares=not routers and all(once for _, once in found),
+        shares=not routers and all(once for _, once in verdicts),
         pairs_per_token=6 * config.get_text_config().hidden_size,
     )
 
