@@ -125,9 +125,22 @@ def replayed_experts(model: PreTrainedModel) -> Column:
             if sample.routed_experts is not None:
                 reported = _checked(sample, sizes, most)
                 row[: len(reported)] = reported
+        if batch.owners is not None:
+            _complete_owners(experts, batch.owners.cpu().long())
         batch.routed_experts = experts.to(batch.target.device)
 
     return column
+
+
+def _complete_owners(
+    experts: Tensor,  # (B, L, layers, K), written to
+    owners: Tensor,  # (B, L) int64, as those of a micro-batch
+) -> None:
+    """Let a token that stands for several rows have another row's report where its own has none,
+    as for the last token of a row that another one begins with."""
+    known = (experts != NO_EXPERT).flatten(2).all(2)
+    rows, columns = (known & ~known.gather(0, owners)).nonzero(as_tuple=True)
+    experts[owners[rows, columns], columns] = experts[rows, columns]
 
 
 def _checked(sample: Sample, sizes: tuple[int, int], most: int) -> Tensor:

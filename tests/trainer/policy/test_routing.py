@@ -242,6 +242,21 @@ def test_packed_rows_replay_the_same(shared: bool) -> None:
     assert shared or padded[2][difference] == found[2][difference]
 
 
+def test_a_row_that_another_begins_with_has_its_experts() -> None:
+    """Nothing is reported of a row's last token, which the other row's report knows."""
+    ids, model = [5, 7, 9, 11, 6, 8], tiny()
+    samples = [Sample("", ids[:2], None, ids[2:end]) for end in (4, 6)]
+    for sample in samples:
+        sample.routed_experts = random_experts(3, 3, seed=1).to(torch.uint8)
+    samples[1].routed_experts = random_experts(5, 3, seed=1).to(torch.uint8)
+    count = torch.tensor(6.0)
+    batch = collate(samples, torch.tensor([1.0, -1.0]), Divisors(count, count), pad_token_id=0)
+    batch = with_experts(packed(batch, shared=True), model)
+    [experts] = replay_of(batch)["routed_experts"]
+    places = [batch.packed[0].tolist().index(int(batch.owners[1, at]) * 6 + at) for at in range(5)]
+    assert experts[places].equal(samples[1].routed_experts.short())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_replays_the_same_when_it_runs_again(reentrant: bool) -> None:
     model = tiny()
