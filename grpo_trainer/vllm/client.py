@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import tempfile
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COMPLETIONS = 512  # requests for them that run at the same time; others wait
 _TEXT_PATH, _GENERATE_PATH = "/v1/completions", "/inference/v1/generate"
 # fields of requests that every server knows
 _KNOWN = {
@@ -105,6 +107,8 @@ class VLLMClient:
         self._nccl: NCCLTransfer | None = None  # for weights; adapters go by file
         self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
         self.sent = Sent()  # by this client, or another one of the same run
+        # other requests need not wait: a server that is paused ends no completion
+        self._room = asyncio.Semaphore(_COMPLETIONS)
         self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def get_world_size(self) -> int:
@@ -204,9 +208,7 @@ class VLLMClient:
         await self._check_known(fields)
         path, bodies = await self._requests(prompts, images_of, fields, in_flight)
         model = {"model": self.sent.adapter} if self.sent.adapter else {}
-        answers = await together(
-            [self.server.answer("POST", path, model | one, self.request_timeout) for one in bodies]
-        )
+        answers = await together([self._completed(path, model | one) for one in bodies])
         ids = [None if isinstance(prompt, str) else prompt for prompt in prompts]
         sent = [ids] if path == _TEXT_PATH else [[None]] * len(bodies)
         try:
@@ -270,6 +272,7 @@ class VLLMClient:
         sent = Sent(old.run or uuid.uuid4().hex, old.updates + 1)
         if adapter:  # under a new name, which no key and value in the cache belongs to
             sent = sent._replace(adapter=sent.version)
+        self.sent = old._replace(updates=sent.updates)  # it counts even if it fails
         self.server.ask("POST", "/pause?mode=keep")
         if old.adapter:
             self.server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old.adapter})
@@ -319,6 +322,10 @@ class VLLMClient:
         """End the connection. The server goes on."""
         self.close_communicator()
         self.server.close()
+
+    async def _completed(self, path: str, body: dict[str, Any]) -> Any:
+        async with self._room:
+            return await self.server.answer("POST", path, body, self.request_timeout)
 
     async def _check_known(self, fields: dict[str, Any]) -> None:
         """Raise ValueError if the server would ignore one of ``fields``."""

@@ -26,7 +26,6 @@ T = TypeVar("T")
 ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # tries of what may work the next time
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice the one before
 _CONNECT_TIMEOUT = 10.0
-_CONNECTIONS = 512  # requests that run at the same time; others wait for them
 _SHOWN = 500  # characters of an answer in a message
 # what to do if no server answers, or one without a path
 _ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"
@@ -74,7 +73,7 @@ class JsonServer:
         self._client = httpx.AsyncClient(
             auth=(parts.username, parts.password) if parts.userinfo else None,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            limits=httpx.Limits(max_connections=_CONNECTIONS),
+            limits=httpx.Limits(max_connections=None),
             trust_env=False,  # neither proxies nor passwords of the user's shell
         )
 

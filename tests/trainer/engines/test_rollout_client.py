@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from grpo_trainer.common import start, together
 from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
 from tests.support.vllm_stub import StubServer, choices, slowly
 
@@ -252,6 +253,30 @@ FACTORS = {
     for i, name in enumerate("qo")
     for factor, shape in (("A", (i + 2, 5)), ("B", (6, i + 2)))
 }
+
+
+def test_weights_come_while_completions_wait_for_the_server(make_client, stub, monkeypatch):
+    """It is paused, so none of them ends and makes room."""
+    monkeypatch.setattr("grpo_trainer.vllm.client._COMPLETIONS", 2)
+    client, resumed, begun = make_client(), threading.Event(), threading.Semaphore(0)
+    client.init_communicator("cpu")
+    client.update_weights(weights(1.0))
+
+    def answer():
+        begun.release()
+        return None if resumed.wait(20) else (400, {})
+
+    def resume():
+        resumed.set()
+
+    stub.script |= {"/inference/v1/generate": [answer] * 6, "/resume": [resume]}
+    fields = {"n": 1, "max_tokens": 2, "logprobs": 0}
+    asked = [client.complete([[1]], [[]], fields, in_flight=True) for _ in range(6)]
+    work = start([together(asked)])
+    assert all(begun.acquire(timeout=20) for _ in range(2))
+    client.update_weights(weights(2.0))
+    [answers] = work.result(20)
+    assert [one.token_ids for _, one in answers] == [[[7, 0]]] * 6
 
 
 def test_an_adapter_is_a_model_of_its_own(make_client, stub, tmp_path):
