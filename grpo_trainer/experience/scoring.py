@@ -149,8 +149,10 @@ def fill(
         accelerator: joins the processes.
     """
     size = args.num_generations
-    # fewest groups that all processes have an equal share of
-    unit = accelerator.num_processes // math.gcd(accelerator.num_processes, size)
+    # fewest groups that all processes have an equal share of; those in flight stay whole
+    unit = accelerator.num_processes
+    if args.max_staleness is None:
+        unit //= math.gcd(unit, size)
     rounds = [first]
     useful: list[bool] = first.compared.signal.tolist()
     count = len(useful)

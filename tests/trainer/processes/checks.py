@@ -26,7 +26,7 @@ from grpo_trainer.engines import WeightSource, on_first_process, policy_weights
 from grpo_trainer.experience.parts import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
-from tests.support.trainer import lengths_reward, logged
+from tests.support.trainer import BackgroundEngine, lengths_reward, logged
 from tests.trainer.processes.features import FEATURES, held, make_trainer, plain, tied, weights
 from tests.trainer.test_extensions import Replay
 
@@ -110,6 +110,36 @@ def interrupted(placement: str, folder: str) -> Found:
     trainer = make_trainer("dynamic", placement, folder)
     trainer.train(resume_from_checkpoint=True)
     return {"weights": weights(trainer)}
+
+
+class InFlight(BackgroundEngine):
+    """Says by how many updates each token was drawn."""
+
+    updates_in_flight = True
+    updates = 0
+
+    async def complete_one(self, prompt_ids, sampling):
+        completion = await super().complete_one(prompt_ids, sampling)
+        return completion._replace(versions=[self.updates] * len(completion.token_ids))
+
+    def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
+        super().update_weights(weights, adapter)
+        self.updates += 1
+
+
+def in_flight(placement: str, folder: str) -> Found:
+    """Return this process's prompts of each step, some of which dynamic sampling adds."""
+    prompts: list[list[str]] = []
+
+    def note(batch, policy) -> None:
+        prompts.append([sample.prompt for sample in batch.samples])
+
+    engine = InFlight(make_tokenizer(), plain().eval(), rank())
+    settings = {"generation_batches_ahead": 1, "max_staleness": 3, "max_steps": 3}
+    make_trainer(
+        "dynamic", placement, folder, rollout_engine=engine, columns=[note], **settings
+    ).train()
+    return {"prompts": prompts}
 
 
 def loading(placement: str, folder: str) -> Found:

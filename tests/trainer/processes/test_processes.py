@@ -157,6 +157,14 @@ def test_a_resumed_run_is_the_straight_one(placement, tmp_path):
 
 
 @pytest.mark.parametrize("placement", place(["ddp", "fsdp2"]))
+def test_groups_in_flight_stay_whole(placement, tmp_path):
+    """Also further ones of dynamic sampling, of which one process may lack none."""
+    for step in together(checks.in_flight, placement, tmp_path)["prompts"]:
+        groups = [step[:4], step[4:]]
+        assert [len(set(group)) for group in groups] == [1, 1] and len(step) == 8
+
+
+@pytest.mark.parametrize("placement", place(["ddp", "fsdp2"]))
 def test_a_process_that_is_interrupted_stops_all(placement, alone, tmp_path):
     found = together(checks.interrupted, placement, tmp_path)
     straight = alone(features.run, "dynamic")["weights"]
