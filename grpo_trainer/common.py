@@ -217,9 +217,32 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return outcome
 
 
+_BACKGROUND = "rollouts"  # the name of its threads
+
+
 async def in_background(work: Callable[[], T]) -> T:
-    """Call ``work``, which may take long, on a thread of its own."""
-    return await asyncio.wrap_future(in_thread(work, "rollouts"))
+    """Call ``work``, which may take long, on a thread of its own.
+
+    Raises:
+        RuntimeError: ``work`` raised something like SystemExit, which would end the loop of all
+            coroutines.
+    """
+
+    def checked() -> T:
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as error:
+            said = f"{type(error).__name__}: {message_of(error)}"
+            raise RuntimeError(f"expected an Exception of what runs ahead, got {said}") from error
+
+    return await asyncio.wrap_future(in_thread(checked, _BACKGROUND))
+
+
+def is_in_background() -> bool:
+    """Return whether this runs on a thread of :func:`in_background`."""
+    return threading.current_thread().name == _BACKGROUND
 
 
 def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:

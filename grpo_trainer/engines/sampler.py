@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_kernels.losses import Metrics
-from grpo_trainer.common import shortened, start
+from grpo_trainer.common import is_in_background, shortened, start
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import ImageInputs, Sample, has_images
 from grpo_trainer.engines.answers import Completion, Completions, TokenIds
@@ -116,14 +116,17 @@ class Sampler:
 
         Raises:
             ValueError: what the engine returns is no such thing, or it takes no ``images``.
+            RuntimeError: the run that has begun the calling thread has ended.
         """
+        if self._thread is None and is_in_background():
+            raise RuntimeError("rollouts.generate: expected a run that goes on, got one that ended")
         if self._thread not in (None, threading.get_ident()):
             shown = images or [None] * len(prompt_ids)
             pairs = zip(prompt_ids, shown, strict=True)
             work = [self.complete(ids, max_tokens, image) for ids, image in pairs]
             return Completions.of(self._begun(work).result())
         self.send()
-        self._settle()
+        self.settle()
         more = self._images(images, self.engine.generate)
         completions = self.engine.generate(prompt_ids, self._limited(max_tokens), **more)
         return self._checked(completions, prompt_ids, max_tokens)
@@ -145,6 +148,11 @@ class Sampler:
         if not isinstance(completion, Completion):
             what = shortened(completion)
             raise ValueError(f"{self._engine}: expected a Completion of `complete_one`, got {what}")
+        if self.in_flight and completion.versions is None:
+            raise ValueError(
+                f"{self._engine}: expected versions of its tokens from `complete_one` with "
+                "max_staleness, under which weights come meanwhile, got None"
+            )
         [checked] = self._checked(Completions.of([completion]), [prompt_ids], max_tokens).rows()
         if checked.logprobs is None:
             raise ValueError(
@@ -185,7 +193,7 @@ class Sampler:
         has_base = adapter and getattr(self.engine, "has_base", False)
         sends_base = not has_base and (not adapter or not keeps or self._version is None)
         if self._version != version or not keeps:
-            self._settle()
+            self.settle()
             source = partial(policy_weights, policy, placement, merged=not adapter)
             with phase("sync"):
                 if sends_base:
@@ -211,7 +219,7 @@ class Sampler:
         future.add_done_callback(self._running.discard)
         return future
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing runs in the background; what went wrong is raised where it is used."""
         if not self.in_flight:
             wait(list(self._running))

@@ -15,6 +15,7 @@ from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompts, Sample, Scored, check_plain, images_of
 from grpo_trainer.engines import Sampler, Source, raise_on_all
+from grpo_trainer.experience.completed import any_process
 from grpo_trainer.monitor import log_metrics, phase
 
 
@@ -30,6 +31,11 @@ class Part:
     @property
     def done(self) -> bool:
         return self.metrics is not None or (self.work is not None and self.work.done())
+
+    @property
+    def failed(self) -> bool:
+        work = self.work
+        return work is not None and work.done() and (work.cancelled() or bool(work.exception()))
 
     @property
     def begun(self) -> bool:
@@ -199,7 +205,7 @@ class BatchesAhead(Ahead):
         self._has_batch = True
         if not self._draws:
             self._begin_round(1)
-        elif not all(part.begun for part in self._draws[0].parts):
+        elif any_process(not all(part.begun for part in self._draws[0].parts), self._accelerator):
             self._begin_round(0)  # those of a checkpoint that it does not hold
         with phase("generate"):
             samples = self._taken(self._draws[0].parts)
@@ -252,7 +258,7 @@ class GroupsAhead(Ahead):
         parts = [part for draw in self._draws for part in draw.parts]
         while True:
             done = [part for part in parts if part.done]
-            failed = [part for part in done if part.work and part.work.exception()]
+            failed = [part for part in done if part.failed]
             if failed or len(done) >= count:
                 return (failed + done)[:count]
             running = [part.work for part in parts if not part.done and part.work is not None]

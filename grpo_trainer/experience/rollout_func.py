@@ -68,6 +68,8 @@ class ByFunction:
     def __call__(self, samples: list[Sample]) -> Metrics:
         """Complete ``samples``; ValueError for a field that is missing, ragged or of the wrong
         kind."""
+        # the function may hold a lock while it generates, which waits for what was begun
+        self.sampler.settle()
         with phase("generate"):
             self._complete(samples)
         return Metrics({})
@@ -83,6 +85,11 @@ class ByFunction:
             raise ValueError("rollout_func: expected prompts of text, got images")
         before = self.sampler.version
         fields = _fields(self.function(copy.deepcopy(prompts)), len(samples))
+        if fields["logprobs"] is None and self.context.args.generation_batches_ahead:
+            raise ValueError(
+                "rollout_func: expected 'logprobs' with generation_batches_ahead, by which the "
+                "loss corrects for older weights, got None"
+            )
         columns = {name: fields.pop(name, None) for name in _OURS}
         columns["logprob_token_ids"] = fields.get("logprob_token_ids")
         for number, sample in enumerate(samples):

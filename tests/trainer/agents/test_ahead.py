@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import product
 
 import pytest
@@ -72,9 +73,8 @@ def script(text: str) -> str:
 def make(make_args):
     def run(reward=None, function=None, **changes) -> GRPOTrainer:
         tokenizer = make_tool_tokenizer()
-        arguments = {
-            name: changes.pop(name) for name in ("tools", "environment_factory") if name in changes
-        }
+        own = {"tools", "environment_factory", "eval_dataset"} & changes.keys()
+        arguments = {name: changes.pop(name) for name in own}
         settings = {
             "generation_batches_ahead": 1, "max_steps": 6, "max_completion_length": 250,
             "per_device_train_batch_size": 8, "num_generations": 4, "shuffle_dataset": False,
@@ -86,6 +86,14 @@ def make(make_args):
         )  # fmt: skip
 
     return run
+
+
+def answer_of(ids, completions) -> dict:
+    """Return what a function has to."""
+    return {
+        "prompt_ids": ids, "completion_ids": completions.token_ids,
+        "logprobs": completions.logprobs,
+    }  # fmt: skip
 
 
 def ended() -> bool:
@@ -134,7 +142,7 @@ def test_a_slow_conversation_holds_nobody_up(make):
         return a + b
 
     def reward(prompts, **columns):
-        trained.append(sorted({prompt[-1]["content"] for prompt in prompts}))
+        trained.append([prompt[-1]["content"] for prompt in prompts[::4]])
         if len(trained) == 3:
             gate.set()
         return [float(i) for i in range(len(prompts))]
@@ -142,7 +150,7 @@ def test_a_slow_conversation_holds_nobody_up(make):
     trainer = make(reward, tools=[add], generation_batches_ahead=2, max_staleness=8)
     trainer.train()
     assert all("1" not in step for step in trained[:3])
-    assert sum("1" in step for step in trained) == 2  # the dataset has it twice in six steps
+    assert sum(step.count("1") for step in trained) == 2  # the dataset has it twice in six steps
     assert ended()
 
 
@@ -158,10 +166,7 @@ def test_a_function(make, changes):
         ids = [trainer.processing_class.encode(text) for text in texts]
         completions = trainer.rollouts.generate(ids)
         updates.append((before, trainer.rollouts.engine.updates))
-        return {
-            "prompt_ids": ids,
-            "completion_ids": completions.token_ids,
-            "logprobs": completions.logprobs,
+        return answer_of(ids, completions) | {
             "rollout_versions": completions.versions if changes else None,
             "size": [len(prompts)] * len(prompts),
         }
@@ -192,14 +197,104 @@ def test_versions_of_a_function_are_checked(make):
         trainer.train()
 
 
-@pytest.mark.parametrize("kind", ["tools", "environment", "function"])
-def test_errors_are_raised_where_completions_are_needed(make, kind):
+def test_a_function_needs_log_probabilities(make):
+    def rollout(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
+
+    trainer = make(lambda completion_ids, **_: [0.0] * len(completion_ids), rollout)
+    with pytest.raises(ValueError, match="rollout_func: expected 'logprobs' with generation_batc"):
+        trainer.train()
+
+
+def test_a_function_may_hold_a_lock_while_it_generates(make):
+    """An evaluation waits for what was begun, which needs the lock, too."""
+    lock, threads = threading.Lock(), []
+
+    def rollout(prompts, trainer):
+        threads.append(threading.current_thread().name)
+        time.sleep(0.05)  # the next batch begins, and the evaluation
+        ids = [[5, 6]] * len(prompts)
+        assert lock.acquire(timeout=20)
+        try:
+            completions = trainer.rollouts.generate(ids)
+        finally:
+            lock.release()
+        return answer_of(ids, completions)
+
+    def reward(completion_ids, **columns):
+        if len(threads) == 2:
+            time.sleep(0.1)
+        return [0.0] * len(completion_ids)
+
+    trainer = make(
+        reward, rollout, max_steps=2, eval_strategy="steps", eval_steps=1,
+        eval_dataset=Dataset.from_list(ROWS[:2]),
+    )  # fmt: skip
+    trainer.rollouts.engine._script = lambda text: "ok"
+    trainer.train()
+    assert "MainThread" in threads and "rollouts" in threads
+
+
+def test_a_function_generates_nothing_after_its_run(make):
+    """It may go on after the run has ended by an error, and other weights may have come."""
+    run_ended, calls, errors = threading.Event(), [], []
+
+    def rollout(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        calls.append(len(ids))
+        if len(calls) == 2:  # ahead, while the first batch is scored
+            assert run_ended.wait(20)
+        try:
+            completions = trainer.rollouts.generate(ids)
+        except RuntimeError as error:
+            errors.append(str(error))
+            raise
+        return answer_of(ids, completions)
+
+    def reward(**columns):
+        while len(calls) < 2:
+            time.sleep(0.01)
+        raise ValueError("no reward")
+
+    trainer = make(reward, rollout)
+    trainer.rollouts.engine._script = lambda text: "ok"
+    with pytest.raises(Exception, match="no reward"):
+        trainer.train()
+    run_ended.set()
+    while not ended():
+        time.sleep(0.01)
+    assert errors == ["rollouts.generate: expected a run that goes on, got one that ended"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tools_of_an_environment_that_are_too_slow_twice(make, ahead):
+    class Slow(Counter):
+        def rest(self) -> None:
+            """Rest."""
+            time.sleep(0.2)
+
+    trainer = make(
+        None, environment_factory=Slow, generation_batches_ahead=ahead, max_steps=1,
+        tool_timeout=0.01,
+    )  # fmt: skip
+    trainer.rollouts.engine._script = lambda text: "ok" if results(text) else 2 * call("rest")
+    trainer.train()
+    [row] = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["tools/call_frequency"] == 2 and row["tools/failure_frequency"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("tools", RuntimeError), *product(["environment", "function"], [RuntimeError, SystemExit])],
+)
+def test_errors_are_raised_where_completions_are_needed(make, kind, error):
     class Broken(Counter):
         def reset(self, **row):
-            raise RuntimeError("no world")
+            raise error("no world")
 
     def broken(prompts, trainer):
-        raise RuntimeError("no world")
+        raise error("no world")
 
     changes = {"environment_factory": Broken} if kind == "environment" else {}
     if kind == "tools":

@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completion, RolloutEngine
+from grpo_trainer.vllm import ServerError
 from tests.support.trainer import CannedEngine
 from tests.support.vllm_stub import StubServer
 
@@ -211,6 +212,17 @@ def test_an_engine_that_takes_no_weights_in_flight(make, monkeypatch):
         make()
 
 
+def test_an_engine_that_does_not_say_which_weights_drew_a_token(make, monkeypatch):
+    complete_one = PacedEngine.complete_one
+
+    async def without_versions(*arguments):
+        return (await complete_one(*arguments))._replace(versions=None)
+
+    monkeypatch.setattr(PacedEngine, "complete_one", without_versions)
+    with pytest.raises(ValueError, match="PacedEngine: expected versions of its tokens .* None"):
+        make()[0].train()
+
+
 @pytest.fixture
 def stub(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -229,6 +241,11 @@ def test_a_server_says_which_weights_drew_a_token(make, stub):
     asked = [path for path in stub.paths() if path in (GENERATE, "/resume")]
     assert asked.count(GENERATE) == 6 * SIZE and asked.count("/resume") == 3
     assert all(one["ages"] == [age, age] for age, one in [(0, seen.steps[0][0])])
+    stub.script["/pause?mode=keep"] = [(200, {}), (400, {})]
+    with pytest.raises(ServerError, match="/pause"):
+        trainer.train()
+    trainer.train()  # an update that failed has a number, too
+    assert of_steps(trainer, "sampling/staleness/max") == [0, 1, 1]
     trainer.rollouts.close()
     trainer, _ = make(**served)
     stub.script["/update_weight_version"] = [(200, {})]  # the server keeps another name for them
