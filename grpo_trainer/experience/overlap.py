@@ -14,8 +14,9 @@ from torch.nn import functional
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import Prompts, Sample, Scored, check_plain, images_of
-from grpo_trainer.engines import Sampler, Source, raise_on_all
+from grpo_trainer.engines import Completions, Sampler, Source, raise_on_all
 from grpo_trainer.experience.completed import any_process
+from grpo_trainer.experience.single_turn import SingleTurn
 from grpo_trainer.monitor import log_metrics, phase
 
 
@@ -102,7 +103,9 @@ class Ahead(Prompts):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from there. The rows, which were drawn one after the other, are drawn again."""
-        for saved in state["draws"]:
+        for batch in state.get("begun", ()):
+            self._restore_begun(**batch)
+        for saved in state.get("draws", ()):
             if self._prompts.state() != saved["before"]:
                 self._prompts.restore(saved["before"])
             draw = Draw(saved["before"], saved["count"], [])
@@ -113,6 +116,19 @@ class Ahead(Prompts):
             self._draws.append(draw)
         if self._prompts.state() != state["prompts"]:  # others were drawn since
             self._prompts.restore(state["prompts"])
+
+    def _restore_begun(self, before: Any, step: int, completions: dict[str, Any]) -> None:
+        """Go on from a generation batch of version 1.0.0, which asked an engine once for it."""
+        if self._prompts.state() != before:
+            self._prompts.restore(before)
+        self._draw(self._args.prompts_per_generation)
+        [part] = self._draws[-1].parts
+        assert isinstance(self._source, SingleTurn)  # it had no other ahead
+        self._sampler.context.encode(part.samples)
+        rows = Completions(**completions)
+        versions = [[step] * len(ids) for ids in rows.token_ids]
+        self._source.add(part.samples, rows._replace(versions=versions))
+        part.metrics = Metrics({})
 
     def _restored(
         self, samples: list[Sample], place: int, size: int, completed: Any, metrics: Any

@@ -33,17 +33,17 @@ class SingleTurn:
         images = [sample.images for sample in samples]
         with phase("generate"):
             completions = self.sampler.generate(prompt_ids, images=images)
-        self._complete(samples, completions)
+        self.add(samples, completions)
         return Metrics({})
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
         """Do it in the background."""
         await in_background(partial(self._context.encode, samples))
         work = [self.sampler.complete(one.prompt_ids, images=one.images) for one in samples]
-        self._complete(samples, Completions.of(await together(work)))
+        self.add(samples, Completions.of(await together(work)))
         return Metrics({})
 
-    def _complete(self, samples: Sequence[Sample], completions: Completions) -> None:
+    def add(self, samples: Sequence[Sample], completions: Completions) -> None:
         """Add what an engine made of the prompts of ``samples``."""
         prompts = [sample.prompt for sample in samples]
         prompt_ids = [sample.prompt_ids for sample in samples]

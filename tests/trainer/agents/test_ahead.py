@@ -213,23 +213,20 @@ def test_a_function_may_hold_a_lock_while_it_generates(make):
 
     def rollout(prompts, trainer):
         threads.append(threading.current_thread().name)
-        time.sleep(0.05)  # the next batch begins, and the evaluation
+        end = time.monotonic() + 0.5
+        while len(threads) == 2 and not lock.locked() and time.monotonic() < end:
+            time.sleep(0.01)  # the second batch leaves the lock to an evaluation
         ids = [[5, 6]] * len(prompts)
-        assert lock.acquire(timeout=20)
+        assert lock.acquire(timeout=5)
         try:
             completions = trainer.rollouts.generate(ids)
         finally:
             lock.release()
         return answer_of(ids, completions)
 
-    def reward(completion_ids, **columns):
-        if len(threads) == 2:
-            time.sleep(0.1)
-        return [0.0] * len(completion_ids)
-
     trainer = make(
-        reward, rollout, max_steps=2, eval_strategy="steps", eval_steps=1,
-        eval_dataset=Dataset.from_list(ROWS[:2]),
+        lambda completion_ids, **_: [0.0] * len(completion_ids), rollout, max_steps=2,
+        eval_strategy="steps", eval_steps=1, eval_dataset=Dataset.from_list(ROWS[:2]),
     )  # fmt: skip
     trainer.rollouts.engine._script = lambda text: "ok"
     trainer.train()

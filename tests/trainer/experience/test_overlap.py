@@ -8,12 +8,14 @@ import time
 from itertools import pairwise
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import Qwen3ForCausalLM
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.checkpoint.files import write_manifest
 from grpo_trainer.demo.task import digits_reversal_reward
-from tests.support.trainer import BackgroundEngine
+from tests.support.trainer import BackgroundEngine, logged
 from tests.support.vllm_stub import StubServer, choices
 
 COMPLETE = "/v1/completions"
@@ -238,6 +240,31 @@ def test_an_interrupted_run_ends_the_generation(make, engine, error, said, ahead
     gate.set()
     trainer.train()  # starts again
     assert trainer.state.global_step == 4
+
+
+def test_a_checkpoint_of_1_0_0_goes_on(make, engine, policy, tokenizer, tmp_path):
+    """It has the completions of each generation batch that had begun, as the engine gave them."""
+    settings = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    settings |= {"generation_batches_ahead": 2}
+    straight = make(engine, **settings)
+    straight.train()
+    folder = tmp_path / "checkpoint-1"
+    states = torch.load(folder / "process_state_0.pt")
+    prompts = states["prompts"]
+    assert len(prompts["draws"]) == 2
+    states["prompts"], states["ahead"] = prompts["prompts"], []
+    for draw in prompts["draws"]:
+        [part] = draw["parts"]
+        columns = {name: [one[name] for one in part["completed"]] for name in part["completed"][0]}
+        completions = {"token_ids": columns["completion_ids"], "logprobs": columns["logprobs"]}
+        step = columns["rollout_versions"][0][0]
+        begun = {"before": draw["before"], "step": step, "completions": completions}
+        states["ahead"].append(begun)
+    torch.save(states, folder / "process_state_0.pt")
+    write_manifest(folder)
+    again = make(BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval()), **settings)
+    again.train(resume_from_checkpoint=str(folder))
+    assert logged(again) == logged(straight)
 
 
 @pytest.fixture
