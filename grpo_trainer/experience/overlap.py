@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from grpo_kernels.losses import Metrics, Stat
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import Prompts, Sample, Scored, check_plain, images_of
+from grpo_trainer.data import Prompts, Sample, Scored, check_plain
 from grpo_trainer.engines import Completions, Sampler, Source, raise_on_all
 from grpo_trainer.experience.completed import any_process
 from grpo_trainer.experience.single_turn import SingleTurn
@@ -135,7 +135,8 @@ class Ahead(Prompts):
     ) -> Part:
         if completed is None:
             return Part(samples, place)
-        self._sampler.context.encode([one for one in samples if images_of(one.prompt)])
+        if isinstance(self._source, SingleTurn):  # what a model takes beside the tokens of prompts
+            self._sampler.context.encode(samples)
         for sample, fields in zip(samples, completed, strict=True):
             sample.restore_completed(fields)
             sample.inputs |= sample.columns

@@ -19,7 +19,7 @@ from grpo_trainer.engines import Completions, RolloutEngine
 from grpo_trainer.experience import measure
 from grpo_trainer.vllm.requests import requests_of
 from tests.support.batches import BatchTrainer
-from tests.support.trainer import generating, parameters
+from tests.support.trainer import BackgroundEngine, generating, parameters
 from tests.support.vision import (
     BEGIN,
     END,
@@ -427,3 +427,27 @@ def test_what_is_wrong_is_said_before_anything_is_generated(
     model = {name: value() for name, value in changes.items() if name == "model"}
     with pytest.raises(ValueError, match=message):
         make(**{"family": "llava", "folder": tmp_path} | changes | model).train()
+
+
+def test_text_that_is_completed_ahead_keeps_its_inputs_in_a_checkpoint(tmp_path: Path) -> None:
+    """Gemma wants to know what kind each token is of, without images, too."""
+    rows = Dataset.from_list([{"prompt": ASKED}] * 8)
+    inputs: list[list[list[str]]] = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        inputs.append([])
+        processor, policy = tiny_processor("gemma3"), tiny_model("gemma3")
+        engine = BackgroundEngine(processor.tokenizer, copy.deepcopy(policy).eval(), group=2)
+        engine.update_weights = lambda weights: None  # their names are those of a checkpoint
+        settings = {
+            "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 4,
+        }  # fmt: skip
+        args = GRPOConfig(
+            output_dir=str(tmp_path), generation_batches_ahead=1, **SETTINGS | settings
+        )
+        trainer = GRPOTrainer(
+            policy, lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids], args,
+            rows, processing_class=processor, rollout_engine=engine,
+            columns=[lambda batch, policy: inputs[-1].append(sorted(batch.inputs))],
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+    assert inputs == [[["token_type_ids"]] * 3, [["token_type_ids"]] * 2]
