@@ -212,8 +212,8 @@ class RoutedEngine(BackgroundEngine):
     """Reports which experts it sent tokens through, as far as anybody can tell: as in
     :func:`routed`."""
 
-    def __init__(self, tokenizer, layers: int, experts: int, chosen: int, process: int = 0) -> None:
-        super().__init__(tokenizer, process=process)
+    def __init__(self, tokenizer, layers: int, experts: int, chosen: int, **options: int) -> None:
+        super().__init__(tokenizer, **options)
         self._sizes = (layers, experts, chosen)
 
     def _reported(self, prompt, ids, sampling) -> Completion:

@@ -105,7 +105,7 @@ def experts() -> Changes:
 
 
 def replayed(**changes: Any) -> Changes:
-    engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2)
+    engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2, group=2)
     routing = {"rollout_engine": engine, "use_rollout_routing_replay": True}
     return experts() | routing | changes
 

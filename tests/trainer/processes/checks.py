@@ -279,7 +279,7 @@ def found_by_one(placement: str, folder: str) -> Found:
 
 def budgeted(placement: str, folder: str) -> Found:
     """Return what each process cut its completions into, what it would take alone, and an error."""
-    trainer = make_trainer("token budget", placement, folder)
+    trainer = make_trainer("token budget", placement, folder, packing="padded")
     trainer.train()
     lengths = [batch.attention_mask.sum(1).tolist() for batch in trainer._buffer.batches]
     budget = trainer.args.max_tokens_per_micro_batch

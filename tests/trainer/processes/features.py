@@ -21,7 +21,7 @@ from grpo_kernels.losses import LOSSES
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.engines import policy_weights
-from grpo_trainer.policy import placement_of
+from grpo_trainer.policy import loading_whole, placement_of
 from tests.support import tools, vision
 from tests.support.placements import prepare, processes, rank
 from tests.support.trainer import (
@@ -150,7 +150,8 @@ def replayed() -> Changes:
             num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=1,
             max_position_embeddings=64,
         )  # fmt: skip
-        return AutoModelForCausalLM.from_config(config)
+        with loading_whole():  # in shards, ZeRO-3 draws other random weights
+            return AutoModelForCausalLM.from_config(config)
 
     engine = RoutedEngine(make_tokenizer(), layers=2, experts=4, chosen=2, process=rank())
     return {
