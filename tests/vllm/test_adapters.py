@@ -256,8 +256,7 @@ def test_a_resumed_run_is_the_straight_run(
         model.load_state_dict(start)
         args = make_args(
             **settings, vllm_lora_transfer=transfer, max_steps=4, save_strategy="steps",
-            save_steps=2, generation_batches_ahead=int("vllm_server_port" in settings),
-            learning_rate=0.1, generation_kwargs={"seed": 3},
+            save_steps=2, learning_rate=0.1, generation_kwargs={"seed": 3},
         )  # fmt: skip
         trainer = GRPOTrainer(
             model, digits_reversal_reward, args, dataset, processing_class=tokenizer,

@@ -119,7 +119,8 @@ def test_order_of_waking(make_engine, policy, tokenizer, monkeypatch):
     engine, asked = make_engine(), []
     monkeypatch.setattr(engine._llm, "sleep", lambda level: asked.append(f"sleep {level}"))
     monkeypatch.setattr(engine._llm, "wake_up", lambda tags: asked.extend(tags))
-    context = SimpleNamespace(policy=lambda: policy, placement=WHOLE, vocab_size=None)
+    args = SimpleNamespace(use_rollout_routing_replay=False)
+    context = SimpleNamespace(policy=lambda: policy, placement=WHOLE, vocab_size=None, args=args)
     rollouts = Sampler(engine, context, sampling(tokenizer), step=lambda: 0, name="vllm")
     engine._sleep_level = 2
     for changes in (True, False):
