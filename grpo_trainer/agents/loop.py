@@ -153,7 +153,7 @@ class ToolLoop:
         return self._metrics(outcomes, len(samples))
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Do it in the background."""
+        """Complete ``samples`` in the background, as :class:`Source` says."""
         outcomes = await together([self._converse(sample) for sample in samples])
         return self._metrics(list(chain(*outcomes)), len(samples))
 

@@ -350,6 +350,12 @@ def _check_ahead(args: TrainingArguments) -> None:
             "generation_kwargs['seed']: expected none with generation_batches_ahead, which asks "
             "for one completion at a time: those of a prompt would all be the same"
         )
+    if args.use_vllm and args.vllm_mode == "colocate":
+        raise ValueError(
+            "generation_batches_ahead: expected 0 with vllm_mode='colocate', whose vLLM runs in "
+            "the process that trains (a server can generate meanwhile: vllm_mode='server'), got "
+            f"{args.generation_batches_ahead}"
+        )
     if args.max_staleness is None:
         return
     micro_steps = args.generation_batches_ahead * args.micro_steps_per_generation

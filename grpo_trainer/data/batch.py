@@ -30,7 +30,7 @@ class Sample:
     truncated: bool = False  # ended without an end-of-sequence token
     logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
     sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
-    # optimizer steps that the weights of each token had seen
+    # of each token, how many optimizer steps the weights that drew it had seen
     rollout_versions: list[int] | None = None
     # (tokens, layers, K) integers: the experts that the engine sent prompt and completion through,
     # except the last token, which it did not run; -1: not known
@@ -56,12 +56,12 @@ class Sample:
         row = self.row
         for name, value in (self.columns | (row or {})).items():
             check_plain(f"Sample.state: column {name!r}", value)
-        original = getattr(row, "original", None)
-        return (
-            {"prompt": self.prompt}
-            | self.completed_state()
-            | {"row": row and dict(row), "original": original}
-        )
+        state = {
+            "prompt": self.prompt,
+            "row": row and dict(row),
+            "original": getattr(row, "original", None),
+        }
+        return state | self.completed_state()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Sample:

@@ -27,7 +27,8 @@ class Completion(NamedTuple):
     logprobs: list[float] | None = None
     # of each token, the ids that the sampling filters left to choose from; None: not asked for
     sampling_mask: list[TokenIds] | None = None
-    # of each token, which weights drew it; None: the same ones drew all of them
+    # of each token, which weights drew it: an engine says how many updates had come, a sampler how
+    # many optimizer steps they had seen; None: the same weights drew all of them
     versions: list[int] | None = None
     # (tokens, layers, K) integers: the experts of prompt and completion, except those of the last
     # token, which was not run; -1: not known; None: the engine does not say

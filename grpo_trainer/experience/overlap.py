@@ -135,7 +135,7 @@ class Ahead(Prompts):
     ) -> Part:
         if completed is None:
             return Part(samples, place)
-        if isinstance(self._source, SingleTurn):  # what a model takes beside the tokens of prompts
+        if isinstance(self._source, SingleTurn):  # for what else a model takes of prompts
             self._sampler.context.encode(samples)
         for sample, fields in zip(samples, completed, strict=True):
             sample.restore_completed(fields)

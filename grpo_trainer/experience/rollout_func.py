@@ -75,7 +75,7 @@ class ByFunction:
         return Metrics({})
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Do it in the background, where the function has its own thread."""
+        """Complete ``samples`` in the background, where the function has its own thread."""
         await in_background(partial(self._complete, samples))
         return Metrics({})
 

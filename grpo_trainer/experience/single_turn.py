@@ -37,7 +37,7 @@ class SingleTurn:
         return Metrics({})
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Do it in the background."""
+        """Complete ``samples`` in the background, as :class:`Source` says."""
         await in_background(partial(self._context.encode, samples))
         work = [self.sampler.complete(one.prompt_ids, images=one.images) for one in samples]
         self.add(samples, Completions.of(await together(work)))

@@ -282,7 +282,7 @@ class VLLMClient:
         else:
             (self._nccl or self._files).send(self.server, weights)
         self.server.wait(self.server.retrying()(self._reset))
-        # the server is told of them when it has all
+        # only now has the server all of them
         self.server.ask("POST", "/update_weight_version", {"new_version": sent.version})
         self.server.ask("POST", "/resume")
 

@@ -103,6 +103,11 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
+def of_steps(trainer: GRPOTrainer, name: str) -> list[float]:
+    """Return what the training steps logged under a name."""
+    return [row[name] for row in trainer.state.log_history if "loss" in row]
+
+
 def logged(trainer: GRPOTrainer) -> list[dict[str, float]]:
     """Return everything the run logged that does not depend on the clock or on where it began."""
     rows = [

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.demo.task import digits_reversal_reward
+from tests.support.vllm_stub import StubServer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -24,6 +25,15 @@ def uncompiled():
     """Run torchao's steps as they are written: to compile them for each shape takes a minute."""
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Return a stand-in for a vLLM server without a key."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = StubServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ REFUSED = [
     (OVERLAP | {"on_bad_image": "skip", "use_vllm": True, "vllm_mode": "server"},
      "on_bad_image: expected 'error' with generation_batches_ahead"),
     (OVERLAP, "generation_batches_ahead: .*own.*got TransformersEngine"),
+    (OVERLAP | {"use_vllm": True}, "batches_ahead: expected 0 with vllm_mode='colocate', .* got 1"),
     (OVERLAP | {"vllm_importance_sampling_correction": False},
      "generation_batches_ahead: .*importance_sampling_correction"),
     ({"generation_batches_ahead": -1}, "batches_ahead: expected an integer >= 0, got -1"),

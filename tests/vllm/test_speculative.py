@@ -44,7 +44,7 @@ def test_parity(make_sampler, rounded, monkeypatch):
     assert counts_of_engine(sampler.engine._llm).drafts > before.drafts
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's sampler is wrong on CPUs alone")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's sampler is wrong only on CPUs")
 def test_a_cpu_is_refused(make_sampler, rounded):
     options = {"vllm_engine_kwargs": ENGINE | {"speculative_config": drafter(rounded)}}
     with pytest.raises(ValueError, match=r"device \(cpu\), where vLLM samples .* at wrong temp"):

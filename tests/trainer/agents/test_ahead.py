@@ -312,7 +312,7 @@ def test_errors_are_raised_where_completions_are_needed(make, kind, error):
 
 @pytest.mark.parametrize("changes", IN_FLIGHT)
 def test_environments_of_a_resumed_run_begin_again(make, changes, tmp_path):
-    """No prompt is lost: what had begun is not in the checkpoint, and is sampled anew."""
+    """No prompt is lost: what had begun is not in the checkpoint, and is sampled again."""
     runs = []
 
     def reward(environments, prompts, **columns):

@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 
 from grpo_trainer.vllm import VLLMClient, http
-from tests.support.vllm_stub import StubServer
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_DELAY", 0.02)
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-
-
-@pytest.fixture
-def stub():
-    server = StubServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from transformers import Qwen3ForCausalLM
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completion, RolloutEngine
 from grpo_trainer.vllm import ServerError
-from tests.support.trainer import CannedEngine
-from tests.support.vllm_stub import StubServer
+from tests.support.trainer import CannedEngine, of_steps
 
 GENERATE = "/inference/v1/generate"
 SIZE = 4  # completions of a group
@@ -103,10 +102,6 @@ def make(make_trainer, policy, tokenizer):
         return trainer, seen
 
     return run
-
-
-def of_steps(trainer, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if "loss" in row]
 
 
 def prompts(seen: Seen) -> list[list[str]]:
@@ -221,14 +216,6 @@ def test_an_engine_that_does_not_say_which_weights_drew_a_token(make, monkeypatc
     monkeypatch.setattr(PacedEngine, "complete_one", without_versions)
     with pytest.raises(ValueError, match="PacedEngine: expected versions of its tokens .* None"):
         make()[0].train()
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    server = StubServer()
-    yield server
-    server.close()
 
 
 def test_a_server_says_which_weights_drew_a_token(make, stub):

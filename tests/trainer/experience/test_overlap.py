@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint.files import write_manifest
 from grpo_trainer.demo.task import digits_reversal_reward
-from tests.support.trainer import BackgroundEngine, logged
+from tests.support.trainer import BackgroundEngine, logged, of_steps
 from tests.support.vllm_stub import StubServer, choices
 
 COMPLETE = "/v1/completions"
@@ -50,10 +50,6 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def of_steps(trainer: GRPOTrainer, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if "loss" in row]
 
 
 def by_update(engine: BackgroundEngine) -> list[tuple[int, int]]:
@@ -265,14 +261,6 @@ def test_a_checkpoint_of_1_0_0_goes_on(make, engine, policy, tokenizer, tmp_path
     again = make(BackgroundEngine(tokenizer, Qwen3ForCausalLM(policy.config).eval()), **settings)
     again.train(resume_from_checkpoint=str(folder))
     assert logged(again) == logged(straight)
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    server = StubServer()
-    yield server
-    server.close()
 
 
 def test_a_server_is_asked_for_all_batches_of_a_round_at_once(make, stub):

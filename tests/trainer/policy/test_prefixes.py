@@ -51,7 +51,7 @@ def groups(prompts: tuple[int, ...] = (7, 7, 3, 7, 3, 5), longest: int = 6) -> M
 
 def turns() -> MicroBatch:
     """Return rows of two prompts: turns in common, branches of branches, a row twice, one that
-    another begins with, and one that is alone."""
+    another begins with, and one with nothing in common."""
     torch.manual_seed(3)
     prompt, first, second = tokens(9), tokens(5), tokens(6)
     once, twice = prompt + first, prompt + first + second
@@ -198,9 +198,9 @@ def test_runs_of_rows_are_trees() -> None:
         assert sorted(prefixes.rows) == [*range(len(rows))]
         some = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
         taken = prefixes.take(some).largest_first()
-        alone = Prefixes.of([rows[row] for row in some]).largest_first()
-        assert taken.lengths == alone.lengths and taken.common == alone.common
-        assert [rows[row] for row in taken.rows] == [rows[some[row]] for row in alone.rows]
+        direct = Prefixes.of([rows[row] for row in some]).largest_first()
+        assert taken.lengths == direct.lengths and taken.common == direct.common
+        assert [rows[row] for row in taken.rows] == [rows[some[row]] for row in direct.rows]
         prefixes = prefixes.largest_first()
         for run in prefixes.runs(0.01):
             members = [rows[prefixes.rows[at]] for at in run]
