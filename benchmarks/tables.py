@@ -67,6 +67,7 @@ LAYOUTS = {
     "rollouts": Layout("Generation and the rest of a step", notes=True),
     "sparsity": Layout("Sparsity of the softmax"),
     "mismatch": Layout("An engine's log-probabilities and the trainer's", notes=True),
+    "routing": Layout("The same with a mixture of experts", notes=True),
     "accuracy": Layout("Errors on a policy's distributions", contest=True),
 }
 

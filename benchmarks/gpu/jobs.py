@@ -235,6 +235,12 @@ JOBS = (
         reserve=60,
     ),
     _suite(
+        "prefixes",
+        "What sharing the tokens that completions begin with saves of a step.",
+        120,
+        sources=_TRAINER[:1],
+    ),
+    _suite(
         "sparse",
         "Whether a sparse backward is faster than the bare GEMMs, and at which error.",
         240,

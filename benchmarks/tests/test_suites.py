@@ -24,9 +24,9 @@ NAMES = (
     *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
     *("products", "tiles", "hosts", "training", "rollouts", "padding"),
     *("real", "curves", "states", "updates", "sparsity", "mismatch", "activations"),
-    *("vocabulary", "prefixes", "asynchronous"),
+    *("vocabulary", "prefixes", "asynchronous", "routing"),
 )
-_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states", "updates")
+_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states", "updates", "routing")
 INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
 OURS = PROVIDERS[0]
 

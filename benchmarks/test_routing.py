@@ -1,0 +1,143 @@
+"""How far an engine's log-probabilities are from the policy's, with a mixture of experts.
+
+The engine is transformers in bf16, the policy has the same weights in fp32. It routes tokens by
+itself, or replays the experts that the engine chose (R3, arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks import text
+from benchmarks.conftest import Session
+from benchmarks.measure import attempt
+from benchmarks.results import Row
+from grpo_kernels.hf import add_fused_head
+from grpo_trainer.policy import add_routing_replay, check_routing_replay, evaluating
+from grpo_trainer.policy.routing import routing_metrics
+
+_PROMPT = 8  # random tokens
+_NOTES = {"own": "the policy routes by itself", "replayed": "use_rollout_routing_replay: true"}
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    """A random model, and completions that it samples."""
+
+    name: str
+    layers: int
+    experts: int
+    chosen: int  # experts of a token
+    width: int
+    completions: int
+    length: int  # tokens of each
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts as a result file holds them."""
+        return {
+            "model": self.name,
+            "dtype": "bf16",
+            "layers": self.layers,
+            "experts": f"{self.chosen} of {self.experts}",
+            "tokens": self.completions * self.length,
+        }
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            num_hidden_layers=self.layers, num_experts=self.experts,
+            num_experts_per_tok=self.chosen, hidden_size=self.width, head_dim=16,
+            num_attention_heads=self.width // 16, num_key_value_heads=self.width // 32,
+            moe_intermediate_size=self.width // 2, vocab_size=512, initializer_range=0.1,
+        )  # fmt: skip
+        return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+
+
+_TINY = RoutingCase("tiny-moe", 2, 8, 2, width=32, completions=2, length=8)
+_SMALL = RoutingCase("small-moe", 8, 32, 4, width=128, completions=32, length=64)
+CASES = {
+    "tiny": [_TINY],
+    "quick": [_SMALL],
+    "cpu": [_SMALL],
+    "gpu": [_SMALL],
+    "gpu-full": [_SMALL],
+}
+
+
+def names(case: RoutingCase) -> list[str]:
+    return [*_NOTES]
+
+
+def about(case: RoutingCase, device: str) -> str:
+    return "|log p of the engine - log p of the policy| of sampled tokens, temperature 1"
+
+
+@torch.no_grad()
+def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[Row]:
+    rows = [Row(name, _NOTES[name]) for name in names]
+    with attempt(*rows):
+        model = case.model().to(session.device)
+        ids = _sampled(model, case)
+        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+        engine = _logprobs(output.logits, ids)
+        experts = torch.stack(
+            [of_layer.topk(case.chosen).indices for of_layer in output.router_logits], 1
+        ).unflatten(0, ids.shape)  # (B, L, layers, chosen)
+        model.float()
+        add_fused_head(model)
+        add_routing_replay(model)
+        with evaluating(model):
+            check_routing_replay(model, model)
+        for row in rows:
+            replayed = {"routed_experts": experts} if row.provider == "replayed" else {}
+            policy = _logprobs(model(input_ids=ids, use_cache=False, **replayed).logits, ids)
+            _fill(row, engine - policy)
+            if replayed:
+                share = routing_metrics(model)["sampling/routing_difference"].item()
+                row.info["choices_that_differ"] = share
+                row.cells["choices that differ"] = f"{share:.1%}"
+    return rows
+
+
+def _sampled(model: Any, case: RoutingCase) -> Tensor:  # (B, L) prompts and completions
+    prompts = torch.randint(512, (case.completions, _PROMPT), device=model.device)
+    sampling = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case.length,
+        pad_token_id=0,
+    )  # fmt: skip
+    return model.generate(prompts, generation_config=sampling)
+
+
+def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:  # (B, L - prompt) fp64
+    scores = logits[:, _PROMPT - 1 : -1].double().log_softmax(-1)
+    return scores.gather(-1, ids[:, _PROMPT:, None])[..., 0]
+
+
+def _fill(row: Row, difference: Tensor) -> None:
+    apart = difference.abs().flatten()
+    # k3 of the policy from the engine's samples, as the trainer logs it
+    k3 = (torch.expm1(-difference) + difference).mean().item()
+    row.info |= {
+        "mean": apart.mean().item(),
+        "p99": apart.quantile(0.99).item(),
+        "largest": apart.max().item(),
+        "k3": k3,
+    }
+    titles = {"mean": "mean", "p99": "99th percentile", "largest": "largest", "k3": "k3"}
+    row.cells = {title: text.error(row.info[name]) for name, title in titles.items()}
+    row.leave_out("wrong", None if math.isfinite(k3) else "a log-probability is not finite")
+
+
+def test_routing(row: Row) -> None:
+    """Compare log-probabilities of sampled tokens."""
+    assert row.info["mean"]
