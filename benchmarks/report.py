@@ -48,6 +48,7 @@ DOCUMENTS = (
     "docs/guides/real-model.md",
     "docs/guides/optimizers.md",
     "docs/guides/asynchronous.md",
+    "docs/guides/vllm.md",
 )
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
