@@ -20,9 +20,11 @@ from benchmarks.conftest import Session
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from grpo_kernels.hf import add_fused_head
+from grpo_kernels.losses.terms import KL_ESTIMATORS
 from grpo_trainer.policy import add_routing_replay, check_routing_replay, evaluating
 from grpo_trainer.policy.routing import routing_metrics
 
+_VOCABULARY = 512
 _PROMPT = 8  # random tokens
 _NOTES = {"own": "the policy routes by itself", "replayed": "use_rollout_routing_replay: true"}
 
@@ -58,7 +60,7 @@ class RoutingCase:
             num_hidden_layers=self.layers, num_experts=self.experts,
             num_experts_per_tok=self.chosen, hidden_size=self.width, head_dim=16,
             num_attention_heads=self.width // 16, num_key_value_heads=self.width // 32,
-            moe_intermediate_size=self.width // 2, vocab_size=512, initializer_range=0.1,
+            moe_intermediate_size=self.width // 2, vocab_size=_VOCABULARY, initializer_range=0.1,
         )  # fmt: skip
         return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -90,9 +92,8 @@ def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[R
         ids = _sampled(model, case)
         output = model(input_ids=ids, output_router_logits=True, use_cache=False)
         engine = _logprobs(output.logits, ids)
-        experts = torch.stack(
-            [of_layer.topk(case.chosen).indices for of_layer in output.router_logits], 1
-        ).unflatten(0, ids.shape)  # (B, L, layers, chosen)
+        layers = [scores.topk(case.chosen).indices for scores in output.router_logits]
+        experts = torch.stack(layers, 1).unflatten(0, ids.shape)  # (B, L, layers, chosen)
         model.float()
         add_fused_head(model)
         add_routing_replay(model)
@@ -101,7 +102,7 @@ def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[R
         for row in rows:
             replayed = {"routed_experts": experts} if row.provider == "replayed" else {}
             policy = _logprobs(model(input_ids=ids, use_cache=False, **replayed).logits, ids)
-            _fill(row, engine - policy)
+            _fill(row, policy - engine)
             if replayed:
                 share = routing_metrics(model)["sampling/routing_difference"].item()
                 row.info["choices_that_differ"] = share
@@ -110,7 +111,7 @@ def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[R
 
 
 def _sampled(model: Any, case: RoutingCase) -> Tensor:  # (B, L) prompts and completions
-    prompts = torch.randint(512, (case.completions, _PROMPT), device=model.device)
+    prompts = torch.randint(_VOCABULARY, (case.completions, _PROMPT), device=model.device)
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case.length,
         pad_token_id=0,
@@ -124,13 +125,13 @@ def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:  # (B, L - prompt) fp64
 
 
 def _fill(row: Row, difference: Tensor) -> None:
-    apart = difference.abs().flatten()
-    # k3 of the policy from the engine's samples, as the trainer logs it
-    k3 = (torch.expm1(-difference) + difference).mean().item()
+    """Fill in a row from log p of the policy - log p of the engine."""
+    errors = difference.abs().flatten()
+    k3 = KL_ESTIMATORS["k3"](difference).mean().item()
     row.info |= {
-        "mean": apart.mean().item(),
-        "p99": apart.quantile(0.99).item(),
-        "largest": apart.max().item(),
+        "mean": errors.mean().item(),
+        "p99": errors.quantile(0.99).item(),
+        "largest": errors.max().item(),
         "k3": k3,
     }
     titles = {"mean": "mean", "p99": "99th percentile", "largest": "largest", "k3": "k3"}
