@@ -179,7 +179,7 @@ def _errors(logits: Tensor, target: Tensor, stats: RowStats, dlogits: Tensor) ->
     exact = logps.gather(1, target[:, None])[:, 0]
     truth = torch.nn.functional.one_hot(target, logits.shape[1]) - logps.exp()
     return {
-        "logp": (stats.logp - exact).abs().max().item(),
+        "logp": (stats.logprobs - exact).abs().max().item(),
         "entropy": (stats.entropy + (logps.exp() * logps).sum(1)).abs().max().item(),
         "gradient": relative_error(dlogits, truth),
     }

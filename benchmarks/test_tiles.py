@@ -168,9 +168,9 @@ def _row_kernel(name: str, tile: Tile, config: RowConfig) -> Outputs:
         stats, gradient = logp_gradient_(own, config)
         return stats._asdict() | {"gradient": gradient.dlogits}
     stats = row_stats(tile, False)
-    outer = StatsGrad(torch.ones_like(stats.logp))
+    grad_stats = StatsGrad(torch.ones_like(stats.logprobs))
     out = output_view(own.logits, torch.bfloat16)
-    return {"gradient": dlogits_(own, stats, outer, out, config)}
+    return {"gradient": dlogits_(own, stats, grad_stats, out, config)}
 
 
 def test_tiles(row: Row) -> None:

@@ -187,7 +187,7 @@ def linear_logprobs(
             masked = rows.sampling_mask is not None
             plan = LogprobsPlan.of(*size, options, needs, wanted, masked)
     stats, kept = compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, plan)
-    stats = stats._replace(lse=stats.lse.to(stats.logp.dtype))
+    stats = stats._replace(lse=stats.lse.to(stats.logprobs.dtype))
     named = dict(zip(OUTPUTS, stats, strict=True))
     if any(name in BOUNDED for name in outputs):
         named.update(_of_backward(kept, options, head.shard))

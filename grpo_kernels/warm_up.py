@@ -142,7 +142,7 @@ def _store_exponentials(plan: Plan, head: Head, hidden: Tensor, batch: TokenBatc
     out = rows.new_empty(len(rows), pitch)[:, : len(head.weight)]
     ready = head.to(rows.dtype)
     stats, gradient = backend.linear_logp_gradient(rows, ready, batch.target, out)
-    backend.weighted_gradient(gradient, torch.ones_like(stats.logp))
+    backend.weighted_gradient(gradient, torch.ones_like(stats.logprobs))
 
 
 def _scale_sums(plan: Plan, head: Head) -> None:

@@ -40,7 +40,7 @@ class RowStats(NamedTuple):
     would round an lse of 1e4 by 5e-4. The public op casts it.
     """
 
-    logp: Tensor  # (C,) log-probability of the target
+    logprobs: Tensor  # (C,) log-probabilities of the targets
     entropy: Tensor  # (C,) nats
     lse: Tensor  # (C,) fp64, logsumexp of the transformed logits
     is_top1: Tensor | None = None  # (C,) bool, the target is the first argmax
@@ -49,8 +49,10 @@ class RowStats(NamedTuple):
     min_logit: Tensor | None = None  # (C,) smallest of them
     # on request as well, read from a tile of logits: no backend fills them
     mean_logit: Tensor | None = None  # (C,) mean of the transformed logits
-    masked_logp: Tensor | None = None  # (C,) logp renormalised over a sampling mask
-    topk_logp: Tensor | None = None  # (C, k) log-probabilities of the first k columns
+    masked_logprobs: Tensor | None = (
+        None  # (C,) log-probabilities renormalized over a sampling mask
+    )
+    topk_logprobs: Tensor | None = None  # (C, k) log-probabilities of the first k columns
     topk_indices: Tensor | None = None  # (C, k) int64, which these are
 
     def rows(self, index: slice | Tensor) -> RowStats:
@@ -63,7 +65,7 @@ class StatsGrad(NamedTuple):
 
     dlogp: Tensor | None
     dentropy: Tensor | None = None
-    dmasked: Tensor | None = None  # of masked_logp
+    dmasked: Tensor | None = None  # of masked_logprobs
 
     @property
     def nonzero(self) -> Tensor | None:
@@ -108,7 +110,7 @@ class OutputSpec(NamedTuple):
 
 
 # what a backend fills, and what it fills on request, all or none
-STATS = ("logp", "entropy", "lse")
+STATS = ("logprobs", "entropy", "lse")
 EXTRAS = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
 _DTYPES = {"is_top1": torch.bool, "lse": torch.float64, "topk_indices": torch.int64}
 
@@ -122,11 +124,11 @@ def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, t
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
     shapes = dict.fromkeys((*STATS, *EXTRAS) if wanted.extras else STATS, rows)
     if masked:
-        shapes["masked_logp"] = rows
+        shapes["masked_logprobs"] = rows
     if wanted.mean:
         shapes["mean_logit"] = rows
     if wanted.top_k:
-        shapes["topk_logp"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
+        shapes["topk_logprobs"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
     return shapes
 
 

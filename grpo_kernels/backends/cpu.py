@@ -179,16 +179,18 @@ class Native(Backend):
         self._run("grpo_stats", _tile(*tile), **_filled(stats))
         return stats
 
-    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+    def dlogits_(self, tile: Tile, stats: RowStats, grad_stats: StatsGrad, out: Tensor) -> Tensor:
         assert out.shape == tile.logits.shape and out.stride(1) == 1, (out.shape, out.stride())
         assert out.dtype == tile.logits.dtype or tile.logits.dtype.itemsize == 4, out.dtype
         vectors = _vectors(
             tile.target.numel(),
-            logp=stats.logp,
+            logp=stats.logprobs,
             entropy=stats.entropy,
             lse=stats.lse,
-            dlogp=torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp,
-            dentropy=outer.dentropy,
+            dlogp=torch.zeros_like(stats.logprobs)
+            if grad_stats.dlogp is None
+            else grad_stats.dlogp,
+            dentropy=grad_stats.dentropy,
         )
         where = {"out": out, "out_stride": out.stride(0), "out_dtype": _DTYPES[out.dtype]}
         self._run("grpo_dlogits", _tile(*tile), **vectors, **where)
@@ -266,7 +268,7 @@ class Native(Backend):
         weight: Tensor,
         cuts: Tensor,
         gradient: TileGradient | None = None,
-        outer: StatsGrad | None = None,
+        grad_stats: StatsGrad | None = None,
     ) -> Tensor:
         assert gradient is None and cuts.dtype == torch.float32, "no logits"
         rows, columns = tile.logits.shape
@@ -275,7 +277,7 @@ class Native(Backend):
         self._run(
             "grpo_tail_sums",
             _tile(*tile),
-            outer=_outer(stats, outer),
+            outer=_outer(stats, grad_stats),
             **_vectors(rows, lse=stats.lse, weight=weight),
             cuts=cuts.contiguous(),
             sums=sums,
@@ -294,17 +296,17 @@ class Native(Backend):
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
-        outer: StatsGrad | None = None,
+        grad_stats: StatsGrad | None = None,
     ) -> Entries:
         assert gradient is None and slots > 0, slots
         keys = row_keys(seed, stats.lse, first)
         entries = Entries.empty(len(keys), slots, tile.logits.device)
         norms = {name: getattr(entries, name) for name in _NORMS}
-        vectors = _vectors(len(keys), logp=stats.logp, lse=stats.lse, keys=keys, cuts=cuts)
+        vectors = _vectors(len(keys), logp=stats.logprobs, lse=stats.lse, keys=keys, cuts=cuts)
         self._run(
             "grpo_extract",
             _tile(*tile),
-            outer=_outer(stats, outer),
+            outer=_outer(stats, grad_stats),
             out=_listed(*entries[:3]),
             **vectors,
             **norms,
@@ -394,7 +396,7 @@ def _low_rank(hidden: Tensor, head: Head) -> _View:
     for start in range(0, count, _FACTOR_ROWS):
         part = hidden[start : start + _FACTOR_ROWS]
         block[: part.shape[0], :depth] = part
-        factor = aligned.inner(block)[: part.shape[0]]
+        factor = aligned.project_down(block)[: part.shape[0]]
         inner[: lora.rank, start : start + part.shape[0]] = factor.t()
     return _VIEWS["Update"](
         inner=inner.detach(), outer=outer.detach(), inner_stride=inner.stride(0), rank=len(inner)
@@ -406,12 +408,15 @@ def _filled(stats: RowStats) -> dict[str, Tensor | None]:
     return {name: getattr(stats, name) for name in (*STATS, *EXTRAS)}
 
 
-def _outer(stats: RowStats, outer: StatsGrad | None) -> _View:
+def _outer(stats: RowStats, grad_stats: StatsGrad | None) -> _View:
     """Return the view of gradients of log-probabilities and entropy, or of none."""
-    if outer is None:
+    if grad_stats is None:
         return _VIEWS["Outer"]()
     vectors = _vectors(
-        len(stats.logp), entropy=stats.entropy, dlogp=outer.dlogp, dentropy=outer.dentropy
+        len(stats.logprobs),
+        entropy=stats.entropy,
+        dlogp=grad_stats.dlogp,
+        dentropy=grad_stats.dentropy,
     )
     return _VIEWS["Outer"](**vectors)
 

@@ -115,13 +115,13 @@ def block_tail_sums(
     stats: RowStats,
     weight: Tensor,
     cuts: Tensor,
-    outer: StatsGrad | None,
+    grad_stats: StatsGrad | None,
     first: int,
     sampled: tuple[int, int],
 ) -> Tensor:
     """Sum up the sampled tails of some rows at once; see ``Backend.tail_sums``."""
     blocks, count = sampled
-    sizes = _gradient(tile, stats, outer)[0].abs()
+    sizes = _gradient(tile, stats, grad_stats)[0].abs()
     row = torch.arange(first, first + len(sizes), device=sizes.device)[:, None]
     spread = torch.arange(count, device=sizes.device) * blocks // count
     index = ((row + spread) % blocks)[:, :, None].expand(-1, -1, STRANDS)
@@ -137,11 +137,11 @@ def block_entries(
     keys: Tensor,
     cuts: Tensor,
     slots: int,
-    outer: StatsGrad | None,
+    grad_stats: StatsGrad | None,
 ) -> Entries:
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
     target, columns = tile.target, tile.logits.shape[1]
-    others, at_target = _gradient(tile, stats, outer)
+    others, at_target = _gradient(tile, stats, grad_stats)
     sizes, cut = others.abs(), cuts.double().clamp(min=TINY)[:, None]
     large = sizes > cut
     tail = torch.where(large, 0.0, sizes)
@@ -169,7 +169,7 @@ def block_entries(
     last = torch.where(here & (count > 0), count - 1, slots)  # the target, if it is here
     own = torch.arange(len(count), device=last.device)
     ids[own, last], values[own, last] = target.int(), at_target
-    error, dtype, known = kept - others, stats.logp.dtype, count > 0
+    error, dtype, known = kept - others, stats.logprobs.dtype, count > 0
     expected_error = (cut[:, 0] * sums - squares).clamp(min=0).sqrt()
     squares += torch.where(large & fits[:, None], sizes, 0.0).square().sum(1)
     norm = (at_target**2 + squares).sqrt()
@@ -184,7 +184,7 @@ def block_entries(
     )
 
 
-def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Tensor, Tensor]:
+def _gradient(tile: Tile, stats: RowStats, grad_stats: StatsGrad | None) -> tuple[Tensor, Tensor]:
     """Return a gradient by the raw logits (C, V), 0 at the target, and that at the target (C,), 0
     if it is in no column; in fp64."""
     logits, target, transform = tile
@@ -192,12 +192,12 @@ def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Ten
     finite = stats.lse.isfinite()[:, None]
     logp = (scores.double() - stats.lse[:, None]).clamp(min=LEAST_LOGP)
     others = torch.where(finite, -logp.exp(), 0.0)
-    if outer is not None:
-        dlogp, dentropy = outer.dlogp, outer.dentropy
+    if grad_stats is not None:
+        dlogp, dentropy = grad_stats.dlogp, grad_stats.dentropy
         assert dlogp is not None and dentropy is not None
         entropy = stats.entropy.double()
         others = others * (dlogp[:, None] + dentropy[:, None] * (logp + entropy[:, None]))
-    at_target = torch.where(finite[:, 0], _by_target_score(stats, outer), 0.0)
+    at_target = torch.where(finite[:, 0], _by_target_score(stats, grad_stats), 0.0)
     here = (target >= 0) & (target < logits.shape[1])
     at_target = at_target * here
     place = (target * here)[:, None]
@@ -210,16 +210,16 @@ def _gradient(tile: Tile, stats: RowStats, outer: StatsGrad | None) -> tuple[Ten
     return (others.t() * scale).t(), at_target * scale
 
 
-def row_weights(outer: StatsGrad) -> Tensor:
+def row_weights(grad_stats: StatsGrad) -> Tensor:
     """Return what the sizes of rows are multiplied by (C,), in fp64; 0: without a gradient."""
-    assert outer.dlogp is not None
-    if outer.dentropy is None:
-        return outer.dlogp.double().abs()
-    return ((outer.dlogp != 0) | (outer.dentropy != 0)).double()  # it is in their sizes
+    assert grad_stats.dlogp is not None
+    if grad_stats.dentropy is None:
+        return grad_stats.dlogp.double().abs()
+    return ((grad_stats.dlogp != 0) | (grad_stats.dentropy != 0)).double()  # it is in their sizes
 
 
 def sizes_at_target(
-    tile: Tile, stats: RowStats, outer: StatsGrad | None, gradient: TileGradient | None
+    tile: Tile, stats: RowStats, grad_stats: StatsGrad | None, gradient: TileGradient | None
 ) -> Tensor:
     """Return the sizes of gradients by the targets' logits, (C,) fp64: no more than their norms.
 
@@ -235,19 +235,19 @@ def sizes_at_target(
     here = (tile.target >= 0) & (tile.target < tile.logits.shape[1])
     picked = tile.logits[own, tile.target * here].double().unsqueeze(-1)
     slopes = slope(torch.ones_like(picked), tile.transform, transformed(picked, tile.transform)[1])
-    size = _by_target_score(stats, outer).abs() * slopes.squeeze(-1)
+    size = _by_target_score(stats, grad_stats).abs() * slopes.squeeze(-1)
     return torch.where(here & stats.lse.isfinite(), size, 0.0)
 
 
-def _by_target_score(stats: RowStats, outer: StatsGrad | None) -> Tensor:
+def _by_target_score(stats: RowStats, grad_stats: StatsGrad | None) -> Tensor:
     """Return the gradients by the targets' transformed logits, (C,) fp64."""
-    logp = stats.logp.double()
+    logp = stats.logprobs.double()
     others = -torch.expm1(logp)  # 1 - p
-    if outer is None:
+    if grad_stats is None:
         return others
-    assert outer.dlogp is not None and outer.dentropy is not None
+    assert grad_stats.dlogp is not None and grad_stats.dentropy is not None
     bonus = logp.exp() * (logp.clamp(min=LEAST_LOGP) + stats.entropy)
-    return others * outer.dlogp - bonus * outer.dentropy
+    return others * grad_stats.dlogp - bonus * grad_stats.dentropy
 
 
 def _by_block(values: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def reference_logprobs(
         own = scores.gather(-1, target[:, None]).squeeze(-1)
         masked = own - scores.masked_fill(~member, float("-inf")).logsumexp(-1)
     stats = RowStats(
-        logp=logp.gather(-1, target[:, None]).squeeze(-1),
+        logprobs=logp.gather(-1, target[:, None]).squeeze(-1),
         # a logit of -inf has probability 0 and adds nothing
         entropy=-(p * logp.clamp(min=LEAST_LOGP)).sum(-1),
         lse=scores.logsumexp(-1).double(),
@@ -46,7 +46,7 @@ def reference_logprobs(
         max_logit=scores.amax(-1),
         min_logit=scores.amin(-1),
         mean_logit=scores.mean(-1),
-        masked_logp=masked,
+        masked_logprobs=masked,
     )
     if not wanted.top_k:
         return stats

@@ -45,14 +45,16 @@ def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
     return (sums / counts).to(stats_dtype(tile.logits.dtype))
 
 
-def completed(stats: RowStats, target: Tensor, topk_logp: Tensor, topk_indices: Tensor) -> RowStats:
+def completed(
+    stats: RowStats, target: Tensor, topk_logprobs: Tensor, topk_indices: Tensor
+) -> RowStats:
     """Return ``stats`` with these (C, k), and with an ``is_top1`` that agrees with them."""
     # no softmax exists with a NaN or +inf among a row's scores, or -inf alone
     lost = ~stats.lse.isfinite().unsqueeze(-1)
-    topk_logp = topk_logp.masked_fill(lost, float("nan"))
+    topk_logprobs = topk_logprobs.masked_fill(lost, float("nan"))
     topk_indices = topk_indices.masked_fill(lost, NOWHERE)
     is_top1 = None if stats.is_top1 is None else topk_indices[:, 0] == target
-    return stats._replace(is_top1=is_top1, topk_logp=topk_logp, topk_indices=topk_indices)
+    return stats._replace(is_top1=is_top1, topk_logprobs=topk_logprobs, topk_indices=topk_indices)
 
 
 def _blocks_of_scores(tile: Tile) -> Iterator[Tensor]:

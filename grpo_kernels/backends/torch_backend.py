@@ -75,7 +75,7 @@ class Backend:
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
-    def dlogits_(self, tile: Tile, stats: RowStats, outer: StatsGrad, out: Tensor) -> Tensor:
+    def dlogits_(self, tile: Tile, stats: RowStats, grad_stats: StatsGrad, out: Tensor) -> Tensor:
         """Write the gradient by the raw logits into ``out`` (C, V), perhaps over them; return it.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
@@ -83,7 +83,7 @@ class Backend:
         dtype or of 16 bits, in a storage of its own or an :func:`output_view` of the logits.
         """
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
-            out[block] = _block_dlogits(tile.rows(block), stats.rows(block), outer.rows(block))
+            out[block] = _block_dlogits(tile.rows(block), stats.rows(block), grad_stats.rows(block))
         return out
 
     def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
@@ -169,7 +169,7 @@ class Backend:
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGrad | None,
+        grad_stats: StatsGrad | None,
         share: float,
         gradient: TileGradient | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
@@ -177,27 +177,27 @@ class Backend:
         """Return the rows' cuts (C,) at which all their entries' expected error is ``share``.
 
         That is relative, in the Frobenius norm, or less. A row without a gradient has the cut
-        ``ANY_ERROR``. ``outer`` (None: 1 for all ``dlogp``) weighs rows, and with ``dentropy`` it
+        ``ANY_ERROR``. ``grad_stats`` (None: 1 for all ``dlogp``) weighs rows; with ``dentropy`` it
         says which gradient it is; ``gradient`` as for :meth:`tail_sums`. ``total`` adds up what the
         ranks of a split vocabulary have; None: there is one.
         """
         total = total or (lambda x: x)
-        of_loss = None if outer is None or outer.dentropy is None else outer
+        of_loss = None if grad_stats is None or grad_stats.dentropy is None else grad_stats
         norm = total(sizes_at_target(tile, stats, of_loss, gradient))
-        weight = torch.ones_like(norm) if outer is None else row_weights(outer)
+        weight = torch.ones_like(norm) if grad_stats is None else row_weights(grad_stats)
         # relative to the root mean square, so that the squares of sizes are in the range of fp32
         weight = weight / (weight * norm).square().mean().sqrt().clamp(min=TINY)
         rows, columns = tile.logits.shape
         allowed = share**2 * rows
         cuts = ladder(allowed / (weight * norm).sum().clamp(min=TINY))
-        dtype = stats.logp.dtype
+        dtype = stats.logprobs.dtype
         sums = self.tail_sums(
             tile=tile,
             stats=stats,
             weight=weight.to(dtype),
             cuts=cuts.to(dtype),
             gradient=gradient,
-            outer=of_loss,
+            grad_stats=of_loss,
         )
         blocks, sampled = sampled_blocks(rows, columns)
         cut = best_cut(total(sums.sum(0, dtype=torch.float64) * (blocks / sampled)), cuts, allowed)
@@ -210,7 +210,7 @@ class Backend:
         weight: Tensor,
         cuts: Tensor,
         gradient: TileGradient | None = None,
-        outer: StatsGrad | None = None,
+        grad_stats: StatsGrad | None = None,
     ) -> Tensor:
         """Return (C, 2, K): sums over a sample of a row's entries of sizes up to each cut, and of
         their squares.
@@ -218,8 +218,8 @@ class Backend:
         Sizes are those of the gradient by the raw logits, except at the target, times the row's
         ``weight`` (C,). ``cuts`` (K,) ascend. The gradient is that of ``logp``, and where logits
         are overwritten, what :meth:`logp_gradient_` or :meth:`linear_logp_gradient` returned. With
-        ``outer`` it is that of :meth:`dlogits_`, from ``dlogp`` and ``dentropy``. A target outside
-        of the tile is in another rank's.
+        ``grad_stats`` it is that of :meth:`dlogits_`, from ``dlogp`` and ``dentropy``. A target
+        outside of the tile is in another rank's.
         """
         assert gradient is None, "no logits"
         sampled = sampled_blocks(*tile.logits.shape)
@@ -229,7 +229,7 @@ class Backend:
                 stats=stats.rows(block),
                 weight=weight[block],
                 cuts=cuts,
-                outer=None if outer is None else outer.rows(block),
+                grad_stats=None if grad_stats is None else grad_stats.rows(block),
                 first=block.start,
                 sampled=sampled,
             )
@@ -246,14 +246,14 @@ class Backend:
         cuts: Tensor,
         slots: int,
         gradient: TileGradient | None = None,
-        outer: StatsGrad | None = None,
+        grad_stats: StatsGrad | None = None,
     ) -> Entries:
         """Choose at most ``slots`` entries a row of a tile, which is left as it is.
 
         The sample depends on ``seed`` and on each row's number, counted from ``first``. Entries
         larger than the row's cut (C,) are kept, the others sampled; with ``ANY_ERROR`` as its cut a
         row has none. A row without a finite ``lse``, or that is expected to need more entries, is
-        whole. ``gradient`` and ``outer`` as for :meth:`tail_sums`.
+        whole. ``gradient`` and ``grad_stats`` as for :meth:`tail_sums`.
         """
         assert gradient is None, "no logits"
         keys = row_keys(seed, stats.lse, first)
@@ -264,7 +264,7 @@ class Backend:
                 keys=keys[block],
                 cuts=cuts[block],
                 slots=slots,
-                outer=None if outer is None else outer.rows(block),
+                grad_stats=None if grad_stats is None else grad_stats.rows(block),
             )
             for block in row_blocks(tile.logits, _ENTRIES_BLOCK)
         ]
@@ -321,7 +321,7 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     entropy = (log_total - weighted.sum(-1) / total).clamp(min=0)
     wide = scores.dtype
     return RowStats(
-        logp=(shifted_target - log_total).to(wide),
+        logprobs=(shifted_target - log_total).to(wide),
         entropy=entropy.to(wide),
         lse=top.squeeze(-1).double() + log_total,
         is_top1=is_top1,
@@ -331,7 +331,7 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     )
 
 
-def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
+def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor:
     """Return the gradient of some rows by their raw logits."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
@@ -339,18 +339,18 @@ def _block_dlogits(tile: Tile, stats: RowStats, outer: StatsGrad) -> Tensor:
     inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
     place = (target * inside).unsqueeze(-1)
     p = logp.exp()
-    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
+    dlogp = torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp
     coefficient = -dlogp.unsqueeze(-1)
-    of_target = -dlogp * torch.expm1(stats.logp)  # 1 - p, of which p near 1 has no digits
-    if outer.dentropy is not None:
+    of_target = -dlogp * torch.expm1(stats.logprobs)  # 1 - p, of which p near 1 has no digits
+    if grad_stats.dentropy is not None:
         bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
-        coefficient = coefficient - outer.dentropy.unsqueeze(-1) * bounded
+        coefficient = coefficient - grad_stats.dentropy.unsqueeze(-1) * bounded
         own_bounded = bounded.gather(-1, place).squeeze(-1)
-        of_target = of_target - outer.dentropy * stats.logp.exp() * own_bounded
+        of_target = of_target - grad_stats.dentropy * stats.logprobs.exp() * own_bounded
     gradient = p.mul_(coefficient)
     of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
-    gradient, active = slope(gradient, transform, tanh), outer.nonzero
+    gradient, active = slope(gradient, transform, tanh), grad_stats.nonzero
     if active is not None:  # a product with 0 would not hide what is no number
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
     return gradient

@@ -54,24 +54,24 @@ class Triton(Backend):
         self,
         tile: Tile,
         stats: RowStats,
-        outer: StatsGrad | None,
+        grad_stats: StatsGrad | None,
         share: float,
         gradient: TileGradient | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        of_logp = outer is None or outer.dentropy is None
+        of_logp = grad_stats is None or grad_stats.dentropy is None
         if total is not None or not of_logp or tile.transform.softcap is not None:
             return super().chosen_cuts(
                 tile=tile,
                 stats=stats,
-                outer=outer,
+                grad_stats=grad_stats,
                 share=share,
                 gradient=gradient,
                 total=total,
             )
         from grpo_kernels.backends.triton import common_cuts
 
-        dlogp = None if outer is None else outer.dlogp
+        dlogp = None if grad_stats is None else grad_stats.dlogp
         return common_cuts(tile=tile, stats=stats, dlogp=dlogp, share=share, gradient=gradient)
 
     def unavailable(self) -> str | None:

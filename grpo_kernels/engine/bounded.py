@@ -79,7 +79,7 @@ def saving_forward(
 
 def _unit(stats: RowStats) -> StatsGrad:
     """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
-    return StatsGrad(stats.lse.isfinite().to(stats.logp.dtype))
+    return StatsGrad(stats.lse.isfinite().to(stats.logprobs.dtype))
 
 
 def saved_gradients(
@@ -87,20 +87,20 @@ def saved_gradients(
     kept: Tensor,
     rows: Rows,
     stats: RowStats,
-    outer: StatsGrad,
+    grad_stats: StatsGrad,
     route: Route,
     needs: Needs,
 ) -> Gradients:
     """Compute gradients from what :func:`saving_forward` kept of the same rows."""
     bounded = route.options.bounded
     if kind == ENTRIES and bounded is not None:
-        factor = factors(outer)
+        factor = factors(grad_stats)
         entries = within(of_kept(kept), factor, bounded)
         by_gemms = needs_of_gemms(needs, bounded)
         found = bounded_gradients(
             entries=entries,
             factor=factor,
-            outer=outer,
+            grad_stats=grad_stats,
             rows=rows,
             stats=stats,
             route=route,
@@ -109,8 +109,8 @@ def saved_gradients(
         if not by_gemms.any:
             return found
         chosen = rows.valid(factor != 0)
-        return found.joined(recompute_backward(chosen, stats, outer, route.tiled(), by_gemms))
-    dlogp = outer.dlogp
+        return found.joined(recompute_backward(chosen, stats, grad_stats, route.tiled(), by_gemms))
+    dlogp = grad_stats.dlogp
     assert dlogp is not None
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
@@ -120,22 +120,22 @@ def saved_gradients(
 
 
 def chosen_entries(
-    chunk: Chunk, outer: StatsGrad | None, bounded: Bounded, route: Route
+    chunk: Chunk, grad_stats: StatsGrad | None, bounded: Bounded, route: Route
 ) -> Entries:
     """Choose the entries of a chunk's rows.
 
-    ``outer`` are the gradients of the rows' statistics; None: not known yet, as if all were 1 for
-    log-probabilities. With one of the entropy entries are of the gradient of the loss, else of that
-    of log-probabilities.
+    ``grad_stats`` are the gradients of the rows' statistics; None: not known yet, as if all were 1
+    for log-probabilities. With a gradient of the entropy, entries are of the gradient of the loss,
+    else of that of the log-probabilities.
     """
     rows, tile, stats, gradient = chunk.rows, chunk.tile, chunk.stats, chunk.gradient
     slots, shard = min(bounded.slots, route.columns), rows.head.shard
     if chunk.masked is not None:
-        return _combined(chunk.masked.entries(slots, stats.logp.dtype), shard)
+        return _combined(chunk.masked.entries(slots, stats.logprobs.dtype), shard)
     cuts = route.backend.chosen_cuts(
         tile=tile,
         stats=stats,
-        outer=outer,
+        grad_stats=grad_stats,
         share=_SHARE * bounded.tolerance,
         gradient=gradient,
         total=None if shard is None else lambda x: shard.gather(x).sum(0),
@@ -148,7 +148,7 @@ def chosen_entries(
         cuts=cuts,
         slots=slots,
         gradient=gradient,
-        outer=None if outer is None or outer.dentropy is None else outer,
+        grad_stats=None if grad_stats is None or grad_stats.dentropy is None else grad_stats,
     )
     return _combined(found, shard)
 
@@ -209,11 +209,11 @@ def within(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-def kept_entries(chunk: Chunk, outer: StatsGrad, route: Route) -> Entries:
+def kept_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
     """Choose the entries of all rows, in a chunk, for gradients of their log-probabilities."""
     bounded = route.options.bounded
-    assert bounded is not None and outer.dlogp is not None
-    return within(chosen_entries(chunk, outer, bounded, route), outer.dlogp, bounded)
+    assert bounded is not None and grad_stats.dlogp is not None
+    return within(chosen_entries(chunk, grad_stats, bounded, route), grad_stats.dlogp, bounded)
 
 
 class BoundedSums:
@@ -231,25 +231,25 @@ class BoundedSums:
         # of :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
-        entries = chosen_entries(chunk, outer, self._bounded, route)
-        self._found.append((entries, chunk.stats, outer))
+    def take(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
+        entries = chosen_entries(chunk, grad_stats, self._bounded, route)
+        self._found.append((entries, chunk.stats, grad_stats))
         if self._exact is not None:
-            self._exact.take(chunk, outer, route)
+            self._exact.take(chunk, grad_stats, route)
 
     def finish(self) -> Gradients:
         head = Gradients() if self._exact is None else self._exact.finish()
         if not self._found:
             return GradientSums(self._rows, self._needs, 0).finish().joined(head)
         parts, stats, outers = zip(*self._found, strict=True)
-        outer = concatenate(outers)
-        factor = factors(outer)
+        grad_stats = concatenate(outers)
+        factor = factors(grad_stats)
         entries = within(concatenate(parts), factor, self._bounded)
         self.report = bounded_report(entries, factor, self._rows.head.shard)
         found = bounded_gradients(
             entries=entries,
             factor=factor,
-            outer=outer,
+            grad_stats=grad_stats,
             rows=self._rows,
             stats=concatenate(list(stats)),
             route=self._route,
@@ -258,11 +258,11 @@ class BoundedSums:
         return found.joined(head)
 
 
-def factors(outer: StatsGrad) -> Tensor:
+def factors(grad_stats: StatsGrad) -> Tensor:
     """Return what the rows' entries are multiplied by (C,)."""
-    if outer.dentropy is not None:
-        return row_weights(outer).to(outer.dentropy.dtype)
-    factor = outer.dlogp if outer.dmasked is None else outer.dmasked
+    if grad_stats.dentropy is not None:
+        return row_weights(grad_stats).to(grad_stats.dentropy.dtype)
+    factor = grad_stats.dlogp if grad_stats.dmasked is None else grad_stats.dmasked
     assert factor is not None
     return factor
 
@@ -270,7 +270,7 @@ def factors(outer: StatsGrad) -> Tensor:
 def bounded_gradients(
     entries: Entries,
     factor: Tensor,  # (T,)
-    outer: StatsGrad,
+    grad_stats: StatsGrad,
     rows: Rows,
     stats: RowStats,
     route: Route,
@@ -286,7 +286,7 @@ def bounded_gradients(
     else:
         chosen = rows.at(torch.argsort(~whole, stable=True)[:count])
         wide = replace(needs, wide=True)
-        found = recompute_backward(chosen, stats, outer, route.tiled(), wide)
+        found = recompute_backward(chosen, stats, grad_stats, route.tiled(), wide)
     with matmul_precision(route.device, route.precision):
         head, dweight, dhidden = rows.ready().head, found.weight, found.hidden
         if needs.weight and needs.main_grad is not None:
@@ -319,7 +319,7 @@ def bounded_gradients(
             sampled = (factor != 0) & ~whole  # here or on another rank
             hidden = torch.where(sampled[:, None], rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
-            inner = head.lora.inner(hidden) if needs.lora_b else hidden
+            inner = head.lora.project_down(hidden) if needs.lora_b else hidden
             add(inner, head.lora.b, lora.dinner, lora.db)
             found = lora.complete(found)
     return found

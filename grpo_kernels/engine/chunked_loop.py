@@ -49,18 +49,18 @@ class Chunk(NamedTuple):
     def tile(self) -> Tile:
         return Tile(self.logits, self.rows.target, self.rows.head.transform)
 
-    def compacted(self, outer: StatsGrad) -> tuple[Chunk, StatsGrad]:
+    def compacted(self, grad_stats: StatsGrad) -> tuple[Chunk, StatsGrad]:
         """Drop the rows without a gradient, if that pays; the n others move to the tile's first n.
 
         Those that lie there stay, so that the fewest move; on a GPU the host would wait for n.
         """
-        wanted = outer.nonzero
+        wanted = grad_stats.nonzero
         if wanted is None or not host.reading_is_free(wanted):
-            return self, outer
+            return self, grad_stats
         flags = host.values(wanted)
         count, total = sum(flags), len(flags)
         if total - count < max(FEWEST, total * LEAST_SHARE):
-            return self, outer
+            return self, grad_stats
         later = iter([row for row in range(count, total) if flags[row]])
         order = [place if flags[place] else next(later) for place in range(count)]
         for place, row in enumerate(order):
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
         index = torch.tensor(order, dtype=torch.int64)  # there may be none
         masked = None if self.masked is None else self.masked.at(index)
         chunk = Chunk(self.rows.at(index), self.logits[:count], self.stats.rows(index), masked)
-        return chunk, outer.rows(index)
+        return chunk, grad_stats.rows(index)
 
 
 def row_chunks(rows: int, route: Route) -> list[slice]:
@@ -171,7 +171,7 @@ def formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chun
     tile, masked = Tile(logits, rows.target, rows.head.transform), None
     if rows.sampling_mask is not None:
         masked = MaskedRows.of(tile, rows.sampling_mask, shard)
-        stats = stats._replace(masked_logp=masked.logp.to(stats.logp.dtype))
+        stats = stats._replace(masked_logprobs=masked.logp.to(stats.logprobs.dtype))
     if wanted.mean:
         stats = stats._replace(mean_logit=mean_logits(tile, shard))
     if wanted.top_k:

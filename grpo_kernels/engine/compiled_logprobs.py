@@ -178,8 +178,8 @@ def linear_logprobs_backward(*arguments):
     valid, kind = rows.valid(), plan.saving.kind
     *taken, kept = (*map(valid.take, saved[:-1]), saved[-1])
     kept = valid.take(kept) if kind in OF_ALL_ROWS else None if kind == NOTHING else kept
-    stats, outer = RowStats(*taken[:3]), StatsGrad(*taken[3:])  # type: ignore[arg-type]
-    gradients = stats_backward(valid.as_all(), stats, outer, plan, kept)
+    stats, grad_stats = RowStats(*taken[:3]), StatsGrad(*taken[3:])  # type: ignore[arg-type]
+    gradients = stats_backward(valid.as_all(), stats, grad_stats, plan, kept)
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=valid.scatter(gradients.hidden))
     return tuple(
@@ -207,8 +207,8 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
 
 
-def _backward(ctx, *outer):
-    given = dict(zip(RowStats._fields, outer, strict=False))
+def _backward(ctx, *grad_stats):
+    given = dict(zip(RowStats._fields, grad_stats, strict=False))
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     tensors, belongings = saved[:NUM_INPUTS], list(saved[NUM_INPUTS:-4])
     *stats, kept = saved[-4:]

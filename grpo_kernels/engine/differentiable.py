@@ -21,7 +21,7 @@ from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Rows
 from grpo_kernels.head import check_plain, first_derivative_only
 
-DIFFERENTIABLE = ("logp", "entropy", "masked_logp")
+DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
 INPUTS = ("hidden", "weight", "bias", "lora.a", "lora.b")
 
 
@@ -56,12 +56,14 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, saved: Any, *outer: Tensor | None) -> Any:
+    def backward(ctx: Any, saved: Any, *grad_stats: Tensor | None) -> Any:
         hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
         rows = ctx.rows.with_inputs(hidden, *of_head)
         plan = replace(ctx.plan, head=rows.head)
-        given = RowStats(*outer[:-1])  # type: ignore[arg-type]
-        grad_stats = StatsGrad(*map(contiguous, (given.logp, given.entropy, given.masked_logp)))
+        given = RowStats(*grad_stats[:-1])  # type: ignore[arg-type]
+        grad_stats = StatsGrad(
+            *map(contiguous, (given.logprobs, given.entropy, given.masked_logprobs))
+        )
         stats = RowStats(logp, entropy, lse)
         gradients = stats_backward(rows, stats, grad_stats, plan, kept)
         pairs = zip(gradients, (hidden, *of_head), strict=True)
@@ -90,25 +92,27 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
 
 
 def stats_backward(
-    rows: Rows, stats: RowStats, outer: StatsGrad, plan: LogprobsPlan, kept: Tensor | None
+    rows: Rows, stats: RowStats, grad_stats: StatsGrad, plan: LogprobsPlan, kept: Tensor | None
 ) -> Gradients:
     """Compute gradients from what :func:`rows_forward` returned, in fp32 or the hidden states'
-    dtype; ``outer`` are those of the statistics."""
-    kind, given = plan.saving.kind, outer.dmasked if plan.masked else outer.dlogp
-    others = outer._replace(dlogp=None) if not plan.masked else outer._replace(dmasked=None)
+    dtype; ``grad_stats`` are those of the statistics."""
+    kind, given = plan.saving.kind, grad_stats.dmasked if plan.masked else grad_stats.dlogp
+    others = (
+        grad_stats._replace(dlogp=None) if not plan.masked else grad_stats._replace(dmasked=None)
+    )
     if kept is not None and given is not None and others.nonzero is None:
         return saved_gradients(
             kind=kind,
             kept=kept,
             rows=rows,
             stats=stats,
-            outer=outer,
+            grad_stats=grad_stats,
             route=plan.route,
             needs=plan.needs,
         )
-    chosen, needs = rows.chosen(outer.nonzero), plan.needs
+    chosen, needs = rows.chosen(grad_stats.nonzero), plan.needs
 
     def run(route: Route) -> Gradients:
-        return recompute_backward(chosen, stats, outer, route, needs)
+        return recompute_backward(chosen, stats, grad_stats, route, needs)
 
     return retry_on_oom(run, plan.route.tiled(), not_retryable=needs.main_grad is not None)

@@ -269,10 +269,10 @@ class _OfTopK:
             # of the ids in the tail: their share of it, however small it is, times a factor a row
             wide, weightless = coefficient.to(torch.float64), coefficient == 0
             dlogp = wide * (probabilities[:, -1] * pull - pulls[:, -1])
-            dlogp = dlogp.masked_fill(weightless, 0).to(stats.logp.dtype)
+            dlogp = dlogp.masked_fill(weightless, 0).to(stats.logprobs.dtype)
             nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
             lse = torch.where(tail == -torch.inf, stats.lse, tail)  # an empty tail has no shares
-            of_tail = stats._replace(logp=torch.full_like(stats.logp, LEAST_LOGP), lse=lse)
+            of_tail = stats._replace(logprobs=torch.full_like(stats.logprobs, LEAST_LOGP), lse=lse)
             backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
             of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
             of_ids = (of_ids.flatten()[mine] * slopes).masked_fill(weightless[place[0]], 0)

@@ -48,28 +48,28 @@ class GradientSums:
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
-    def take(self, chunk: Chunk, outer: StatsGrad, route: Route) -> None:
+    def take(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
         """Add the share of a chunk's rows that have a gradient, by that of their statistics."""
         if chunk.gradient is not None:
-            assert outer.dlogp is not None
-            self.add(route.backend.weighted_gradient(chunk.gradient, outer.dlogp), chunk.rows)
+            assert grad_stats.dlogp is not None
+            self.add(route.backend.weighted_gradient(chunk.gradient, grad_stats.dlogp), chunk.rows)
             return
-        chunk, outer = chunk.compacted(self.scaled(outer))
+        chunk, grad_stats = chunk.compacted(self.scaled(grad_stats))
         dlogits = output_view(chunk.logits, chunk.rows.hidden.dtype)
-        route.backend.dlogits_(chunk.tile, chunk.stats, outer, dlogits)
-        if chunk.masked is not None and outer.dmasked is not None:
-            chunk.masked.add_gradient_(dlogits, outer.dmasked)
+        route.backend.dlogits_(chunk.tile, chunk.stats, grad_stats, dlogits)
+        if chunk.masked is not None and grad_stats.dmasked is not None:
+            chunk.masked.add_gradient_(dlogits, grad_stats.dmasked)
         self.add(TileGradient(dlogits), chunk.rows)
 
-    def scaled(self, outer: StatsGrad) -> StatsGrad:
+    def scaled(self, grad_stats: StatsGrad) -> StatsGrad:
         """Multiply coefficients by the power of two, in fp16, that brings the largest to 1/2 to 1.
 
         Gradients of small losses would underflow, and those of huge ratios overflow, as above 1 the
         products with large hidden states would. It never rises; where it falls, the sums follow.
         """
-        given = [x for x in outer if x is not None and x.numel()]
+        given = [x for x in grad_stats if x is not None and x.numel()]
         if not self._is_fp16 or not given:
-            return outer
+            return grad_stats
         largest = [x.abs().amax().float() for x in given]
         exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).ceil()
         scale = torch.exp2(exponent.clamp(-100, 100))
@@ -80,7 +80,7 @@ class GradientSums:
                 self._wait()
                 self._times_(factor, self._lora.dinner, self._lora.db)
         self._scale = scale
-        return outer.times(scale)
+        return grad_stats.times(scale)
 
     def add(self, gradient: TileGradient, rows: Rows, columns: slice | None = None) -> None:
         """Add the share of a tile, in the dtype of the hidden states.
@@ -190,22 +190,22 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 
 
 def recompute_backward(
-    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+    rows: Rows, stats: RowStats, grad_stats: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from the statistics of all rows and theirs, by logits of these ``rows``.
 
     The gradient of the hidden states is that of all; those of the others are 0.
     """
     stats = RowStats(*(rows.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    outer = StatsGrad(*(rows.take(gradient) for gradient in outer))
+    grad_stats = StatsGrad(*(rows.take(gradient) for gradient in grad_stats))
     if rows.sampling_mask is None:
-        found = _by_slices(rows, stats, outer, route, needs)
+        found = _by_slices(rows, stats, grad_stats, route, needs)
     else:  # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
         sums = GradientSums(rows, needs, len(chunks))
 
         def take(chunk: Chunk) -> None:
-            sums.take(chunk, outer.rows(chunk.rows.part), route)
+            sums.take(chunk, grad_stats.rows(chunk.rows.part), route)
 
         with matmul_precision(route.device, route.precision):
             chunked_loop(rows, route, chunks, take=take)
@@ -214,7 +214,7 @@ def recompute_backward(
 
 
 def _by_slices(
-    rows: Rows, stats: RowStats, outer: StatsGrad, route: Route, needs: Needs
+    rows: Rows, stats: RowStats, grad_stats: StatsGrad, route: Route, needs: Needs
 ) -> Gradients:
     """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.
 
@@ -227,7 +227,7 @@ def _by_slices(
     height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)
     parts, slices = ranges(rows.count, height), ranges(route.columns, width)
     sums = GradientSums(rows, needs, len(parts), sliced=True)
-    outer, rows = sums.scaled(outer), rows.local().ready()
+    grad_stats, rows = sums.scaled(grad_stats), rows.local().ready()
     pitch = leading_dim(min(width, route.columns), route.logits, route.device)
     buffer = rows.hidden.new_empty((min(height, rows.count), pitch), dtype=route.logits)
     with matmul_precision(route.device, route.precision):
@@ -246,7 +246,7 @@ def _by_slices(
                     project(hidden, head, logits)
                 tile, known = Tile(logits, target, head.transform), stats.rows(part)
                 dlogits = output_view(logits, hidden.dtype)
-                route.backend.dlogits_(tile, known, outer.rows(part), dlogits)
+                route.backend.dlogits_(tile, known, grad_stats.rows(part), dlogits)
                 sums.add(TileGradient(dlogits), chunk, columns)
         return sums.finish()
 
@@ -340,7 +340,7 @@ class LoRAGradients:
             place, b = narrowed(self.dinner, rows.part), narrowed(b, columns)
             add_to_rows(place, gradient, rows, b, columns.start == 0, scale)
         if self.db is not None:
-            inner = _weighted(self._lora.inner(rows.hidden), gradient.row_scale)
+            inner = _weighted(self._lora.project_down(rows.hidden), gradient.row_scale)
             inner, scale = _narrow(inner, rows.hidden.dtype)
             add_product(narrowed(self.db, columns), gradient.dlogits.t(), inner, False, scale)
 

@@ -32,7 +32,7 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     shard = rows.head.shard
     assert shard is not None
     own = shard.owns(rows.target)
-    score = stats.logp.double() + stats.lse
+    score = stats.logprobs.double() + stats.lse
     # where all scores are -inf there is no softmax to have log-probabilities of
     score = torch.where(own & (stats.lse != -torch.inf), score, -torch.inf)
     parts = {"lse": stats.lse, "entropy": stats.entropy, "score": score, "own": own}
@@ -44,14 +44,14 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     mass = (of["lse"] - lse).exp()
     none = mass == 0  # times an infinite number it would be NaN
     entropy = (mass * (of["entropy"] + (lse - of["lse"]))).masked_fill(none, 0).sum(0)
-    found = {"logp": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
+    found = {"logprobs": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
     is_top1 = None
     if stats.is_top1 is not None:
         square = (mass * mass * of["sum_sq_probs"]).masked_fill(none, 0).sum(0)
         extremes = {"max_logit": of["max_logit"].amax(0), "min_logit": of["min_logit"].amin(0)}
         found |= {"sum_sq_probs": square, **extremes}
         is_top1 = _is_first(of["own"], of["is_top1"], of["max_logit"])
-    wide = stats.logp.dtype
+    wide = stats.logprobs.dtype
     rounded = {name: value.to(wide) for name, value in found.items()}
     return RowStats(**rounded, lse=lse, is_top1=is_top1)
 

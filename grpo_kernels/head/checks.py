@@ -197,25 +197,25 @@ def check_plain(**tensors: Tensor | None) -> None:
 def no_second_derivative(name: str) -> Callable[..., Any]:
     """Return the backward of a backward that has none."""
 
-    def backward(ctx: Any, *outer: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"{name}: second derivatives are not supported: {_ONLY}")
 
     return backward
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``backward(ctx, saved_tensors, *outer)``: no second one of ``ctx.result_of``."""
+    """Decorate ``backward(ctx, saved_tensors, *grads)``: no second one of ``ctx.result_of``."""
     # torch's once_differentiable cuts gradients off from the inputs: autograd.grad then finds no
     # way to its error, and leaves their part out of a sum
 
     @functools.wraps(backward)
-    def once(ctx: Any, *outer: Tensor) -> Any:
+    def once(ctx: Any, *grads: Tensor) -> Any:
         saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
         with torch.no_grad():
-            gradients = backward(ctx, saved, *outer)
+            gradients = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():  # nobody asked for a graph of these
             return gradients
-        inputs = [x for x in (*saved, *outer) if isinstance(x, Tensor)]
+        inputs = [x for x in (*saved, *grads) if isinstance(x, Tensor)]
         return _Final.apply(ctx.result_of, gradients, *inputs)
 
     return once
@@ -230,5 +230,5 @@ class _Final(torch.autograd.Function):
         return gradients
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> Any:
-        return no_second_derivative(ctx.result_of)(ctx, *outer)
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return no_second_derivative(ctx.result_of)(ctx, *grads)

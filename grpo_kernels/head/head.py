@@ -94,7 +94,7 @@ class HeadLoRA:
         """Return the same for a range of the vocabulary."""
         return replace(self, b=self.b[index])
 
-    def inner(self, hidden: Tensor) -> Tensor:
+    def project_down(self, hidden: Tensor) -> Tensor:
         """Return ``U = s X A^T`` (C, r) of hidden states (C, D); the factors are wide."""
         rows = hidden.to(self.a.dtype)
         # with out=, which autocast leaves alone

@@ -84,7 +84,7 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
     else:
         _matmul(hidden, head.weight, out)
         if head.lora is not None:
-            torch.addmm(out, head.lora.inner(hidden), head.lora.b.t(), out=out)
+            torch.addmm(out, head.lora.project_down(hidden), head.lora.b.t(), out=out)
     if head.bias is not None:
         out += head.bias
     return out

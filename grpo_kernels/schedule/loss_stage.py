@@ -56,7 +56,7 @@ class LossStage:
         x = self._inputs.rows(rows)._replace(logprobs=policy_logp(stats), entropy=stats.entropy)
         each, dlogp, dentropy = self._run(x, rows)
         self._contributions.append(each)
-        if stats.masked_logp is None:
+        if stats.masked_logprobs is None:
             return StatsGrad(dlogp, dentropy)
         return StatsGrad(None, dentropy, dlogp)
 
@@ -89,7 +89,7 @@ class LossStage:
 
 def policy_logp(stats: RowStats) -> Tensor:
     """Return the policy's log-probabilities: renormalised where there is a sampling mask."""
-    return stats.logp if stats.masked_logp is None else stats.masked_logp
+    return stats.logprobs if stats.masked_logprobs is None else stats.masked_logprobs
 
 
 def _on_stream(run: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:

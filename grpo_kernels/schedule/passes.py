@@ -97,14 +97,14 @@ def _keeping(rows: Rows, plan: Plan) -> Forward:
         stats = chunked_loop(
             chosen, plan.route, plan.chunks, take=kept.append, with_gradient=plan.with_gradient
         )
-    parts, outer = _scored_loss(stats, rows, plan)
+    parts, grad_stats = _scored_loss(stats, rows, plan)
     gradient = kept[0].gradient
-    dlogp = outer.dlogp
+    dlogp = grad_stats.dlogp
     assert gradient is not None and dlogp is not None
     saved = (*gradient, dlogp)
     if plan.options.bounded is None:
         return parts, None, saved
-    entries = kept_entries(kept[0], outer, plan.route)
+    entries = kept_entries(kept[0], grad_stats, plan.route)
     parts = parts._replace(bounded=bounded_report(entries, dlogp))
     written = torch.empty(plan.saving.shape, dtype=plan.saving.dtype, device=dlogp.device)
     to_keep(entries, written)
@@ -114,22 +114,22 @@ def _keeping(rows: Rows, plan: Plan) -> Forward:
 def _two_pass(rows: Rows, plan: Plan) -> Forward:
     """Compute the loss, and its gradients with respect to the statistics."""
     stats, kept = rows_forward(with_gradient(rows, plan), plan)
-    parts, outer = _scored_loss(stats, rows, plan)
+    parts, grad_stats = _scored_loss(stats, rows, plan)
     if kept is not None and plan.saving.kind == ENTRIES:
         report = bounded_report(of_kept(kept), shard=plan.head.shard)
         parts = parts._replace(bounded=report)
-    return parts, None, (kept, *stats[:3], *outer)
+    return parts, None, (kept, *stats[:3], *grad_stats)
 
 
 def _scored_loss(stats: RowStats, rows: Rows, plan: Plan) -> tuple[LossParts, StatsGrad]:
     """Compute the loss from statistics of the rows with a gradient, and its gradient by them."""
     logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
     stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
-    scored = RowStats(logp, entropy, entropy, masked_logp=logp if plan.masked else None)
-    outer = stage(slice(0, logp.numel()), scored)
+    scored = RowStats(logp, entropy, entropy, masked_logprobs=logp if plan.masked else None)
+    grad_stats = stage(slice(0, logp.numel()), scored)
     if plan.scope == "batch" and plan.active.index is not None:
-        outer = outer.rows(plan.active.index)
-    return LossParts(stage.loss(), logp, entropy, gate), outer
+        grad_stats = grad_stats.rows(plan.active.index)
+    return LossParts(stage.loss(), logp, entropy, gate), grad_stats
 
 
 def loss_backward(
@@ -153,7 +153,7 @@ def loss_backward(
             found = bounded_gradients(
                 entries=of_kept(kept),
                 factor=dlogp,
-                outer=StatsGrad(dlogp),
+                grad_stats=StatsGrad(dlogp),
                 rows=chosen,
                 stats=stats,
                 route=plan.route,
@@ -162,8 +162,8 @@ def loss_backward(
             needs = needs.of_head_alone
         by_gemms = gradients_of_logp(chosen, of_logp, dlogp, plan.route, needs, nonzero)
         return found.joined(by_gemms)
-    kept, stats, outer = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
-    return stats_backward(with_gradient(rows, plan), stats, outer.times(dloss), plan, kept)
+    kept, stats, grad_stats = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
+    return stats_backward(with_gradient(rows, plan), stats, grad_stats.times(dloss), plan, kept)
 
 
 def eager_loss(rows: Rows, plan: Plan) -> LossParts:

@@ -62,7 +62,7 @@ class Case:
 
 
 Types = dict[str, str]
-_SOFTCAP, _TEMPERATURE = {"inner": "fp32"}, {"temperature_ptr": "*fp32"}
+_SOFTCAP, _TEMPERATURE = {"cap_scale": "fp32"}, {"temperature_ptr": "*fp32"}
 _ENTROPY = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"}
 _SUMS = {"y_target_ptr": "*fp32", "sums_ptr": "*fp32"}
 _EXTRA_SUMS = {"best_ptr": "*i32"}
@@ -73,7 +73,7 @@ _EXTRAS |= {"is_top1_ptr": "*i1"}
 _UNIT = {"unit_ptr": "*fp32"}
 _OUTER = dict.fromkeys(("entropy_ptr", "dlogp_ptr", "dentropy_ptr"), "*fp32")
 _OPTIONAL = (
-    "inner",
+    "cap_scale",
     "unit_ptr",
     "temperature_ptr",
     "bias_ptr",
@@ -94,7 +94,7 @@ def cases(target: str) -> list[Case]:
 
 def _row_types(**more: str) -> Types:
     sizes = {"stride_row": "i64", "num_columns": "i32"}
-    return {"target_ptr": "*i64", **sizes, "outer": "fp32", **more}
+    return {"target_ptr": "*i64", **sizes, "score_scale": "fp32", **more}
 
 
 def _row_case(kernel: Any, config: RowConfig, types: Types, blocks: dict[str, int]) -> Case:
@@ -150,7 +150,7 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
         thorough = (dtype, out) == ("fp32", "bf16")
         blocks = {"BLOCK_V": config.columns(DTYPES[dtype])}
         for each in _variants(types, _SOFTCAP, _TEMPERATURE, _ENTROPY, thorough=thorough):
-            capped = {"HAS_SOFTCAP": "inner" in each}
+            capped = {"HAS_SOFTCAP": "cap_scale" in each}
             case = _row_case(kernel, config, each | _SOFTCAP, blocks | capped)
             yield case
         yield dataclasses.replace(case, aligned=False)
@@ -241,7 +241,7 @@ def _anchored_cases(target: str) -> Iterator[Case]:
 
 
 def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
-    scalars = {"num_columns": "i32", "depth": "i32", "outer": "fp32"}
+    scalars = {"num_columns": "i32", "depth": "i32", "score_scale": "fp32"}
     operands = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"}
     if config.descriptors:
         shapes = {"x_ptr": config.block_t, "weight_ptr": config.block_v}
@@ -253,7 +253,7 @@ def _linear_types(dtype: str, config: LinearConfig) -> dict[str, str]:
 
 
 def _merge_cases() -> Iterator[Case]:
-    types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "outer": "fp32"}
+    types = {**_SUMS, **_COUNTS, **_BASICS, "target_ptr": "*i64", "score_scale": "fp32"}
     types |= {"stride_exp": "i64", "num_columns": "i32"}
     exponentials = {"exp_ptr": "*bf16", "unit_ptr": "*fp32", "anchor_ptr": "*fp32"}
     exponentials["moved_ptr"] = "*i1"
@@ -291,7 +291,7 @@ def _extract_cases() -> Iterator[Case]:
 def _cut_cases() -> Iterator[Case]:
     blocks = {"NUM_CUTS": 12, "BLOCK_K": 16, "BLOCK": extract._WEIGHED_ROWS}
     types = {"weight_ptr": "*fp32", "cuts_ptr": "*fp32", "num_rows": "i32", "allowed": "fp32"}
-    rows = {**types, "logp_ptr": "*fp32", "lse_ptr": "*fp64", "outer": "fp32"}
+    rows = {**types, "logp_ptr": "*fp32", "lse_ptr": "*fp64", "score_scale": "fp32"}
     kernel = extract._weigh_kernel
     for each in _variants(rows, _TEMPERATURE, {"dlogp_ptr": "*fp32"}, thorough=False):
         yield Case(kernel, each, _absent(kernel, each, blocks), OPTIONS)
@@ -325,7 +325,7 @@ def _gather_cases() -> Iterator[Case]:
 
 def _absent(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
     """Return ``constants`` with what is not passed."""
-    absent = (x for x in kernel.arg_names if x.endswith("_ptr") or x.endswith("inner"))
+    absent = (x for x in kernel.arg_names if x.endswith("_ptr") or x.endswith("cap_scale"))
     return {**constants, **dict.fromkeys(x for x in absent if x not in types)}
 
 

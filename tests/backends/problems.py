@@ -129,7 +129,7 @@ def dlogits(
     logits: Tensor,
     target: Tensor,
     transform: Transform,
-    outer: StatsGrad,
+    grad_stats: StatsGrad,
     wide: torch.dtype = torch.float64,
 ) -> Tensor:
     """Return the gradient of the logits by autograd, in ``wide``."""
@@ -137,7 +137,7 @@ def dlogits(
     stats = statistics(logits, target, transform)
     loss = sum(
         (values * gradient.to(wide)).sum()
-        for values, gradient in zip(stats[:2], outer[:2], strict=True)
+        for values, gradient in zip(stats[:2], grad_stats[:2], strict=True)
         if gradient is not None
     )
     return torch.autograd.grad(loss, logits)[0]

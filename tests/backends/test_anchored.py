@@ -61,12 +61,12 @@ def check(
     exact = statistics(wide, target, head.transform)
     eager = statistics(logits_of(hidden, head, torch.float32), target, head.transform)
     largest = wide.abs().max().clamp(min=10)
-    for name in ("logp", "entropy", "lse"):
+    for name in ("logprobs", "entropy", "lse"):
         truth, of_eager = getattr(exact, name), getattr(eager, name)
         error = (getattr(stats, name).double() - truth).abs().max()
         allowed = 2 * (of_eager.double() - truth).abs().max() + 1e-6 * largest
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
-    truth = dlogits(wide, target, head.transform, StatsGrad(torch.ones_like(exact.logp)))
+    truth = dlogits(wide, target, head.transform, StatsGrad(torch.ones_like(exact.logprobs)))
     error = product(gradient) - truth
     # one rounding to bf16, and what the errors of logits do to exponentials
     assert (error.abs() <= (1.001 * 2.0**-8 + 1e-6 * largest) * truth.abs() + 1e-12).all(), (
@@ -94,8 +94,8 @@ def test_the_tile_of_the_table(device: torch.device, shape: tuple[int, int, int]
     hidden, head, target = head_problem(*shape, BF16, bias=False, device=device)
     check(hidden, head, target, None)
     certain = Head((40 * head.weight.float()).to(BF16), None, PLAIN)
-    exact = statistics(logits_of(hidden, certain, torch.float64), target, PLAIN).logp
-    error = (run(hidden, certain, target, None)[0].logp.double() - exact).abs()
+    exact = statistics(logits_of(hidden, certain, torch.float64), target, PLAIN).logprobs
+    error = (run(hidden, certain, target, None)[0].logprobs.double() - exact).abs()
     clear = exact > -1e-3
     assert clear.any() and (error[clear] <= 2.5e-7 - 1e-3 * exact[clear]).all()
 
@@ -121,7 +121,7 @@ def test_targets_far_from_the_rest(device: torch.device, nats: float) -> None:
     logits[4, target[4]] = logits[4].amax() + nats
     stats, gradient = check(*picked(logits, target, device))
     others = torch.arange(21, device=device) != 4
-    assert torch.equal(stats.logp[others], plain.logp[others])
+    assert torch.equal(stats.logprobs[others], plain.logprobs[others])
     assert torch.isfinite(gradient.dlogits).all()
     assert gradient.dlogits.double().abs().max() < 2.0**81
 
@@ -135,7 +135,7 @@ def test_certain_targets(device: torch.device, nats: float) -> None:
     hidden, head, target = picked(logits, target, device)
     stats, gradient = run(hidden, head, target)
     wide = logits_of(hidden, head, torch.float64)
-    exact = dlogits(wide, target, PLAIN, StatsGrad(torch.ones_like(stats.logp)))
+    exact = dlogits(wide, target, PLAIN, StatsGrad(torch.ones_like(stats.logprobs)))
     at_target = torch.nn.functional.one_hot(target, 150)
     allowed = 1.001 * 2.0**-8 * exact.abs() + 1e-12 + 2.5e-7 * at_target
     assert ((product(gradient) - exact).abs() <= allowed).all()
@@ -164,9 +164,9 @@ def test_rows_that_are_not_finite(device: torch.device, value: float) -> None:
     hidden[3] = value
     stats, gradient = run(hidden, head, target)
     others = torch.arange(20, device=device) != 3
-    assert torch.equal(stats.logp[others], plain.logp[others])
+    assert torch.equal(stats.logprobs[others], plain.logprobs[others])
     assert torch.equal(gradient.dlogits[others], exact.dlogits[others])
-    assert stats.logp[3].isnan() and gradient.row_scale is not None
+    assert stats.logprobs[3].isnan() and gradient.row_scale is not None
     assert gradient.row_scale[3].isnan() and not gradient.dlogits[3].any()
 
 
@@ -178,7 +178,7 @@ def test_a_column_of_minus_infinity(device: torch.device) -> None:
     hidden = torch.ones(6, 6, device=device, dtype=BF16)
     stats, gradient = run(hidden, head, target)
     exact = statistics(logits_of(hidden, head, torch.float64), target, PLAIN)
-    torch.testing.assert_close(stats.logp.double(), exact.logp, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.logprobs.double(), exact.logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats.entropy.double(), exact.entropy, rtol=1e-5, atol=1e-5)
     assert not gradient.dlogits[:, 0].any() and torch.isfinite(product(gradient)).all()
 
@@ -186,7 +186,7 @@ def test_a_column_of_minus_infinity(device: torch.device) -> None:
 def test_no_rows(device: torch.device) -> None:
     hidden, head, target = head_problem(1, 24, 150, BF16, bias=False, device=device)
     stats, gradient = run(hidden[:0], head, target[:0])
-    assert stats.logp.shape == (0,) and gradient.dlogits.shape == (0, 150)
+    assert stats.logprobs.shape == (0,) and gradient.dlogits.shape == (0, 150)
 
 
 def test_a_rows_bits_depend_on_it_alone(device: torch.device) -> None:
@@ -194,7 +194,7 @@ def test_a_rows_bits_depend_on_it_alone(device: torch.device) -> None:
     hidden, head, target = head_problem(40, 24, 150, BF16, bias=False, device=device)
     stats, gradient = run(hidden, head, target)
     some, of_some = run(hidden[7:20], head, target[7:20])
-    for actual, expected in ((some.logp, stats.logp), (some.entropy, stats.entropy)):
+    for actual, expected in ((some.logprobs, stats.logprobs), (some.entropy, stats.entropy)):
         assert torch.equal(actual, expected[7:20])
     assert torch.equal(of_some.dlogits, gradient.dlogits[7:20])
 
@@ -207,7 +207,7 @@ def test_offsets_beyond_32_bits() -> None:
     head, target = Head(weight, None, PLAIN), torch.randint(columns, (rows,), device="cuda")
     stats, gradient = run(hidden, head, target, config=None)
     some, of_some = run(hidden[last], head, target[last], config=None)
-    assert torch.equal(some.logp, stats.logp[last])
+    assert torch.equal(some.logprobs, stats.logprobs[last])
     assert torch.equal(of_some.dlogits, gradient.dlogits[last])
 
 

@@ -52,7 +52,7 @@ def extract(
     stats: RowStats | None = None,
 ) -> Entries:
     stats = kernels.backend.stats(tile, extras=False) if stats is None else stats
-    cuts = torch.full_like(stats.logp, cut)
+    cuts = torch.full_like(stats.logprobs, cut)
     return kernels.backend.extract_entries(
         tile=tile, stats=stats, seed=7, first=0, cuts=cuts, slots=slots, gradient=gradient
     )
@@ -146,11 +146,11 @@ def test_with_a_gradient_of_the_entropy(kernels, name):
     stats = kernels.backend.stats(tile, extras=False)
     dlogp, dentropy = torch.randn(2, rows, device=kernels.device)
     dlogp[1], dentropy[2] = 0.0, 0.0
-    outer = StatsGrad(dlogp, dentropy)
+    grad_stats = StatsGrad(dlogp, dentropy)
     exact = dlogits(*tile, StatsGrad(dlogp.double(), dentropy.double()))
-    cuts = torch.full_like(stats.logp, 1e-3)
+    cuts = torch.full_like(stats.logprobs, 1e-3)
     found = kernels.backend.extract_entries(
-        tile=tile, stats=stats, seed=3, first=0, cuts=cuts, slots=columns + 1, outer=outer
+        tile=tile, stats=stats, seed=3, first=0, cuts=cuts, slots=columns + 1, grad_stats=grad_stats
     )
     check_found(found, exact, tile.target, 1e-3, columns + 1, 5e-5)
     got = dense(found, columns)
@@ -167,7 +167,7 @@ def test_the_target_is_in_the_columns_of_another_rank(kernels, beyond):
     stats, exact = kernels.backend.stats(tile, extras=False), exact_gradient(tile)[:, :1024]
     target = tile.target if beyond == 0 else torch.full_like(tile.target, beyond)
     half = Tile(tile.logits[:, :1024].contiguous(), target, PLAIN)
-    cuts = torch.full_like(stats.logp, 1e-3)
+    cuts = torch.full_like(stats.logprobs, 1e-3)
     found = kernels.backend.extract_entries(
         tile=half, stats=stats, seed=7, first=0, cuts=cuts, slots=1025
     )
@@ -276,7 +276,7 @@ def test_right_in_the_mean(kernels, spread):
     for first in range(0, draws, 500):
         many = Tile(tile.logits.repeat(500, 1), tile.target.repeat(500), PLAIN)
         same = RowStats(*(x.repeat(500) for x in stats[:3]))
-        cuts = torch.full_like(same.logp, cut)
+        cuts = torch.full_like(same.logprobs, cut)
         found = kernels.backend.extract_entries(
             tile=many, stats=same, seed=first, first=0, cuts=cuts, slots=256
         )
@@ -325,17 +325,17 @@ def test_all_rows_share_a_cut_for_their_error(kernels, name, given):
     stats = kernels.backend.stats(tile, extras=False)
     dlogp, dentropy = torch.randn(2, rows, device=kernels.device)
     dlogp[::6] = dentropy[::6] = 0.0
-    outer, weight = None, torch.ones(rows, dtype=torch.float64, device=kernels.device)
+    grad_stats, weight = None, torch.ones(rows, dtype=torch.float64, device=kernels.device)
     if given == "dlogp":
-        outer, weight = StatsGrad(dlogp), dlogp.abs().double()
+        grad_stats, weight = StatsGrad(dlogp), dlogp.abs().double()
     if given == "dentropy":
-        outer, weight = StatsGrad(dlogp, dentropy), (dlogp != 0).double()
-    cuts = kernels.backend.chosen_cuts(tile, stats, outer, share).double()
+        grad_stats, weight = StatsGrad(dlogp, dentropy), (dlogp != 0).double()
+    cuts = kernels.backend.chosen_cuts(tile, stats, grad_stats, share).double()
     assert (cuts[weight == 0] >= ANY_ERROR).all()
     used = stats.lse.isfinite() & (weight > 0)
     shared = (cuts * weight)[used]
     torch.testing.assert_close(shared, shared[:1].expand_as(shared), rtol=1e-5, atol=0.0)
-    exact = dlogits(*tile, outer if given == "dentropy" else StatsGrad(torch.ones_like(cuts)))
+    exact = dlogits(*tile, grad_stats if given == "dentropy" else StatsGrad(torch.ones_like(cuts)))
     exact, target = (exact * weight[:, None])[used], tile.target[used][:, None]
     norm = exact.gather(1, target).square().sum()
     sizes = exact.abs().scatter(1, target, 0.0)

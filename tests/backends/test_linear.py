@@ -102,10 +102,10 @@ def test_special_rows(kernels, kind):
     hidden = torch.eye(len(logits), device=kernels.device).to(weight.dtype)
     place = torch.where(target < logits.shape[1] - columns, 0, target - logits.shape[1])
     head, target = Head(weight, None, PLAIN), (place % (columns + 1)).to(kernels.device)
-    exact = statistics(logits_of(hidden, head, torch.float64), target, PLAIN).logp
+    exact = statistics(logits_of(hidden, head, torch.float64), target, PLAIN).logprobs
     stats = check(kernels, hidden, head, target)
     if kind == "nearly certain" and kernels.native:  # no digits are lost beside the 1 of the target
-        torch.testing.assert_close(stats.logp.double(), exact, rtol=1e-6, atol=1e-14)
+        torch.testing.assert_close(stats.logprobs.double(), exact, rtol=1e-6, atol=1e-14)
 
 
 @pytest.mark.parametrize("transform", [PLAIN, Transform(softcap=3.0)])

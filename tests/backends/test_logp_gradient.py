@@ -28,7 +28,7 @@ def run(tile: Tile, dlogp: Tensor) -> tuple[Tensor, TileGradient]:
     stats, gradient = logp_gradient_(own)
     plain = row_stats(tile, False)
     torch.testing.assert_close(stats, plain, rtol=0, atol=0, equal_nan=True)  # the same bits
-    return stats.logp, BACKENDS["triton"].weighted_gradient(gradient, dlogp)
+    return stats.logprobs, BACKENDS["triton"].weighted_gradient(gradient, dlogp)
 
 
 def check(tile: Tile, slack: float | Tensor = 1e-12, exact: Tensor | None = None) -> Tensor:

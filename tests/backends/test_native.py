@@ -67,7 +67,7 @@ with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * mmap.PAGESIZE
 resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
 found = Native().linear_stats(hidden, head, target, "fp32", False)
-assert torch.equal(found.logp, expected.logp)
+assert torch.equal(found.logprobs, expected.logprobs)
 print("done")
 """
 
@@ -118,7 +118,9 @@ def test_out_of_memory_is_torchs_error() -> None:
     with at_most(64 << 20), pytest.raises(torch.OutOfMemoryError, match=message):
         BACKENDS["cpu"].linear_stats(hidden, head, target, "fp32", False)
     few = Head(torch.zeros(9, 8), None, Transform())
-    assert BACKENDS["cpu"].linear_stats(hidden, few, target, "fp32", False).logp.isfinite().all()
+    assert (
+        BACKENDS["cpu"].linear_stats(hidden, few, target, "fp32", False).logprobs.isfinite().all()
+    )
 
 
 _STARVED = """

@@ -70,7 +70,7 @@ def check(
     assert stats.lse.dtype == torch.float64 and (stats.entropy >= 0).all()
 
     exact, eager = (statistics(logits.to(x), target, transform) for x in (torch.float64, FP32))
-    for name in ("logp", "entropy", "lse", "sum_sq_probs"):
+    for name in ("logprobs", "entropy", "lse", "sum_sq_probs"):
         assert_twice_eager(*(getattr(x, name) for x in (stats, eager, exact)), name)
     for name in ("max_logit", "min_logit"):
         got, want = getattr(stats, name).double(), getattr(exact, name)
@@ -79,15 +79,15 @@ def check(
 
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randn(2, len(target), generator=generator).to(logits.device)
-    outer = StatsGrad(vectors[0], vectors[1] if with_entropy else None)
+    grad_stats = StatsGrad(vectors[0], vectors[1] if with_entropy else None)
     behind = _behind(tile, out_dtype).clone()
-    got = kernels.backend.dlogits_(tile, stats, outer, output_view(tile.logits, out_dtype))
+    got = kernels.backend.dlogits_(tile, stats, grad_stats, output_view(tile.logits, out_dtype))
     assert got.dtype == out_dtype and got.shape == logits.shape
     assert got.untyped_storage().data_ptr() == tile.logits.untyped_storage().data_ptr()
     assert torch.equal(_behind(tile, out_dtype), behind)
     # rounded once to the output's dtype; the interpreter truncates, which is one ulp
     slack = torch.finfo(out_dtype).eps if out_dtype != FP32 else 0.0
-    wide = (dlogits(logits, target, transform, outer, x) for x in (FP32, torch.float64))
+    wide = (dlogits(logits, target, transform, grad_stats, x) for x in (FP32, torch.float64))
     assert_twice_eager(got, *wide, "dlogits", slack)
     return stats
 
@@ -118,10 +118,10 @@ def test_transforms(kernels, name, dtypes, with_entropy):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_special_rows(kernels, kind, temperature):
     tile = tile_of(kernels, *SPECIAL_ROWS[kind](), Transform(temperature=temperature))
-    exact = statistics(tile.logits.double(), tile.target, tile.transform).logp
+    exact = statistics(tile.logits.double(), tile.target, tile.transform).logprobs
     stats = check(kernels, tile, FP32)
     if kind == "nearly certain" and kernels.native:  # no digits are lost beside the 1 of the target
-        torch.testing.assert_close(stats.logp.double(), exact, rtol=1e-6, atol=1e-14)
+        torch.testing.assert_close(stats.logprobs.double(), exact, rtol=1e-6, atol=1e-14)
 
 
 def test_target_of_probability_zero(kernels):
@@ -130,8 +130,8 @@ def test_target_of_probability_zero(kernels):
     tile = tile_of(kernels, logits, target)
     stats = kernels.backend.stats(tile, extras=False)
     want = torch.nn.functional.one_hot(target, 7) - logits.softmax(-1)
-    outer = StatsGrad(torch.ones_like(stats.logp))
-    got = kernels.backend.dlogits_(tile, stats, outer, tile.logits)
+    grad_stats = StatsGrad(torch.ones_like(stats.logprobs))
+    got = kernels.backend.dlogits_(tile, stats, grad_stats, tile.logits)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -148,11 +148,11 @@ def test_narrowing_in_place_is_the_rounded_fp32_gradient(kernels):
     count, columns = (2000, 50_001) if kernels.device.type == "cuda" else (3, 4096 + 77)
     tile = tile_of(kernels, *random_rows(count, columns))
     stats = kernels.backend.stats(tile, extras=False)
-    outer = StatsGrad(*torch.randn(2, count, device=kernels.device))
+    grad_stats = StatsGrad(*torch.randn(2, count, device=kernels.device))
 
     def in_place(dtype: torch.dtype) -> Tensor:
         own = tile._replace(logits=tile.logits.clone())
-        return kernels.backend.dlogits_(own, stats, outer, output_view(own.logits, dtype))
+        return kernels.backend.dlogits_(own, stats, grad_stats, output_view(own.logits, dtype))
 
     wide, narrow = map(in_place, (FP32, FP16))
     assert torch.equal(wide.to(FP16), narrow)
@@ -164,12 +164,12 @@ def test_offsets_beyond_32_bits(kernels):
         pytest.skip("the interpreter copies whole storages")
     columns, results = 1007, []
     rows = random_rows(2, columns, BF16)
-    outer = StatsGrad(*torch.ones(2, 2, device=kernels.device))
+    grad_stats = StatsGrad(*torch.ones(2, 2, device=kernels.device))
     for stride in (1024, 2**31 + 64):
         storage = torch.empty(stride + columns, dtype=BF16, device=kernels.device)
         logits = storage.as_strided((2, columns), (stride, 1)).copy_(rows[0])
         tile = Tile(logits, rows[1].to(kernels.device), PLAIN)
         stats = kernels.backend.stats(tile, extras=False)
-        got = kernels.backend.dlogits_(tile, stats, outer, logits)
-        results.append((stats.logp, stats.entropy, got))
+        got = kernels.backend.dlogits_(tile, stats, grad_stats, logits)
+        results.append((stats.logprobs, stats.entropy, got))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -52,9 +52,9 @@ def _ours(entropy: bool = False, extras: bool = False) -> Run:
         logits, target = _logits(columns, dtype)
         tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
         stats = row_stats(tile, extras)
-        outer = StatsGrad(one, one if entropy else None)
-        gradient = dlogits_(tile, stats, outer, output_view(logits, torch.bfloat16))
-        return {"logp": stats.logp, "entropy": stats.entropy, "gradient": gradient}
+        grad_stats = StatsGrad(one, one if entropy else None)
+        gradient = dlogits_(tile, stats, grad_stats, output_view(logits, torch.bfloat16))
+        return {"logp": stats.logprobs, "entropy": stats.entropy, "gradient": gradient}
 
     return run
 
@@ -68,7 +68,7 @@ def one_read(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     logits, target = _logits(columns, dtype)
     stats, (exponentials, unit) = logp_gradient_(Tile(logits, target, Transform()))
     gradient = exponentials.float() * unit[:, None]
-    return {"logp": stats.logp, "entropy": stats.entropy, "gradient": gradient}
+    return {"logp": stats.logprobs, "entropy": stats.entropy, "gradient": gradient}
 
 
 def _trl(entropy: bool) -> Run:
@@ -127,7 +127,7 @@ def _fused(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     logits, target = _logits(columns, dtype, _DEPTH)
     head = Head(logits.t().contiguous(), None, Transform())
     stats = linear_stats(torch.eye(_DEPTH, dtype=dtype), head, target, "fp32", False)
-    return {"logp": stats.logp, "entropy": stats.entropy}
+    return {"logp": stats.logprobs, "entropy": stats.entropy}
 
 
 def _exponentials(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def _exponentials(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     stats, gradient = linear_logp_gradient(torch.eye(_DEPTH, dtype=dtype), head, target, out)
     assert gradient.row_scale is not None
     dlogits = gradient.dlogits.float() * gradient.row_scale[:, None]
-    return {"logp": stats.logp, "entropy": stats.entropy, "gradient": dlogits}
+    return {"logp": stats.logprobs, "entropy": stats.entropy, "gradient": dlogits}
 
 
 def entries(stored: bool) -> Run:
@@ -166,7 +166,7 @@ def entries(stored: bool) -> Run:
             slots=96,
             gradient=gradient,
         )
-        return {"logp": stats.logp}
+        return {"logp": stats.logprobs}
 
     return run
 

@@ -69,8 +69,8 @@ def test_opcheck(backend: str, name: str) -> None:
     *found, kept = linear_logprobs_forward(*forward)
     dlogp, dentropy, dmasked = torch.randn(3, 5)
     none = None
-    outer = (
+    grad_outputs = (
         [(none, none, dmasked)] if call.masked else [(dlogp, none, none), (dlogp, dentropy, none)]
     )
-    for gradients in outer:
+    for gradients in grad_outputs:
         opcheck(linear_logprobs_backward, (*forward, [*found[:3], *gradients, kept]))

@@ -59,11 +59,11 @@ def run(posed: LoRAProblem, way: Way, exact: bool = False, **options: object) ->
         outputs=(name,), softcap=3.0, temperature=0.7, **options,
     )  # fmt: skip
     found = getattr(out, name)
-    outer = torch.randn(target.shape, generator=torch.Generator().manual_seed(5))
-    outer[:, ::5] = 0
+    dlogprobs = torch.randn(target.shape, generator=torch.Generator().manual_seed(5))
+    dlogprobs[:, ::5] = 0
     leaves = dict(zip(NAMES, posed.leaves if way.adapter else posed.leaves[:3], strict=False))
     leaves = {key: x for key, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad((found * outer.to(found)).sum(), list(leaves.values()))
+    gradients = torch.autograd.grad((found * dlogprobs.to(found)).sum(), list(leaves.values()))
     return {name: found.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 

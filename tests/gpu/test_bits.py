@@ -129,8 +129,8 @@ def test_no_kernel_races_with_itself(device: torch.device) -> None:
 
         def dlogits(config: RowConfig) -> Tensor:
             own = tile._replace(logits=tile.logits.clone())  # noqa: B023
-            outer = StatsGrad(one)  # noqa: B023
-            return bits(dlogits_(own, stats, outer, output_view(own.logits, BF16), config))  # noqa: B023
+            grad_stats = StatsGrad(one)  # noqa: B023
+            return bits(dlogits_(own, stats, grad_stats, output_view(own.logits, BF16), config))  # noqa: B023
 
         expected = dlogits(ROW_CONFIG)
         for config in CONFIGS[device.type]:
@@ -150,7 +150,7 @@ def test_one_read_races_with_nothing(device: torch.device) -> None:
                 own = tile._replace(logits=tile.logits.clone())
                 stats, gradient = logp_gradient_(own, config)
                 assert gradient.row_scale is not None
-                found = [bits(x) for x in (stats.logp, gradient.dlogits, gradient.row_scale)]
+                found = [bits(x) for x in (stats.logprobs, gradient.dlogits, gradient.row_scale)]
                 first = first or found
                 assert all(map(torch.equal, first, found)), (columns, config)
 

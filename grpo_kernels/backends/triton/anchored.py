@@ -89,7 +89,7 @@ def anchored_kernel(
     stride_wv,
     stride_exp,
     num_splits,
-    outer,
+    score_scale,
     DESCRIPTORS: tl.constexpr,
     EVEN_D: tl.constexpr,  # D is a multiple of BLOCK_D
     UPCAST: tl.constexpr,
@@ -106,7 +106,7 @@ def anchored_kernel(
     rows = first_row + tl.arange(0, BLOCK_T)
     mask_t = rows < num_rows
     anchor = tl.load(anchor_ptr + rows, mask=mask_t, other=0.0)
-    f2 = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1)) * LOG2_E
+    f2 = common.row_factor(score_scale, temperature_ptr, tl.minimum(rows, num_rows - 1)) * LOG2_E
     f2 += tl.zeros((BLOCK_T,), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     moment = tl.zeros((BLOCK_T,), tl.float32)
@@ -159,7 +159,7 @@ def _moved_kernel(
     stride_wv,
     stride_exp,
     num_splits,
-    outer,
+    score_scale,
     DESCRIPTORS: tl.constexpr,
     EVEN_D: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -178,7 +178,7 @@ def _moved_kernel(
     target = tl.load(target_ptr + rows, mask=moved, other=-1).to(tl.int32)
     anchor = tl.load(anchor_ptr + rows, mask=moved, other=0.0)
     unit = tl.load(unit_ptr + rows, mask=moved, other=0.0)
-    f2 = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1)) * LOG2_E
+    f2 = common.row_factor(score_scale, temperature_ptr, tl.minimum(rows, num_rows - 1)) * LOG2_E
     f2 += tl.zeros((BLOCK_T,), tl.float32)
     first_column = split * (TILES * BLOCK_V)
     for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):

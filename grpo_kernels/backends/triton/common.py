@@ -28,27 +28,27 @@ LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 
 @triton.jit
-def row_factor(outer, temperature_ptr, row):
-    """Return the factor on a row's bounded logits: ``outer``, over its temperature if any."""
-    outer = tl.cast(outer, tl.float32)  # the interpreter's is Python's
+def row_factor(score_scale, temperature_ptr, row):
+    """Return the factor on a row's bounded logits: ``score_scale``, over its temperature if any."""
+    score_scale = tl.cast(score_scale, tl.float32)  # the interpreter's is Python's
     if temperature_ptr is not None:
-        outer = outer / tl.load(temperature_ptr + row).to(tl.float32)
-    return outer
+        score_scale = score_scale / tl.load(temperature_ptr + row).to(tl.float32)
+    return score_scale
 
 
 @triton.jit
-def bounded(x, inner):
+def bounded(x, cap_scale):
     """Return the input of the factor of :func:`row_factor`, from raw logits ``x`` of any shape."""
     x = x.to(tl.float32)
-    if inner is not None:
-        x = tanh(x * inner)
+    if cap_scale is not None:
+        x = tanh(x * cap_scale)
     return x
 
 
 @triton.jit
-def softcap_slope(x, inner):
-    """Return the derivative of :func:`bounded` with a softcap by ``inner * x``."""
-    y = bounded(x, inner)
+def softcap_slope(x, cap_scale):
+    """Return the derivative of :func:`bounded` with a softcap by ``cap_scale * x``."""
+    y = bounded(x, cap_scale)
     return 1.0 - y * y
 
 
@@ -193,15 +193,26 @@ def pointers(stats: RowStats) -> dict[str, Tensor | None]:
 
 
 def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]:
-    """Return ``transform`` as arguments: ``z = outer * tanh(inner * x)``, or ``outer * x``."""
-    inner, outer = None, float(transform.logit_scale)
+    """Return ``transform`` as the scales in ``z = score_scale * tanh(cap_scale * x)``.
+
+    Without a softcap ``cap_scale`` is None, and ``z = score_scale * x``.
+    """
+    cap_scale, score_scale = None, float(transform.logit_scale)
     if transform.softcap is not None:
-        inner, outer = transform.logit_scale / transform.softcap, float(transform.softcap)
+        cap_scale, score_scale = transform.logit_scale / transform.softcap, float(transform.softcap)
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
-        return {"temperature_ptr": None, "inner": inner, "outer": outer / temperature}
+        return {
+            "temperature_ptr": None,
+            "cap_scale": cap_scale,
+            "score_scale": score_scale / temperature,
+        }
     assert temperature.shape == like.shape[:1] and temperature.device == like.device, temperature
-    return {"temperature_ptr": temperature.contiguous(), "inner": inner, "outer": outer}
+    return {
+        "temperature_ptr": temperature.contiguous(),
+        "cap_scale": cap_scale,
+        "score_scale": score_scale,
+    }
 
 
 @contextlib.contextmanager

@@ -64,9 +64,9 @@ def _divergence_kernel(
     stride_out_row,
     num_rows,
     num_columns,
-    inner,  # or None, as the next
+    cap_scale,  # or None, as the next
     teacher_inner,
-    outer,
+    score_scale,
     teacher_outer,
     beta,
     KIND: tl.constexpr,
@@ -76,7 +76,7 @@ def _divergence_kernel(
     logits_ptr += row * stride_row
     teacher_ptr += row * stride_teacher_row
     beta = tl.cast(beta, tl.float32)
-    factor = common.row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(score_scale, temperature_ptr, row)
     teacher_factor = common.row_factor(teacher_outer, teacher_temperature_ptr, row)
     unit = common.unit_of(tl.load(lse_ptr + row), factor)
     teacher_unit = common.unit_of(tl.load(teacher_lse_ptr + row), teacher_factor)
@@ -86,7 +86,7 @@ def _divergence_kernel(
         for start in range(0, num_columns, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             mask = columns < num_columns
-            y = common.bounded(tl.load(logits_ptr + columns, mask, 0.0), inner)
+            y = common.bounded(tl.load(logits_ptr + columns, mask, 0.0), cap_scale)
             y_teacher = common.bounded(tl.load(teacher_ptr + columns, mask, 0.0), teacher_inner)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
             s, each, pull = _terms(log2_s, log2_t, beta, KIND)
@@ -98,7 +98,7 @@ def _divergence_kernel(
         out_ptr += row * stride_out_row
         total = tl.load(pull_ptr + row).to(tl.float32)
         coefficient = tl.load(coefficient_ptr + row)
-        slope = coefficient * (factor if inner is None else factor * inner)
+        slope = coefficient * (factor if cap_scale is None else factor * cap_scale)
         for start in range(0, num_columns, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             mask = columns < num_columns
@@ -106,12 +106,12 @@ def _divergence_kernel(
             x_teacher = tl.load(teacher_ptr + columns, mask, 0.0)
             # what is stored below may be read here by another warp: see the gradient of statistics
             tl.debug_barrier()
-            y = common.bounded(x, inner)
+            y = common.bounded(x, cap_scale)
             y_teacher = common.bounded(x_teacher, teacher_inner)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
             s, each, pull = _terms(log2_s, log2_t, beta, KIND)
             dx = (pull - s * total) * slope
-            if inner is not None:
+            if cap_scale is not None:
                 dx = dx * (1.0 - y * y)
             dx = tl.where(coefficient == 0.0, 0.0, dx)  # of a row without weight, NaN or not
             tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)

@@ -25,7 +25,7 @@ def _weighted(y, unit, constant, of_log):
 
 
 @triton.jit
-def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
+def _write_tile(row, start, end, of_log, cap_scale, BLOCK_V: tl.constexpr):
     """Write :func:`_weighted`, times the softcap's slope; ``end``: the row's, if within."""
     logits_ptr, out_ptr, unit, constant = row
     columns = start + tl.arange(0, BLOCK_V)
@@ -34,9 +34,9 @@ def _write_tile(row, start, end, of_log, inner, BLOCK_V: tl.constexpr):
     # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
     # none stores before all have loaded. Later loads lie behind: an output is never wider.
     tl.debug_barrier()
-    y = common.bounded(x, inner)
+    y = common.bounded(x, cap_scale)
     dx = _weighted(y, unit, constant, of_log)
-    if inner is not None:
+    if cap_scale is not None:
         dx = dx * (1.0 - y * y)
     tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -55,14 +55,14 @@ def _dlogits_kernel(
     stride_row,
     stride_out_row,
     num_columns,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     # of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, dlogp more at the target
     if not HAS_SOFTCAP:  # an argument all the same: without it ptxas takes five registers more
-        inner = None
+        cap_scale = None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
     out_ptr += row * stride_out_row
@@ -72,9 +72,9 @@ def _dlogits_kernel(
     logp = tl.load(logp_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
-    factor = common.row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(score_scale, temperature_ptr, row)
     unit = common.unit_of(lse, factor)
-    slope = factor if inner is None else factor * inner
+    slope = factor if cap_scale is None else factor * cap_scale
     constant, of_log = -dlogp * slope, None
     active = dlogp != 0.0
     if dentropy_ptr is not None:
@@ -88,16 +88,16 @@ def _dlogits_kernel(
     if active:
         inside = (target >= 0) & (target < num_columns)
         x_target = tl.load(logits_ptr + target, mask=inside, other=0.0)  # before it is overwritten
-        y = common.bounded(x_target, inner)
+        y = common.bounded(x_target, cap_scale)
         at_target = -dlogp * expm1(logp) * slope
         if dentropy_ptr is not None:
             at_target += _weighted(y, unit, -dentropy * entropy * slope, of_log)
-        if inner is not None:
+        if cap_scale is not None:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
-            _write_tile(this, start, None, of_log, inner, BLOCK_V)
+            _write_tile(this, start, None, of_log, cap_scale, BLOCK_V)
         if whole < num_columns:
-            _write_tile(this, whole, num_columns, of_log, inner, BLOCK_V)
+            _write_tile(this, whole, num_columns, of_log, cap_scale, BLOCK_V)
         tl.debug_barrier()  # the target's place was written by another thread
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
     else:  # what a row without weight holds cannot leak into its zeros
@@ -110,13 +110,13 @@ def _dlogits_kernel(
 def dlogits_(
     tile: Tile,  # fp32, bf16 or fp16
     stats: RowStats,
-    outer: StatsGrad,  # fp32
+    grad_stats: StatsGrad,  # fp32
     out: Tensor,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Write the gradient by the raw logits; see :class:`Backend`."""
-    logits, dentropy = tile.logits, outer.dentropy
-    dlogp = torch.zeros_like(stats.logp) if outer.dlogp is None else outer.dlogp
+    logits, dentropy = tile.logits, grad_stats.dentropy
+    dlogp = torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp
     capped = tile.transform.softcap is not None
     config = config or row_config(logits.device)
     common.launch_rows(
@@ -124,7 +124,7 @@ def dlogits_(
         tile,
         config,
         out_ptr=out,
-        logp_ptr=stats.logp.contiguous(),
+        logp_ptr=stats.logprobs.contiguous(),
         entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
         lse_ptr=stats.lse.contiguous(),
         dlogp_ptr=dlogp.contiguous(),
@@ -132,6 +132,6 @@ def dlogits_(
         stride_out_row=out.stride(0),
         BLOCK_V=config.columns(logits.dtype),
         HAS_SOFTCAP=capped,
-        **({} if capped else {"inner": 1.0}),
+        **({} if capped else {"cap_scale": 1.0}),
     )
     return out

@@ -50,15 +50,15 @@ _POINTERS += [f"{name}_ptr" for name in Entries._fields]
 @triton.jit
 def _row(
     logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-    dentropy_ptr, stride_row, num_columns, inner, outer,
+    dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
 ):  # fmt: skip
     """Return values of this program's row for :func:`_sizes`, and whether its softmax is finite.
 
     What is not needed is 0: Triton 3.6 cannot return None.
     """
     row = tl.program_id(0).to(tl.int64)
-    factor = common.row_factor(outer, temperature_ptr, row)
-    slope = factor if inner is None else factor * inner
+    factor = common.row_factor(score_scale, temperature_ptr, row)
+    slope = factor if cap_scale is None else factor * cap_scale
     lse = tl.load(lse_ptr + row)
     finite = lse - lse == 0.0
     constant, by_log = 0.0, 0.0  # the gradient is p times a constant plus a share of log2 p
@@ -85,20 +85,20 @@ def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
 
     ``SIGNED``: the entries themselves, negated, and the target's as those of the others.
     """
-    values, unit_ptr, dentropy_ptr, inner = this
+    values, unit_ptr, dentropy_ptr, cap_scale = this
     logits_ptr, target, slope, anchor, f2, rest, constant, by_log = values
     if unit_ptr is not None:  # the logits are E
         e = tl.load(logits_ptr + columns, mask, None if mask is None else 0.0)
         size = e.to(tl.float32) * (slope * scale)
     else:
         x = tl.load(logits_ptr + columns, mask, None if mask is None else float("-inf"))
-        log2_p = tl.fma(common.bounded(x, inner) - anchor, f2, -rest)
+        log2_p = tl.fma(common.bounded(x, cap_scale) - anchor, f2, -rest)
         size = tl.exp2(log2_p) * (slope * scale)
         if dentropy_ptr is not None:
             of_logs = tl.fma(tl.maximum(log2_p, common.LOG2_UNDERFLOW), by_log, constant)
             size = size * (of_logs if SIGNED else tl.abs(of_logs))
-        if inner is not None:  # which turns -inf into a finite value
-            size = size * common.softcap_slope(x, inner)
+        if cap_scale is not None:  # which turns -inf into a finite value
+            size = size * common.softcap_slope(x, cap_scale)
             if mask is not None:
                 size = tl.where(mask, size, 0.0)
         if not SIGNED:
@@ -116,7 +116,7 @@ def _weigh_kernel(
     cuts_ptr,  # (K,) fp32
     num_rows,
     allowed,  # squared error of a row
-    outer,
+    score_scale,
     NUM_CUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -128,7 +128,7 @@ def _weigh_kernel(
         rows = start + tl.arange(0, BLOCK)
         mask = rows < num_rows
         lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))
-        factor = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
+        factor = common.row_factor(score_scale, temperature_ptr, tl.minimum(rows, num_rows - 1))
         logp = tl.minimum(tl.load(logp_ptr + rows, mask=mask, other=0.0), 0.0)
         weight = tl.zeros((BLOCK,), tl.float32) + 1.0
         if dlogp_ptr is not None:
@@ -211,17 +211,17 @@ def _tail_sums_kernel(
     num_columns,
     blocks,
     sampled,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
     NUM_CUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, inner, outer,
+        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
     )  # fmt: skip
-    this = values, unit_ptr, dentropy_ptr, inner
+    this = values, unit_ptr, dentropy_ptr, cap_scale
     num_active = tl.where(finite, num_columns, 0)
     weight = tl.load(weight_ptr + row)
     offs_k = tl.arange(0, BLOCK_K)
@@ -284,15 +284,15 @@ def _mark_kernel(
     groups,
     seed,
     first_row,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, inner, outer,
+        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
     )  # fmt: skip
-    this = values, unit_ptr, dentropy_ptr, inner
+    this = values, unit_ptr, dentropy_ptr, cap_scale
     cut = tl.load(cuts_ptr + row)
     if not (finite & (cut < _ANY)):
         return
@@ -347,16 +347,16 @@ def _list_kernel(
     num_columns,
     slots,
     groups,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
     BLOCK: tl.constexpr,  # entries at a time
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
         logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, inner, outer,
+        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
     )  # fmt: skip
-    this = values, unit_ptr, dentropy_ptr, inner
+    this = values, unit_ptr, dentropy_ptr, cap_scale
     cut = tl.load(cuts_ptr + row)
     active = finite & (cut < _ANY)
     without = tl.where(cut < _ANY, _WHOLE, 0)
@@ -373,13 +373,13 @@ def _list_kernel(
             bounded = tl.maximum(logp, common.LOG2_UNDERFLOW) + tl.load(entropy_ptr + row)
             at_target -= tl.load(dentropy_ptr + row).to(tl.float32) * tl.exp(logp) * bounded
         at_target = at_target * slope
-        if inner is not None:
-            at_target = at_target * common.softcap_slope(x, inner)
+        if cap_scale is not None:
+            at_target = at_target * common.softcap_slope(x, cap_scale)
         at_target = tl.where(marked, at_target, 0.0)
     else:
         marked = active & (x.to(tl.int32, bitcast=True) != 0)
-        at_target = -expm1(logp) * common.row_factor(outer, temperature_ptr, row)
-        if inner is not None:  # its logit is gone
+        at_target = -expm1(logp) * common.row_factor(score_scale, temperature_ptr, row)
+        if cap_scale is not None:  # its logit is gone
             at_target = -x * slope
     ids_ptr += row * slots
     strands = tl.arange(0, _STRANDS)
@@ -441,16 +441,16 @@ def _launch(
     tile: Tile,
     stats: RowStats,
     gradient: TileGradient | None,
-    outer: StatsGrad | None,
+    grad_stats: StatsGrad | None,
     num_warps: int,
     **arguments: object,
 ) -> None:
     """Launch a kernel for the rows of a tile, whose logits may be the ``gradient`` by now."""
     unit, lse = None, stats.lse.contiguous()
     entropy = dlogp = dentropy = None
-    if outer is not None:
-        assert gradient is None and outer.dlogp is not None and outer.dentropy is not None
-        dlogp, dentropy = outer.dlogp.contiguous(), outer.dentropy.contiguous()
+    if grad_stats is not None:
+        assert gradient is None and grad_stats.dlogp is not None and grad_stats.dentropy is not None
+        dlogp, dentropy = grad_stats.dlogp.contiguous(), grad_stats.dentropy.contiguous()
         entropy = stats.entropy.contiguous()
     if gradient is not None:
         tile, unit = tile._replace(logits=gradient.dlogits), gradient.row_scale
@@ -474,7 +474,7 @@ def tail_sums(
     weight: Tensor,
     cuts: Tensor,
     gradient: TileGradient | None = None,
-    outer: StatsGrad | None = None,
+    grad_stats: StatsGrad | None = None,
 ) -> Tensor:
     """Sum up sampled tails of a tile with all targets; see :class:`Backend`."""
     rows, columns = tile.logits.shape
@@ -485,7 +485,7 @@ def tail_sums(
         tile,
         stats,
         gradient,
-        outer,
+        grad_stats,
         num_warps=_READING_WARPS,
         weight_ptr=weight.contiguous(),
         cuts_ptr=cuts.contiguous(),
@@ -524,8 +524,8 @@ def common_cuts(
     with torch.cuda.device_of(weight):
         _weigh_kernel[(1,)](
             temperature_ptr=transform["temperature_ptr"],
-            outer=transform["outer"],
-            logp_ptr=stats.logp.contiguous(),
+            score_scale=transform["score_scale"],
+            logp_ptr=stats.logprobs.contiguous(),
             lse_ptr=stats.lse.contiguous(),
             dlogp_ptr=None if dlogp is None else dlogp.contiguous(),
             cuts_ptr=tried,
@@ -554,7 +554,7 @@ def extract_entries(
     cuts: Tensor,
     slots: int,
     gradient: TileGradient | None = None,
-    outer: StatsGrad | None = None,
+    grad_stats: StatsGrad | None = None,
 ) -> Entries:
     """Choose the entries of each row of a tile with all targets; see :class:`Backend`."""
     (rows, columns), device = tile.logits.shape, tile.logits.device
@@ -568,7 +568,7 @@ def extract_entries(
             "tile": tile.rows(part),
             "stats": stats.rows(part),
             "gradient": None if gradient is None else gradient.rows(part),
-            "outer": None if outer is None else outer.rows(part),
+            "grad_stats": None if grad_stats is None else grad_stats.rows(part),
             "cuts_ptr": cuts[part].contiguous(),
             "words_ptr": words,
             "tail_ptr": tail,
@@ -585,7 +585,7 @@ def extract_entries(
         _launch(
             _list_kernel,
             num_warps=_LISTING_WARPS,
-            logp_ptr=stats.logp[part].contiguous(),
+            logp_ptr=stats.logprobs[part].contiguous(),
             slots=slots,
             BLOCK=_LISTED_ENTRIES,
             **of_part,

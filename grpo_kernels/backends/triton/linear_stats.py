@@ -88,8 +88,8 @@ def linear_stats_kernel(
     depth,  # D
     stride_wv,
     num_splits,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
     ROUND_TO: tl.constexpr,  # dtype of the logits, or None: fp32 accumulators as they are
     DESCRIPTORS: tl.constexpr,
     EVEN_D: tl.constexpr,  # D is a multiple of BLOCK_D
@@ -113,7 +113,7 @@ def linear_stats_kernel(
             return
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
     inside = tl.minimum(rows, num_rows - 1)
-    f2 = common.row_factor(outer, temperature_ptr, inside) * LOG2_E
+    f2 = common.row_factor(score_scale, temperature_ptr, inside) * LOG2_E
     f2 += tl.zeros((BLOCK_T,), tl.float32)
     zero = tl.zeros((BLOCK_T,), tl.float32)
     infinite = tl.full((BLOCK_T,), float("inf"), tl.float32)
@@ -140,7 +140,7 @@ def linear_stats_kernel(
                 logits += bias[None, :]
                 if ROUND_TO is not None:
                     logits = rounded(logits, ROUND_TO, UPCAST).to(tl.float32)
-            y = common.bounded(logits, inner)
+            y = common.bounded(logits, cap_scale)
             here = (target >= subtile_column) & (target < subtile_column + SUBTILE_V)
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 y_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], y, 0.0), axis=1)
@@ -178,14 +178,14 @@ def _merge_splits_kernel(
     num_rows,
     num_columns,
     num_splits,
-    outer,
+    score_scale,
     UPCAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     EXTRAS: tl.constexpr = best_ptr is not None
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
-    factor = common.row_factor(outer, temperature_ptr, tl.minimum(rows, num_rows - 1))
+    factor = common.row_factor(score_scale, temperature_ptr, tl.minimum(rows, num_rows - 1))
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
     moment = tl.zeros((BLOCK,), tl.float64)
@@ -302,7 +302,7 @@ class LinearLaunch:
             "x_ptr": described(self.hidden, config.block_t, config),
             "weight_ptr": described(weight, config.block_v, config),
             "temperature_ptr": self.transform["temperature_ptr"],
-            "outer": self.transform["outer"],
+            "score_scale": self.transform["score_scale"],
             "num_rows": len(self.hidden),
             "num_columns": len(weight),
             "depth": weight.shape[1],
@@ -331,7 +331,7 @@ class LinearLaunch:
             **self.products,
             **self.results,
             bias_ptr=self.head.bias,
-            inner=self.transform["inner"],
+            cap_scale=self.transform["cap_scale"],
             ROUND_TO=_ROUNDED.get(logits),
             SUBTILES=self.config.subtiles,
             REPAIR=repair,
@@ -344,7 +344,7 @@ class LinearLaunch:
         _merge_splits_kernel[(triton.cdiv(len(self.hidden), _MERGED_ROWS),)](
             **self.results,
             temperature_ptr=self.transform["temperature_ptr"],
-            outer=self.transform["outer"],
+            score_scale=self.transform["score_scale"],
             num_rows=len(self.hidden),
             num_columns=len(self.head.weight),
             num_splits=self.sums.shape[1],

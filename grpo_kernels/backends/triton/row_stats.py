@@ -37,14 +37,14 @@ def _with_tile(
 ):
     """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
-    logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2 = row
+    logits_ptr, out_ptr, offs_v, target, y_target, cap_scale, factor, f2 = row
     columns = start + offs_v
     mask_v = None if end is None else columns < end
     x = tl.load(logits_ptr + columns, mask_v, None if end is None else float("-inf"))
-    y = common.bounded(x, inner)
+    y = common.bounded(x, cap_scale)
     above = y
     if end is not None:
-        if inner is not None:  # which turns -inf into a finite value
+        if cap_scale is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
     y, above = common.by_thread(y, VECTOR), common.by_thread(above, VECTOR)
@@ -63,8 +63,8 @@ def _with_tile(
         tl.debug_barrier()  # as in dlogits: no warp stores before all have loaded
         lift = tl.where(peak == float("-inf"), 0.0, tl.exp2((base - anchor) * f2))
         e = common.as_loaded(e * common.spread(lift, e))
-        if inner is not None:
-            e = e * common.softcap_slope(x, inner)
+        if cap_scale is not None:
+            e = e * common.softcap_slope(x, cap_scale)
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
     if EXTRAS:
         least = tl.minimum(least, -common.max_of(-above))
@@ -95,8 +95,8 @@ def _row_stats_kernel(
     stride_row,
     stride_out_row,
     num_columns,
-    inner,
-    outer,
+    cap_scale,
+    score_scale,
     BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -108,10 +108,10 @@ def _row_stats_kernel(
         # of the product, since a hint on an argument has no effect; a thread stores as many columns
         # at once as it loads
         out_ptr += tl.multiple_of(row * stride_out_row, VECTOR)
-    factor = common.row_factor(outer, temperature_ptr, row)
+    factor = common.row_factor(score_scale, temperature_ptr, row)
     target = tl.load(target_ptr + row).to(tl.int32)
     x_target = tl.load(logits_ptr + target)
-    y_target = common.bounded(x_target, inner)
+    y_target = common.bounded(x_target, cap_scale)
 
     # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
     # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
@@ -127,7 +127,7 @@ def _row_stats_kernel(
     rivals = tl.zeros((THREADS,), tl.int32)  # whether an earlier column equals the target's
     anchor = tl.where(y_target > _LOWEST, y_target, _LOWEST)
     sums = peak, total, moment, squares, least, rivals, anchor
-    this = logits_ptr, out_ptr, offs_v, target, y_target, inner, factor, f2
+    this = logits_ptr, out_ptr, offs_v, target, y_target, cap_scale, factor, f2
     whole = num_columns // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         sums = _with_tile(sums, this, start, None, EXTRAS, BLOCK_V, VECTOR)
@@ -137,7 +137,7 @@ def _row_stats_kernel(
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
-        equal = (common.bounded(x, inner) == y_target) & (columns < target)
+        equal = (common.bounded(x, cap_scale) == y_target) & (columns < target)
         rivals |= common.max_of(common.by_thread(equal.to(tl.int32), VECTOR))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
@@ -156,8 +156,11 @@ def _row_stats_kernel(
     logp = common.store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
         at_target, unit, finite = common.at_the_target(logp, anchor, peak, total, factor)
-        if inner is not None:
-            at_target, unit = at_target * common.softcap_slope(x_target, inner), unit * inner
+        if cap_scale is not None:
+            at_target, unit = (
+                at_target * common.softcap_slope(x_target, cap_scale),
+                unit * cap_scale,
+            )
         tl.debug_barrier()  # the target's place was written by another thread
         if finite:
             tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
