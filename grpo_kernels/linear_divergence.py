@@ -108,27 +108,43 @@ def linear_divergence(
             batch_invariant=batch_invariant,
         )
         divergence = _checked(kind, beta)
-        of_both = temperature, vocab_size, precision
-        rows = _rows("", hidden, head, *of_both)
+        rows = _model_rows(
+            hidden, head, temperature=temperature, vocab_size=vocab_size, precision=precision
+        )
         tokens = hidden.shape[:-1]
-        if (counted := _token_values("mask", mask, hidden)) is not None:
+        counted = _token_values("mask", mask, hidden)
+        if counted is not None:
             rows = replace(rows, target=torch.where(counted != 0, 0, IGNORE_INDEX))
-        teacher = _teacher(rows, tokens, teacher_hidden, teacher_head, teacher_topk, *of_both)
+        teacher = _teacher(
+            student=rows,
+            tokens=tokens,
+            hidden=teacher_hidden,
+            head=teacher_head,
+            topk=teacher_topk,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            precision=precision,
+        )
         factors = _token_values("weights", weights, hidden)
-        valid = rows.valid()
-        if valid.index is not None:
-            teacher = teacher.at(valid.index)
-        plan = plan_divergence(valid, teacher, options, divergence)
-    of_ranks = divergence, plan.teacher is None, plan.needs.of_inputs, len(plan.chunks)
-    check_ranks_agree(valid, plan.route, *of_ranks)
+        selection = rows.with_target()
+        rows = rows.selected(selection)
+        if selection.index is not None:
+            teacher = teacher.select(selection.index)
+        plan = plan_divergence(rows, teacher, options, divergence)
+    check_ranks_agree(
+        rows.target,
+        rows.head,
+        plan.route,
+        (divergence, plan.teacher is None, plan.needs.of_inputs, len(plan.chunks)),
+    )
     wide = stats_dtype(hidden.dtype)
     if factors is None:
-        factors = torch.ones_like(rows.target, dtype=wide)
-    factors = factors.to(wide) / max(valid.count, 1)
-    if valid.index is not None:
-        factors = factors[valid.index]
-    loss, *each = differentiable_divergence(valid.as_all(), teacher, factors, plan)
-    return LinearDivergence(loss, *(valid.scatter(x).reshape(tokens) for x in each))
+        factors = rows.target.new_ones(tokens.numel(), dtype=wide)
+    factors = selection.gather(factors.to(wide) / max(rows.count, 1))
+    loss, each, entropy = differentiable_divergence(rows, teacher, factors, plan)
+    return LinearDivergence(
+        loss, selection.scatter(each).reshape(tokens), selection.scatter(entropy).reshape(tokens)
+    )
 
 
 def explain_divergence(
@@ -153,11 +169,21 @@ def explain_divergence(
         ValueError: as ``linear_divergence`` would for these arguments.
     """
     chosen = RunOptions(**options)
-    of_both = 1.0, vocab_size, chosen.precision
-    rows = _rows("", hidden, head, *of_both)
+    rows = _model_rows(
+        hidden, head, temperature=1.0, vocab_size=vocab_size, precision=chosen.precision
+    )
     teacher: Rows | TopK = TopK(hidden[:0], hidden[:0])
     if teacher_hidden is not None or teacher_head is not None:
-        teacher = _teacher(rows, hidden.shape[:-1], teacher_hidden, teacher_head, None, *of_both)
+        teacher = _teacher(
+            student=rows,
+            tokens=hidden.shape[:-1],
+            hidden=teacher_hidden,
+            head=teacher_head,
+            topk=None,
+            temperature=1.0,
+            vocab_size=vocab_size,
+            precision=chosen.precision,
+        )
     return plan_divergence(rows, teacher, chosen, _checked(kind, beta))
 
 
@@ -167,27 +193,28 @@ def _checked(kind: str, beta: float) -> Divergence:
     return Divergence(kind=kind, beta=beta)
 
 
-def _rows(
-    whose: str,
+def _model_rows(
     hidden: Tensor,
     head: Tensor | Head,
+    *,
     temperature: float | Tensor,
     vocab_size: int | None,
     precision: str,
+    prefix: str = "",  # of argument names in messages
 ) -> Rows:
-    """Return the rows of a model; ``whose`` comes before the names in messages."""
+    """Check the arguments of one model, and return its rows."""
     try:
         check_floating("hidden", hidden)
         temperature = row_temperature(temperature, hidden.shape[:-1], hidden)
         head = unshard_head(head_of(head, None, None, 1.0, None, temperature))
         hidden, head = checked_head(hidden, head, precision)
     except ValueError as error:
-        raise ValueError(f"{whose}{error}") from None
+        raise ValueError(f"{prefix}{error}") from None
     if vocab_size is not None:
         held = head.vocab_size
         if not isinstance(vocab_size, int) or not 0 < vocab_size <= held:
             raise ValueError(
-                f"vocab_size: expected 1 to {held} (ids of {whose}head), got {vocab_size!r}"
+                f"vocab_size: expected 1 to {held} (ids of {prefix}head), got {vocab_size!r}"
             )
         if head.shard is None:
             head = head.columns(slice(vocab_size))
@@ -210,14 +237,17 @@ def _token_values(name: str, values: Tensor | None, hidden: Tensor) -> Tensor | 
 
 
 def _teacher(
+    *,
     student: Rows,
     tokens: torch.Size,
     hidden: Tensor | None,
     head: Tensor | Head | None,
     topk: tuple[Tensor, Tensor] | None,
-    *of_both: Any,
+    temperature: float | Tensor,
+    vocab_size: int | None,
+    precision: str,
 ) -> Rows | TopK:
-    """Return what the student's rows are compared with."""
+    """Check the teacher's arguments, and return its rows or first ids."""
     if topk is not None:
         if hidden is not None or head is not None:
             raise ValueError(
@@ -228,7 +258,14 @@ def _teacher(
         if value is None:
             raise ValueError(f"{name}: expected a tensor where there is no teacher_topk, got None")
     assert hidden is not None and head is not None
-    teacher = _rows("teacher_", hidden, head, *of_both)
+    teacher = _model_rows(
+        hidden,
+        head,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        precision=precision,
+        prefix="teacher_",
+    )
     if hidden.shape[:-1] != tokens:
         raise ValueError(
             f"teacher_hidden: expected shape {(*tokens, 'D')} (tokens of hidden), got "

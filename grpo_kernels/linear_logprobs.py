@@ -17,11 +17,12 @@ from grpo_kernels.engine import (
     Needs,
     Rows,
     RunOptions,
+    Selection,
     check_ranks_agree,
     compiled_stats,
     differentiable_stats,
-    of_kept,
     raise_on_all_ranks,
+    unpack_entries,
 )
 from grpo_kernels.head import (
     Head,
@@ -39,24 +40,26 @@ _TOP_K = ("topk_logprobs", "topk_indices")
 
 
 class LinearLogprobs(NamedTuple):
-    """Outputs of :func:`linear_logprobs`; None if not asked. All have the shape of ``target``, the
-    last two one more dimension of ``top_k``."""
+    """Outputs of :func:`linear_logprobs`; None unless requested.
 
-    logprobs: Tensor | None  # log p[target]
-    entropy: Tensor | None  # nats
-    lse: Tensor | None  # logsumexp of the transformed logits; no gradient
-    is_top1: Tensor | None  # bool, the target is the first argmax
-    sum_sq_probs: Tensor | None  # sum_j p_j^2; no gradient
-    max_logit: Tensor | None  # largest transformed logit; no gradient
-    min_logit: Tensor | None  # smallest; no gradient
-    mean_logit: Tensor | None  # mean of the transformed logits; no gradient
-    masked_logprobs: (
-        Tensor | None
-    )  # log of p[target] / sum of p over the sampling mask and the target
-    topk_logprobs: Tensor | None  # (..., k) log p of the first k ids, descending; no gradient
-    topk_indices: Tensor | None  # (..., k) int64, these ids
-    # of the gradient of logprobs by the logits, with a bounded backward
-    entries: Tensor | None = None  # int32, how many of a row are kept; -1: the row is exact
+    Shaped as ``target``; ``topk_*`` have a last dimension ``top_k``. Only ``logprobs``, ``entropy``
+    and ``masked_logprobs`` are differentiable.
+    """
+
+    logprobs: Tensor | None = None  # log p[target]
+    entropy: Tensor | None = None  # nats
+    lse: Tensor | None = None  # logsumexp of the transformed logits
+    is_top1: Tensor | None = None  # bool, the target is the first argmax
+    sum_sq_probs: Tensor | None = None  # sum_j p_j^2
+    max_logit: Tensor | None = None  # largest transformed logit
+    min_logit: Tensor | None = None  # smallest
+    mean_logit: Tensor | None = None  # mean of the transformed logits
+    # log of p[target] / sum of p over the sampling mask and the target
+    masked_logprobs: Tensor | None = None
+    topk_logprobs: Tensor | None = None  # (..., k) log p of the first k ids, descending
+    topk_indices: Tensor | None = None  # (..., k) int64, these ids
+    # of the gradient of logprobs by the logits, with a sparse backward
+    entries: Tensor | None = None  # int32, entries kept per row; -1: the row is exact
     gradient_error: Tensor | None = None  # L2 norm of a row's error over that of its gradient
     gradient_error_bound: Tensor | None = None  # L1 norm of the error
 
@@ -175,25 +178,32 @@ def linear_logprobs(
             target=target.reshape(-1),
             sampling_mask=sampling_mask if "masked_logprobs" in outputs else None,
         )
-        wanted = OutputSpec(
+        spec = OutputSpec(
             extras=any(name in EXTRAS for name in outputs),
             mean="mean_logit" in outputs,
             top_k=top_k or 0,
         )
         compiling = torch.compiler.is_compiling() and _forms_tiles(backend)
         if not compiling:
-            valid = rows.valid()
-            size, needs = (hidden.dtype, head, valid.count), Needs.of(valid.inputs)
-            masked = rows.sampling_mask is not None
-            plan = LogprobsPlan.of(*size, options, needs, wanted, masked)
-    stats, kept = compiled_stats(rows, options, wanted) if compiling else _eager_stats(valid, plan)
-    stats = stats._replace(lse=stats.lse.to(stats.logprobs.dtype))
-    named = dict(zip(OUTPUTS, stats, strict=True))
+            selection = rows.with_target()
+            valid = rows.selected(selection)
+            plan = LogprobsPlan.of(
+                dtype=hidden.dtype,
+                head=head,
+                tokens=valid.count,
+                options=options,
+                needs=Needs.of(valid.inputs),
+                outputs=spec,
+                masked=rows.sampling_mask is not None,
+            )
+    if compiling:
+        stats, saved = compiled_stats(rows, options, spec)
+    else:
+        stats, saved = _eager_stats(valid, selection, plan)
+    values = stats._replace(lse=stats.lse.to(stats.logprobs.dtype))._asdict()
     if any(name in BOUNDED for name in outputs):
-        named.update(_of_backward(kept, options, head.shard))
-    return LinearLogprobs(
-        *(_output(name, named[name], target) if name in outputs else None for name in _ALL_OUTPUTS)
-    )
+        values |= _bounded_outputs(saved, options, head.shard)
+    return LinearLogprobs(**{name: _output(name, values[name], target) for name in outputs})
 
 
 def _forms_tiles(backend: str) -> bool:
@@ -202,14 +212,16 @@ def _forms_tiles(backend: str) -> bool:
     return forced is None or forced.has_tiles
 
 
-def _eager_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
-    """Compute statistics of all rows from those of the ``rows`` with a target."""
-    check_ranks_agree(rows, plan.route, plan.wanted, plan.saving.kind)
-    stats, kept = differentiable_stats(rows.as_all(), plan)
-    whole = (None if x is None else rows.scatter(x) for x in stats)
-    if kept is not None and plan.saving.kind == ENTRIES:
-        kept = rows.scatter(kept)
-    return RowStats(*whole), kept  # type: ignore[arg-type]
+def _eager_stats(
+    rows: Rows, selection: Selection, plan: LogprobsPlan
+) -> tuple[RowStats, Tensor | None]:
+    """Compute statistics of all rows from those of the selected ``rows``."""
+    check_ranks_agree(rows.target, rows.head, plan.route, plan.outputs, plan.saving.kind)
+    stats, saved = differentiable_stats(rows, plan)
+    whole = (None if x is None else selection.scatter(x) for x in stats)
+    if saved is not None and plan.saving.kind == ENTRIES:
+        saved = selection.scatter(saved)
+    return RowStats(*whole), saved  # type: ignore[arg-type]
 
 
 def explain_logprobs(
@@ -243,32 +255,41 @@ def explain_logprobs(
     chosen = RunOptions(**options)
     head = head_of(weight, bias, lora, logit_scale, softcap, 1.0, vocab_shard)
     hidden, head = checked_head(hidden, head, chosen.precision)
-    size = hidden.dtype, head, hidden.numel() // hidden.shape[-1]
-    needs = Needs.of((hidden, *head.tensors))
-    return LogprobsPlan.of(*size, chosen, needs, OutputSpec(mean=tiled), sampling_mask)
+    return LogprobsPlan.of(
+        dtype=hidden.dtype,
+        head=head,
+        tokens=hidden.numel() // hidden.shape[-1],
+        options=chosen,
+        needs=Needs.of((hidden, *head.tensors)),
+        outputs=OutputSpec(mean=tiled),
+        masked=sampling_mask,
+    )
 
 
-def _of_backward(
-    kept: Tensor | None, options: RunOptions, shard: VocabShard | None
-) -> dict[str, Tensor | None]:
-    """Return what :data:`BOUNDED` names."""
-    if kept is None or options.bounded is None or kept.dim() < 2:
+def _bounded_outputs(
+    saved: Tensor | None, options: RunOptions, shard: VocabShard | None
+) -> dict[str, Tensor]:
+    """Return the outputs of a sparse backward, which :data:`BOUNDED` names."""
+    if saved is None or options.bounded is None or saved.dim() < 2:
         raise ValueError(
             f"outputs: expected {', '.join(BOUNDED)} only with backward=Bounded(...) and an input "
             f"that requires a gradient, got backward={options.backward!r}"
         )
-    entries = of_kept(kept.detach())
+    entries = unpack_entries(saved.detach())
     used, exact = entries.used, entries.used < 0
     if shard is not None:
         used = torch.where(exact, used, shard.gather(used).sum(0, dtype=used.dtype))
     # a row without a target has no gradient, and no error of one
     error = torch.where(exact | (entries.error == 0), 0.0, entries.error / entries.norm)
-    found = (used, error, torch.where(exact, 0.0, entries.error_l1))
-    return dict(zip(BOUNDED, found, strict=True))
+    return {
+        "entries": used,
+        "gradient_error": error,
+        "gradient_error_bound": torch.where(exact, 0.0, entries.error_l1),
+    }
 
 
 def _output(name: str, value: Tensor | None, target: Tensor) -> Tensor:
-    assert value is not None  # it was asked for
+    assert value is not None  # it was requested
     if name not in DIFFERENTIABLE:
         value = value.detach()
     return value.reshape((*target.shape, *value.shape[1:]))
@@ -286,10 +307,10 @@ def _check_outputs(
         raise ValueError(
             "sampling_mask: expected a SamplingMask for the output 'masked_logprobs', got None"
         )
-    wanted = [name for name in _TOP_K if name in outputs]
-    if bool(wanted) != (top_k is not None):
-        expected = f"a number of ids for the output {wanted[0]!r}" if wanted else "None"
-        without = "" if wanted else f" without one of the outputs {', '.join(_TOP_K)}"
+    of_top_k = [name for name in _TOP_K if name in outputs]
+    if bool(of_top_k) != (top_k is not None):
+        expected = f"a number of ids for the output {of_top_k[0]!r}" if of_top_k else "None"
+        without = "" if of_top_k else f" without one of the outputs {', '.join(_TOP_K)}"
         raise ValueError(f"top_k: expected {expected}{without}, got {top_k!r}")
     if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
         raise ValueError(f"top_k: expected an int, got {top_k!r}")

@@ -11,7 +11,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.engine import Bounded, RunOptions, raise_on_all_ranks
 from grpo_kernels.head import Head, HeadLoRA, VocabShard, check_floating, head_of, unshard_head
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
-from grpo_kernels.schedule import Plan, compiled_policy_loss, planned, run_plan
+from grpo_kernels.schedule import Plan, compiled_policy_loss, make_call, run_plan
 
 
 def linear_policy_loss(
@@ -102,8 +102,15 @@ def linear_policy_loss(
         head = unshard_head(head)
         if torch.compiler.is_compiling():
             return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
-        rows, plan = planned(hidden, head, batch, config, options, main_grad)
-    return run_plan(rows, plan)
+        states, plan = make_call(
+            hidden=hidden,
+            head=head,
+            batch=batch,
+            config=config,
+            options=options,
+            main_grad=main_grad,
+        )
+    return run_plan(states, plan)
 
 
 def explain(
@@ -133,7 +140,8 @@ def explain(
     """
     temperature = _temperature(config)
     head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
-    return planned(hidden, head, batch, config, RunOptions(**options))[1]
+    chosen = RunOptions(**options)
+    return make_call(hidden=hidden, head=head, batch=batch, config=config, options=chosen)[1]
 
 
 def _temperature(config: LossConfig) -> float:

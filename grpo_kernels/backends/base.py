@@ -55,6 +55,11 @@ class RowStats(NamedTuple):
     topk_logprobs: Tensor | None = None  # (C, k) log-probabilities of the first k columns
     topk_indices: Tensor | None = None  # (C, k) int64, which these are
 
+    @property
+    def for_backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The statistics that ``dlogits_`` reads."""
+        return self.logprobs, self.entropy, self.lse
+
     def rows(self, index: slice | Tensor) -> RowStats:
         """Return the same for a subset of rows."""
         return RowStats(*(x[index] if x is not None else None for x in self))  # type: ignore[arg-type]
@@ -120,15 +125,15 @@ def dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
     return _DTYPES.get(name, wide)
 
 
-def shapes_of(rows: torch.Size, wanted: OutputSpec, masked: bool) -> dict[str, torch.Size]:
+def shapes_of(rows: torch.Size, outputs: OutputSpec, masked: bool) -> dict[str, torch.Size]:
     """Return the fields of :class:`RowStats` that a call fills, and their shapes."""
-    shapes = dict.fromkeys((*STATS, *EXTRAS) if wanted.extras else STATS, rows)
+    shapes = dict.fromkeys((*STATS, *EXTRAS) if outputs.extras else STATS, rows)
     if masked:
         shapes["masked_logprobs"] = rows
-    if wanted.mean:
+    if outputs.mean:
         shapes["mean_logit"] = rows
-    if wanted.top_k:
-        shapes["topk_logprobs"] = shapes["topk_indices"] = torch.Size((*rows, wanted.top_k))
+    if outputs.top_k:
+        shapes["topk_logprobs"] = shapes["topk_indices"] = torch.Size((*rows, outputs.top_k))
     return shapes
 
 
@@ -161,11 +166,11 @@ class Entries(NamedTuple):
         return Entries(ids, torch.zeros((rows, slots), device=device), used, *norms)
 
 
-Record = TypeVar("Record", RowStats, Entries)
+Record = TypeVar("Record", RowStats, StatsGrad, Entries)
 
 
 def concatenate(parts: Sequence[Record]) -> Record:
-    """Join the statistics, or the entries, of consecutive row ranges; ``parts`` is not empty."""
+    """Join the records of consecutive row ranges; ``parts`` is not empty."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*parts, strict=True)

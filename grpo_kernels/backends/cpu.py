@@ -46,7 +46,7 @@ _TYPE = {
 _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
     "double temperature, logit_scale, softcap; int32 dtype",
-    "Stats": "pointer logp, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit",
+    "Stats": "pointer logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit",
     "Update": "pointer inner, outer; int64 inner_stride, rank",
     "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
     "int32 dtype, rounded; Update update; Tile tile",

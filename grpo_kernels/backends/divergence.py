@@ -107,6 +107,6 @@ class TopK(NamedTuple):
         tail = torch.log1p(-logp.exp().sum(-1, keepdim=True).clamp(max=1))
         return torch.cat([logp, tail], -1).clamp(min=LEAST_LOGP)
 
-    def at(self, index: slice | Tensor) -> TopK:
+    def select(self, index: slice | Tensor) -> TopK:
         """Return the same for a subset of rows."""
         return TopK(self.logprobs[index], self.indices[index])

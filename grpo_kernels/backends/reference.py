@@ -20,7 +20,7 @@ def reference_logprobs(
     target: Tensor,
     precision: str,
     sampling_mask: SamplingMask | None = None,
-    wanted: OutputSpec = OutputSpec(),  # noqa: B008
+    outputs: OutputSpec = OutputSpec(),  # noqa: B008
 ) -> RowStats:
     """Compute statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
 
@@ -48,9 +48,9 @@ def reference_logprobs(
         mean_logit=scores.mean(-1),
         masked_logprobs=masked,
     )
-    if not wanted.top_k:
+    if not outputs.top_k:
         return stats
-    first = scores.argsort(dim=-1, descending=True, stable=True)[:, : wanted.top_k]
+    first = scores.argsort(dim=-1, descending=True, stable=True)[:, : outputs.top_k]
     return completed(stats, target, logp.gather(-1, first), first)
 
 

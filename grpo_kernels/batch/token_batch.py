@@ -214,11 +214,12 @@ class TokenBatch:
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         mask, per_token = self.sampling_mask, dict[str, Any]()
-        for name in ("target", "advantages", "rows", *TOKEN_FIELDS):
+        for name in ("target", "advantages", *TOKEN_FIELDS):
             value = getattr(self, name)
             per_token[name] = None if value is None else value[keep]
         return replace(
             self,
+            rows=keep if self.rows is None else self.rows[keep],
             cu_seqlens=pad(kept.cumsum(0), (1, 0))[self.cu_seqlens],
             counts=torch.stack([lengths, torch.full_like(lengths, UNKNOWN)]),
             sampling_mask=None if mask is None else mask.take(keep),

@@ -1,13 +1,14 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
+from grpo_kernels.engine.autograd import INPUTS, Forward, HeadCall, Tensors, apply
 from grpo_kernels.engine.bounded import (
     REPORT,
     BoundedSums,
     bounded_gradients,
     bounded_report,
-    kept_entries,
-    of_kept,
-    to_keep,
+    pack_entries,
+    saved_entries,
+    unpack_entries,
 )
 from grpo_kernels.engine.chunked_loop import (
     Chunk,
@@ -28,7 +29,6 @@ from grpo_kernels.engine.compiled_logprobs import (
     linear_logprobs_forward,
 )
 from grpo_kernels.engine.differentiable import (
-    INPUTS,
     differentiable_stats,
     rows_forward,
     stats_backward,
@@ -52,5 +52,5 @@ from grpo_kernels.engine.logprobs_plan import (
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
-from grpo_kernels.engine.rows import Gradients, Needs, Rows
+from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks

@@ -1,8 +1,11 @@
-"""What a forward keeps for its backward, and the bounded backward from the entries that matter.
+"""What a forward saves for its backward, and the sparsified backward.
 
-The rows of a chunk share one cut of their sizes, weighted by the gradients of log-probabilities
-where these are known already. It is chosen for the error that the tolerance allows of the chunk. A
-row that would need too many entries is computed exactly, from logits that are formed again.
+The sparsified backward replaces the gradient of a row's logits by its large entries and an unbiased
+sample of its small ones (gradient sparsification by magnitude: Wangni et al., arXiv:1710.09854).
+The rows of a chunk share one cut between large and small, weighted by the gradients of the
+log-probabilities where these are known. It is chosen for the error that the tolerance allows the
+chunk. A row that would need too many entries is computed exactly, from logits that are formed
+again.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from grpo_kernels.engine.logprobs_plan import (
 )
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Gradients, Needs, Rows
+from grpo_kernels.engine.rows import Gradients, Needs, Rows, selection_of
 from grpo_kernels.head import VocabShard, matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits, and for the sample
@@ -49,32 +52,33 @@ REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
 
 
 def saving_forward(
-    rows: Rows, route: Route, wanted: OutputSpec, saving: SavedForBackward
+    rows: Rows, route: Route, outputs: OutputSpec, plan: SavedForBackward
 ) -> tuple[RowStats, Tensor]:
-    """Compute the statistics of every row, and what is kept for the backward."""
+    """Compute the statistics of every row, and what is saved for the backward."""
     chunks, bounded = row_chunks(rows.count, route), route.options.bounded
-    given = rows, route, chunks, wanted
-    with matmul_precision(route.device, route.precision):
-        if saving.kind == HIDDEN:
-            sums = GradientSums(rows, Needs(hidden=True), len(chunks))
-            stats = chunked_loop(*given, lambda chunk: sums.take(chunk, _unit(chunk.stats), route))
-            dhidden = sums.finish().hidden
-            assert dhidden is not None
-            return stats, dhidden.to(saving.dtype)
-        if bounded is not None:
-            kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
+    if plan.kind == HIDDEN:
+        sums = GradientSums(rows, Needs(hidden=True), len(chunks))
+    else:
+        saved = torch.empty(plan.shape, dtype=plan.dtype, device=route.device)
 
-            def keep(chunk: Chunk) -> None:
-                to_keep(chosen_entries(chunk, None, bounded, route), kept[chunk.rows.part])
-
-            return chunked_loop(*given, keep, saving.with_gradient), kept
-        kept = torch.empty(saving.shape, dtype=saving.dtype, device=route.device)
-
-        def keep_all(chunk: Chunk) -> None:
-            place = kept[chunk.rows.part, : route.columns]
+    def consume(chunk: Chunk) -> None:
+        if plan.kind == HIDDEN:
+            sums.add_chunk(chunk, _unit(chunk.stats), route)
+        elif bounded is not None:
+            pack_entries(choose_entries(chunk, None, bounded, route), saved[chunk.part])
+        else:
+            place = saved[chunk.part, : route.columns]
             route.backend.dlogits_(chunk.tile, chunk.stats, _unit(chunk.stats), place)
 
-        return chunked_loop(*given, keep_all), kept
+    with matmul_precision(route.device, route.precision):
+        stats = chunked_loop(
+            rows, route, chunks, outputs, consume, with_gradient=plan.with_gradient
+        )
+        if plan.kind == HIDDEN:
+            dhidden = sums.finish().hidden
+            assert dhidden is not None
+            saved = dhidden.to(plan.dtype)
+    return stats, saved
 
 
 def _unit(stats: RowStats) -> StatsGrad:
@@ -84,20 +88,20 @@ def _unit(stats: RowStats) -> StatsGrad:
 
 def saved_gradients(
     kind: str,
-    kept: Tensor,
+    saved: Tensor,
     rows: Rows,
     stats: RowStats,
     grad_stats: StatsGrad,
     route: Route,
     needs: Needs,
 ) -> Gradients:
-    """Compute gradients from what :func:`saving_forward` kept of the same rows."""
+    """Compute gradients from what :func:`saving_forward` saved of the same rows."""
     bounded = route.options.bounded
     if kind == ENTRIES and bounded is not None:
         factor = factors(grad_stats)
-        entries = within(of_kept(kept), factor, bounded)
+        entries = within_tolerance(unpack_entries(saved), factor, bounded)
         by_gemms = needs_of_gemms(needs, bounded)
-        found = bounded_gradients(
+        gradients = bounded_gradients(
             entries=entries,
             factor=factor,
             grad_stats=grad_stats,
@@ -107,19 +111,26 @@ def saved_gradients(
             needs=needs.of_rows if by_gemms.any else needs,
         )
         if not by_gemms.any:
-            return found
-        chosen = rows.valid(factor != 0)
-        return found.joined(recompute_backward(chosen, stats, grad_stats, route.tiled(), by_gemms))
+            return gradients
+        of_head = recompute_backward(
+            rows=rows,
+            stats=stats,
+            grad_stats=grad_stats,
+            route=route.tiled(),
+            needs=by_gemms,
+            selection=rows.with_target(factor != 0),
+        )
+        return gradients.joined(of_head)
     dlogp = grad_stats.dlogp
     assert dlogp is not None
     nan = torch.full_like(dlogp, torch.nan)
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
-        return Gradients(kept * dlogp[:, None] if needs.hidden else None)
-    return gradients_of_logp(rows, TileGradient(kept[:, : route.columns]), dlogp, route, needs)
+        return Gradients(saved * dlogp[:, None] if needs.hidden else None)
+    return gradients_of_logp(rows, TileGradient(saved[:, : route.columns]), dlogp, route, needs)
 
 
-def chosen_entries(
+def choose_entries(
     chunk: Chunk, grad_stats: StatsGrad | None, bounded: Bounded, route: Route
 ) -> Entries:
     """Choose the entries of a chunk's rows.
@@ -140,17 +151,17 @@ def chosen_entries(
         gradient=gradient,
         total=None if shard is None else lambda x: shard.gather(x).sum(0),
     )
-    found = route.backend.extract_entries(
+    entries = route.backend.extract_entries(
         tile=tile,
         stats=stats,
         seed=bounded.seed + (0 if shard is None else shard.rank),
-        first=rows.start,
+        first=chunk.part.start,
         cuts=cuts,
         slots=slots,
         gradient=gradient,
         grad_stats=None if grad_stats is None or grad_stats.dentropy is None else grad_stats,
     )
-    return _combined(found, shard)
+    return _combined(entries, shard)
 
 
 def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
@@ -161,21 +172,22 @@ def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
     if shard is None:
         return entries
     squares = [x.double() ** 2 for x in (entries.error, entries.expected_error, entries.norm)]
-    known = [*squares, entries.error_l1.double(), (entries.used < 0).double()]
-    *squares, error_l1, whole = shard.gather(torch.stack(known)).sum(0)
+    mine = [*squares, entries.error_l1.double(), (entries.used < 0).double()]
+    *squares, error_l1, whole = shard.gather(torch.stack(mine)).sum(0)
     error, expected, norm = (x.sqrt() for x in squares)
-    kept, dtype = whole == 0, entries.error.dtype
+    is_sparse = whole == 0
+    dtype = entries.error.dtype
     return entries._replace(
-        used=torch.where(kept, entries.used, WHOLE),
-        error=torch.where(kept, error, 0.0).to(dtype),
-        error_l1=torch.where(kept, error_l1, 0.0).to(dtype),
-        expected_error=torch.where(kept, expected, 0.0).to(dtype),
+        used=torch.where(is_sparse, entries.used, WHOLE),
+        error=torch.where(is_sparse, error, 0.0).to(dtype),
+        error_l1=torch.where(is_sparse, error_l1, 0.0).to(dtype),
+        expected_error=torch.where(is_sparse, expected, 0.0).to(dtype),
         norm=norm.to(dtype),
     )
 
 
-def to_keep(entries: Entries, out: Tensor) -> None:
-    """Write entries to (C, 2 K + 5) integers, those of floats by their bits."""
+def pack_entries(entries: Entries, out: Tensor) -> None:
+    """Write entries to (C, 2 K + 5) integers; floats keep their bits."""
     slots, dtype = entries.ids.shape[1], out.dtype
     out[:, :slots] = entries.values.view(dtype)
     for place, each in enumerate(entries[3:], slots):
@@ -184,20 +196,24 @@ def to_keep(entries: Entries, out: Tensor) -> None:
     out[:, -1] = entries.used
 
 
-def of_kept(kept: Tensor) -> Entries:
-    """Return the entries that :func:`to_keep` wrote."""
-    slots = kept.shape[1] // 2 - 2
-    floats, integers = kept.split((slots + 4, slots + 1), 1)
-    floats = floats.view(torch.float64 if kept.dtype == torch.int64 else torch.float32)
-    values, ids = floats[:, :slots].contiguous(), integers[:, :slots].int()
-    return Entries(ids, values, integers[:, slots].int(), *floats[:, slots:].unbind(1))
+def unpack_entries(packed: Tensor) -> Entries:
+    """Return the entries that :func:`pack_entries` wrote."""
+    slots = packed.shape[1] // 2 - 2
+    floats, integers = packed.split((slots + 4, slots + 1), 1)
+    floats = floats.view(torch.float64 if packed.dtype == torch.int64 else torch.float32)
+    return Entries(
+        integers[:, :slots].int(),
+        floats[:, :slots].contiguous(),
+        integers[:, slots].int(),
+        *floats[:, slots:].unbind(1),
+    )
 
 
-def within(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
-    """Return the entries with as many rows whole as the tolerance needs for these gradients.
+def within_tolerance(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
+    """Make as many rows whole as the tolerance needs for these gradients.
 
     A cut is chosen before the gradients are known, or from a sample. Expected errors decide, so
-    that what is kept is right in the mean.
+    that the mean of the sparse rows is right.
     """
     share = (dlogp * entries.expected_error).double() ** 2
     share = torch.where(share.isfinite(), share, 0.0)
@@ -209,11 +225,12 @@ def within(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
 
-def kept_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
-    """Choose the entries of all rows, in a chunk, for gradients of their log-probabilities."""
+def saved_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
+    """Choose the entries of all rows, in one chunk, for gradients of their log-probabilities."""
     bounded = route.options.bounded
     assert bounded is not None and grad_stats.dlogp is not None
-    return within(chosen_entries(chunk, grad_stats, bounded, route), grad_stats.dlogp, bounded)
+    entries = choose_entries(chunk, grad_stats, bounded, route)
+    return within_tolerance(entries, grad_stats.dlogp, bounded)
 
 
 class BoundedSums:
@@ -222,40 +239,46 @@ class BoundedSums:
     def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
         bounded = route.options.bounded
         assert bounded is not None
-        self._rows, self._needs, self._route, self._bounded = rows, needs, route, bounded
-        self._exact, by_gemms = None, needs_of_gemms(needs, bounded)
+        self._rows = rows
+        self._needs = needs
+        self._route = route
+        self._bounded = bounded
+        self._exact: GradientSums | None = None
+        by_gemms = needs_of_gemms(needs, bounded)
         if by_gemms.any:
             self._needs = needs.of_rows
             self._exact = GradientSums(rows, by_gemms, num_chunks)
-        self._found: list[tuple[Entries, RowStats, StatsGrad]] = []
+        self._entries: list[Entries] = []
+        self._stats: list[RowStats] = []
+        self._grad_stats: list[StatsGrad] = []
         # of :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
-    def take(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
-        entries = chosen_entries(chunk, grad_stats, self._bounded, route)
-        self._found.append((entries, chunk.stats, grad_stats))
+    def add_chunk(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
+        self._entries.append(choose_entries(chunk, grad_stats, self._bounded, route))
+        self._stats.append(chunk.stats)
+        self._grad_stats.append(grad_stats)
         if self._exact is not None:
-            self._exact.take(chunk, grad_stats, route)
+            self._exact.add_chunk(chunk, grad_stats, route)
 
     def finish(self) -> Gradients:
         head = Gradients() if self._exact is None else self._exact.finish()
-        if not self._found:
+        if not self._entries:
             return GradientSums(self._rows, self._needs, 0).finish().joined(head)
-        parts, stats, outers = zip(*self._found, strict=True)
-        grad_stats = concatenate(outers)
+        grad_stats = concatenate(self._grad_stats)
         factor = factors(grad_stats)
-        entries = within(concatenate(parts), factor, self._bounded)
+        entries = within_tolerance(concatenate(self._entries), factor, self._bounded)
         self.report = bounded_report(entries, factor, self._rows.head.shard)
-        found = bounded_gradients(
+        gradients = bounded_gradients(
             entries=entries,
             factor=factor,
             grad_stats=grad_stats,
             rows=self._rows,
-            stats=concatenate(list(stats)),
+            stats=concatenate(self._stats),
             route=self._route,
             needs=self._needs,
         )
-        return found.joined(head)
+        return gradients.joined(head)
 
 
 def factors(grad_stats: StatsGrad) -> Tensor:
@@ -276,65 +299,70 @@ def bounded_gradients(
     route: Route,
     needs: Needs,
 ) -> Gradients:
-    """Compute gradients from the rows' entries; of rows that are whole from their logits."""
+    """Compute gradients from the rows' entries; those of whole rows from their logits."""
     entries = entries._replace(used=torch.where(factor == 0, 0, entries.used))
     whole = entries.used < 0
     listed = entries.used.clamp(min=0).sum()
     count, total = host.values(host.sync_to_host(torch.stack([whole.sum(), listed])))
-    if not count:
-        found, _ = new_gradients(rows, needs, 1)
+    if count:
+        gradients = recompute_backward(
+            rows=rows,
+            stats=stats,
+            grad_stats=grad_stats,
+            route=route.tiled(),
+            needs=replace(needs, wide=True),
+            selection=selection_of(whole, count),
+        )
     else:
-        chosen = rows.at(torch.argsort(~whole, stable=True)[:count])
-        wide = replace(needs, wide=True)
-        found = recompute_backward(chosen, stats, grad_stats, route.tiled(), wide)
+        gradients, _ = new_gradients(rows, needs, 1)
     with matmul_precision(route.device, route.precision):
-        head, dweight, dhidden = rows.ready().head, found.weight, found.hidden
+        head = rows.ready().head
+        dweight, dhidden = gradients.weight, gradients.hidden
         if needs.weight and needs.main_grad is not None:
             dweight = needs.main_grad
-        if dhidden is not None and head.shard is not None:  # what is whole is summed already
+        if dhidden is not None and head.shard is not None:  # whole rows are summed already
             dhidden = torch.zeros_like(dhidden)
 
         def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
             if dx is not None:
                 route.backend.entries_matmul(entries, factor, matrix, dx)
             if dmatrix is not None:
-                to_sum = count > 0 or dmatrix is not found.weight
                 route.backend.entries_transposed_matmul(
                     entries=entries,
                     factor=factor,
                     rows=x,
                     out=dmatrix,
-                    add=to_sum,
+                    add=count > 0 or dmatrix is not gradients.weight,
                     count=total,
                 )
 
         add(rows.hidden, head.weight, dhidden, dweight)
-        if dhidden is not None and found.hidden is not None and head.shard is not None:
+        if dhidden is not None and gradients.hidden is not None and head.shard is not None:
             head.shard.start_sum(dhidden).wait()
-            dhidden = torch.where(whole[:, None], found.hidden, dhidden)
-            found = found._replace(hidden=dhidden)
-        if found.bias is not None:
-            add(factor.new_ones(len(factor), 1), head.weight, None, found.bias[:, None])
-        if head.lora is not None:  # a product with 0 would not hide what is no number
+            dhidden = torch.where(whole[:, None], gradients.hidden, dhidden)
+            gradients = gradients._replace(hidden=dhidden)
+        if gradients.bias is not None:
+            add(factor.new_ones(len(factor), 1), head.weight, None, gradients.bias[:, None])
+        if head.lora is not None:  # a product with 0 would not hide a NaN
             sampled = (factor != 0) & ~whole  # here or on another rank
             hidden = torch.where(sampled[:, None], rows.hidden, 0)
             lora = LoRAGradients(replace(rows, hidden=hidden), needs)
             inner = head.lora.project_down(hidden) if needs.lora_b else hidden
             add(inner, head.lora.b, lora.dinner, lora.db)
-            found = lora.complete(found)
-    return found
+            gradients = lora.complete(gradients)
+    return gradients
 
 
 def bounded_report(
     entries: Entries, factor: Tensor | None = None, shard: VocabShard | None = None
 ) -> Tensor:
-    """Return what there is to know of a sparse backward, (6,) sums of :data:`REPORT`, in fp64."""
+    """Return the (6,) fp64 sums of a sparse backward that :data:`REPORT` names."""
     weight = torch.ones_like(entries.norm) if factor is None else factor.abs()
-    kept = entries.used >= 0
-    squares = [((weight * x).double() ** 2).sum() for x in (entries.error * kept, entries.norm)]
-    bound = (weight * entries.error_l1 * kept).double().sum()
+    sparse = entries.used >= 0
+    squares = [((weight * x).double() ** 2).sum() for x in (entries.error * sparse, entries.norm)]
+    bound = (weight * entries.error_l1 * sparse).double().sum()
     listed = entries.used.clamp(min=0).sum().double()
     if shard is not None:
         listed = shard.gather(listed).sum()
-    counts = listed, (~kept).sum(), weight.count_nonzero()
+    counts = listed, (~sparse).sum(), weight.count_nonzero()
     return torch.stack([*(x.double() for x in counts), *squares, bound])

@@ -1,7 +1,7 @@
 """The one loop over the head: chunks of rows through logits, statistics and gradients.
 
-Every schedule is this loop. By itself it is the forward; whoever takes the chunks may turn their
-logits into gradients while they are there, so forward and backward share one GEMM.
+All schedules run this loop. Without a callback it is the forward. A callback may overwrite a
+chunk's logits with gradients, so that forward and backward share one GEMM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_kernels.engine.compaction import FEWEST, LEAST_SHARE
 from grpo_kernels.engine.invariance import prove_same_bits
 from grpo_kernels.engine.masked_rows import MaskedRows
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Rows, narrowed, ranges
+from grpo_kernels.engine.rows import Rows, Selection, narrowed, ranges
 from grpo_kernels.engine.shards import merge_vocab_shards
 from grpo_kernels.head import leading_dim, matmul_precision, project
 
@@ -37,13 +37,16 @@ _TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
 
 
 class Chunk(NamedTuple):
-    """A range of rows whose logits are there, and what is known of them."""
+    """A range of a call's rows whose logits are in memory, with their statistics."""
 
+    part: slice  # the range
     rows: Rows
     logits: Tensor  # (C, V), may be overwritten
     stats: RowStats
     masked: MaskedRows | None = None  # with a sampling mask
-    gradient: TileGradient | None = None  # of logp, in place of the logits if they are read once
+    # of the log-probabilities, in place of the logits if they are read once
+    gradient: TileGradient | None = None
+    selection: Selection = Selection()  # the rows of the range that are left
 
     @property
     def tile(self) -> Tile:
@@ -52,12 +55,12 @@ class Chunk(NamedTuple):
     def compacted(self, grad_stats: StatsGrad) -> tuple[Chunk, StatsGrad]:
         """Drop the rows without a gradient, if that pays; the n others move to the tile's first n.
 
-        Those that lie there stay, so that the fewest move; on a GPU the host would wait for n.
+        As few rows move as possible. On a GPU the host would wait for n, so nothing is dropped.
         """
-        wanted = grad_stats.nonzero
-        if wanted is None or not host.reading_is_free(wanted):
+        nonzero = grad_stats.nonzero
+        if nonzero is None or not host.reading_is_free(nonzero):
             return self, grad_stats
-        flags = host.values(wanted)
+        flags = host.values(nonzero)
         count, total = sum(flags), len(flags)
         if total - count < max(FEWEST, total * LEAST_SHARE):
             return self, grad_stats
@@ -67,8 +70,14 @@ class Chunk(NamedTuple):
             if place != row:
                 self.logits[place].copy_(self.logits[row])
         index = torch.tensor(order, dtype=torch.int64)  # there may be none
-        masked = None if self.masked is None else self.masked.at(index)
-        chunk = Chunk(self.rows.at(index), self.logits[:count], self.stats.rows(index), masked)
+        chunk = Chunk(
+            part=self.part,
+            rows=self.rows.select(index),
+            logits=self.logits[:count],
+            stats=self.stats.rows(index),
+            masked=None if self.masked is None else self.masked.select(index),
+            selection=Selection(index, total),
+        )
         return chunk, grad_stats.rows(index)
 
 
@@ -101,14 +110,19 @@ def new_tile(route: Route, height: int) -> Tensor:
     return tile if shape[1] == route.columns else tile[:, : route.columns]
 
 
-def forward(rows: Rows, route: Route, wanted: OutputSpec = OutputSpec()) -> RowStats:  # noqa: B008
+def forward(rows: Rows, route: Route, outputs: OutputSpec = OutputSpec()) -> RowStats:  # noqa: B008
     """Compute the statistics of every row."""
     with matmul_precision(route.device, route.precision):
         if route.has_tile:
-            return chunked_loop(rows, route, row_chunks(rows.count, route), wanted)
+            return chunked_loop(rows, route, row_chunks(rows.count, route), outputs)
         rows = rows.local()
-        given = rows.hidden, rows.head, rows.local_target, route.precision, wanted.extras
-        stats = route.backend.linear_stats(*given)
+        stats = route.backend.linear_stats(
+            hidden=rows.hidden,
+            head=rows.head,
+            target=rows.local_target,
+            precision=route.precision,
+            extras=outputs.extras,
+        )
     return stats if rows.head.shard is None else merge_vocab_shards(stats, rows)
 
 
@@ -116,88 +130,99 @@ def chunked_loop(
     rows: Rows,
     route: Route,
     chunks: Sequence[slice],  # of the rows, in order, without gaps
-    wanted: OutputSpec = OutputSpec(),  # noqa: B008
-    take: Callable[[Chunk], object] | None = None,
+    outputs: OutputSpec = OutputSpec(),  # noqa: B008
+    consume: Callable[[Chunk], object] | None = None,
     with_gradient: bool = False,
 ) -> RowStats:
-    """Compute statistics of every row, inside of :func:`matmul_precision`.
+    """Compute the statistics of every row, inside of :func:`matmul_precision`.
 
-    ``take`` is given each chunk; ``with_gradient``: and with it the gradient of ``logp``, which is
-    all that is left of the logits.
+    ``consume`` is called with each chunk. ``with_gradient``: the chunk has the gradient of its
+    log-probabilities, in place of its logits.
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
-
-    def run(part: slice) -> RowStats:
-        of_part = rows.narrow(part)
+    stats = list[RowStats]()
+    for part in chunks:
         if with_gradient:
-            chunk = _with_gradient(of_part, buffer, route)
+            chunk = _form_gradient(rows, part, buffer, route)
         else:
-            chunk = formed(of_part, buffer, route, wanted)
-        if take is not None:
-            take(chunk)
-        return chunk.stats
+            chunk = form_logits(rows, part, buffer, route, outputs)
+        if consume is not None:
+            consume(chunk)
+        stats.append(chunk.stats)
+    if not stats:
+        stats.append(form_logits(rows, slice(0, 0), buffer, route, outputs).stats)
+    return concatenate(stats)
 
-    found = [run(part) for part in chunks]
-    return concatenate(found or [formed(rows, buffer, route, wanted).stats])
 
-
-def _with_gradient(rows: Rows, buffer: Tensor, route: Route) -> Chunk:
-    """Compute the statistics of a range along with the gradient of ``logp``, in ``buffer``."""
-    tile = narrowed(buffer, slice(0, rows.count))
+def _form_gradient(rows: Rows, part: slice, buffer: Tensor, route: Route) -> Chunk:
+    """Compute a range's statistics and the gradient of its log-probabilities, in ``buffer``."""
+    rows = rows.select(part)
+    first = slice(0, rows.count)
+    logits = narrowed(buffer, first)
     if route.exponentials:
         stats, gradient = route.backend.linear_logp_gradient(
-            rows.hidden, rows.head, rows.target, tile
+            rows.hidden, rows.head, rows.target, logits
         )
     else:
-        logits = narrowed(_project(rows, buffer, route).logits, slice(0, rows.count))
-        formed_tile = Tile(logits, rows.target, rows.head.transform)
-        stats, gradient = route.backend.logp_gradient_(formed_tile)
-    return Chunk(rows, tile, stats, gradient=gradient)
+        projected = narrowed(_project(rows, buffer, route).logits, first)
+        tile = Tile(projected, rows.target, rows.head.transform)
+        stats, gradient = route.backend.logp_gradient_(tile)
+    return Chunk(part, rows, logits, stats, gradient=gradient)
 
 
-def formed(rows: Rows, buffer: Tensor, route: Route, wanted: OutputSpec) -> Chunk:
-    """Form the raw logits of a range in ``buffer``, and their statistics."""
-    part, shard = slice(0, rows.count), rows.head.shard
+def form_logits(
+    rows: Rows, part: slice, buffer: Tensor, route: Route, outputs: OutputSpec
+) -> Chunk:
+    """Form the raw logits of a range of rows in ``buffer``, and their statistics."""
+    rows = rows.select(part)
+    first, shard = slice(0, rows.count), rows.head.shard
     if route.forms_logits:
-        logits = narrowed(buffer, part)
-        given = rows.hidden, rows.head, rows.local_target, "fp32", wanted.extras
-        stats = route.backend.linear_stats(*given, logits)
+        logits = narrowed(buffer, first)
+        stats = route.backend.linear_stats(
+            hidden=rows.hidden,
+            head=rows.head,
+            target=rows.local_target,
+            precision="fp32",
+            extras=outputs.extras,
+            logits=logits,
+        )
     else:
-        filled = _project(rows, buffer, route)
-        logits, stats = narrowed(filled.logits, part), route.backend.stats(filled, wanted.extras)
-        stats = stats.rows(part)
-    stats = stats if shard is None else merge_vocab_shards(stats, rows)
+        projected = _project(rows, buffer, route)
+        logits = narrowed(projected.logits, first)
+        stats = route.backend.stats(projected, outputs.extras).rows(first)
+    if shard is not None:
+        stats = merge_vocab_shards(stats, rows)
     tile, masked = Tile(logits, rows.target, rows.head.transform), None
     if rows.sampling_mask is not None:
         masked = MaskedRows.of(tile, rows.sampling_mask, shard)
-        stats = stats._replace(masked_logprobs=masked.logp.to(stats.logprobs.dtype))
-    if wanted.mean:
+        stats = stats._replace(masked_logprobs=masked.logprobs.to(stats.logprobs.dtype))
+    if outputs.mean:
         stats = stats._replace(mean_logit=mean_logits(tile, shard))
-    if wanted.top_k:
-        stats = with_top_k(tile, stats, wanted.top_k, shard)
-    return Chunk(rows, logits, stats, masked)
+    if outputs.top_k:
+        stats = with_top_k(tile, stats, outputs.top_k, shard)
+    return Chunk(part, rows, logits, stats, masked)
 
 
 def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:
-    """Form the raw logits of a range in ``buffer``, and of the zeros that fill it up.
+    """Form the raw logits of rows in ``buffer``, padded with zeros to the fixed rows of a route.
 
     How a library multiplies a row depends on the number of rows, and on where they lie in memory.
     With ``fixed_rows`` both are always the same, and so are the row's bits.
     """
     if route.fixed_rows is not None:
-        rows = _filled_up(rows, route.fixed_rows)
+        rows = _pad_rows(rows, route.fixed_rows)
         prove_same_bits(rows.head, buffer[: rows.count], route.precision)
     logits = project(rows.hidden, rows.head, narrowed(buffer, slice(0, rows.count)))
     return Tile(logits, rows.local_target, rows.head.transform)
 
 
-def _filled_up(rows: Rows, height: int) -> Rows:
-    def filled(x: Tensor, value: float = 0) -> Tensor:
+def _pad_rows(rows: Rows, height: int) -> Rows:
+    def padded(x: Tensor, value: float = 0) -> Tensor:
         return pad(x, (0, 0) * (x.dim() - 1) + (0, height - len(x)), value=value)
 
     head, transform = rows.head, rows.head.transform
     if isinstance(transform.temperature, Tensor):
-        transform = replace(transform, temperature=filled(transform.temperature, value=1))
+        transform = replace(transform, temperature=padded(transform.temperature, value=1))
         head = replace(head, transform=transform)
-    return replace(rows, hidden=filled(rows.hidden), target=filled(rows.target), head=head)
+    return replace(rows, hidden=padded(rows.hidden), target=padded(rows.target), head=head)

@@ -89,10 +89,10 @@ def call_of_arguments(
     return Head(weight, bias, transform, lora, shard), RunOptions(**given, backward=backward)
 
 
-def op_call(rows: Rows, options: RunOptions, wanted: OutputSpec) -> tuple[Any, ...]:
+def op_call(rows: Rows, options: RunOptions, outputs: OutputSpec) -> tuple[Any, ...]:
     """Flatten a call into the arguments of the forward."""
     call, needs = call_arguments(rows.head, options), Needs.of(rows.inputs)
-    return *rows.inputs, list(rows.belongings), *call, *wanted, needs.of_inputs
+    return *rows.inputs, list(rows.belongings), *call, *outputs, needs.of_inputs
 
 
 def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
@@ -103,18 +103,26 @@ def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
     if of_mask[0] is not None:
         mask = SamplingMask(**dict(zip(MASK_FIELDS, of_mask, strict=True)))
     head, options = call_of_arguments(inputs, rest[:NUM_CALL], temperature)
-    *wanted, needs = rest[NUM_CALL:]
+    *outputs, needs = rest[NUM_CALL:]
     rows = Rows(hidden=inputs[0], head=head, target=target, sampling_mask=mask)
-    size, outputs = (rows.hidden.dtype, head, rows.count), OutputSpec(*wanted)
-    return rows, LogprobsPlan.of(*size, options, Needs(*needs), outputs, mask is not None)
+    plan = LogprobsPlan.of(
+        dtype=rows.hidden.dtype,
+        head=head,
+        tokens=rows.count,
+        options=options,
+        needs=Needs(*needs),
+        outputs=OutputSpec(*outputs),
+        masked=mask is not None,
+    )
+    return rows, plan
 
 
 def compiled_stats(
-    rows: Rows, options: RunOptions, wanted: OutputSpec
+    rows: Rows, options: RunOptions, outputs: OutputSpec
 ) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows, and what is kept for the backward, as one op of a graph."""
-    *stats, kept = linear_logprobs_forward(*op_call(rows, options, wanted))
-    return RowStats(*stats), kept
+    """Compute the statistics of rows, and what is saved for the backward, as one op of a graph."""
+    *stats, saved = linear_logprobs_forward(*op_call(rows, options, outputs))
+    return RowStats(*stats), saved
 
 
 @torch.library.custom_op(
@@ -129,17 +137,18 @@ def linear_logprobs_forward(*arguments):
     rows, plan = planned_call(arguments)
     saving = plan.saving
     with raise_on_all_ranks(rows.head.shard, rows.hidden.device):
-        valid = rows.valid()
-    check_ranks_agree(valid, plan.route, plan.wanted, saving.kind)
-    stats, kept = rows_forward(valid, plan)
-    if kept is None:
-        kept = rows.hidden.new_empty(0, dtype=saving.dtype)
+        selection = rows.with_target()
+    valid = rows.selected(selection)
+    check_ranks_agree(valid.target, valid.head, plan.route, plan.outputs, saving.kind)
+    stats, saved = rows_forward(valid, plan)
+    if saved is None:
+        saved = rows.hidden.new_empty(0, dtype=saving.dtype)
     return (
         *(
-            valid.scatter(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
+            selection.scatter(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
             for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
         ),
-        valid.scatter(kept) if saving.kind in OF_ALL_ROWS else kept,
+        selection.scatter(saved) if saving.kind in OF_ALL_ROWS else saved,
     )
 
 
@@ -151,7 +160,7 @@ def _stats_dtypes(rows: Rows) -> list[torch.dtype]:
 @linear_logprobs_forward.register_fake
 def _(*arguments):
     rows, plan = planned_call(arguments)
-    shapes = shapes_of(rows.target.shape, plan.wanted, plan.masked)
+    shapes = shapes_of(rows.target.shape, plan.outputs, plan.masked)
     return (
         *(
             rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
@@ -173,15 +182,19 @@ def linear_logprobs_backward(*arguments):
     ``saved``: log-probabilities, entropy, lse, the gradients of the :data:`DIFFERENTIABLE`, and
     what the forward kept.
     """
-    *call, saved = arguments
+    *call, tensors = arguments
     rows, plan = planned_call(call)
-    valid, kind = rows.valid(), plan.saving.kind
-    *taken, kept = (*map(valid.take, saved[:-1]), saved[-1])
-    kept = valid.take(kept) if kind in OF_ALL_ROWS else None if kind == NOTHING else kept
-    stats, grad_stats = RowStats(*taken[:3]), StatsGrad(*taken[3:])  # type: ignore[arg-type]
-    gradients = stats_backward(valid.as_all(), stats, grad_stats, plan, kept)
+    selection, kind = rows.with_target(), plan.saving.kind
+    *of_rows, saved = tensors
+    if kind == NOTHING:
+        saved = None
+    elif saved is not None and kind in OF_ALL_ROWS:
+        saved = selection.gather(saved)
+    of_rows = [None if x is None else selection.gather(x) for x in of_rows]
+    stats, grad_stats = RowStats(*of_rows[:3]), StatsGrad(*of_rows[3:])
+    gradients = stats_backward(rows.selected(selection), stats, grad_stats, plan, saved)
     if gradients.hidden is not None:
-        gradients = gradients._replace(hidden=valid.scatter(gradients.hidden))
+        gradients = gradients._replace(hidden=selection.scatter(gradients.hidden))
     return tuple(
         gradient.to(x.dtype) if gradient is not None else x.new_empty(0)
         for gradient, x in zip(gradients, _likes(rows), strict=True)

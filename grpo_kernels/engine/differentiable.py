@@ -1,74 +1,88 @@
-"""Statistics of a head's rows that autograd can differentiate, with as much memory as there is.
+"""Statistics of a head's rows that autograd can differentiate.
 
-A forward keeps what its plan says; the backward takes that, or forms the logits again.
+The forward saves what its plan says. The backward uses that, or forms the logits again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGrad, reference_logprobs
+from grpo_kernels.engine.autograd import INPUTS, Forward, HeadCall, Tensors, apply
 from grpo_kernels.engine.bounded import saved_gradients, saving_forward
 from grpo_kernels.engine.chunked_loop import forward
 from grpo_kernels.engine.gradients import recompute_backward
 from grpo_kernels.engine.logprobs_plan import NOTHING, LogprobsPlan
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Gradients, Rows
-from grpo_kernels.head import check_plain, first_derivative_only
+from grpo_kernels.engine.rows import Gradients, Rows, selection_without_wait
+from grpo_kernels.head import check_plain
 
 DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
-INPUTS = ("hidden", "weight", "bias", "lora.a", "lora.b")
 
 
 def differentiable_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows that all have a target, and what is kept for the backward.
+    """Compute the statistics of rows that all have a target, and what is saved for the backward.
 
-    Those that are :data:`DIFFERENTIABLE` have gradients for the hidden states and the head.
+    :data:`DIFFERENTIABLE` names the ones with gradients for the hidden states and the head.
     """
     if not plan.route.backend.has_tiles:
-        given = (rows.hidden, rows.head, rows.target, plan.precision, rows.sampling_mask)
-        return reference_logprobs(*given, plan.wanted), None
-    check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
-    if not plan.needs.any:
-        return rows_forward(rows, plan)
-    *stats, kept = _Stats.apply(rows, plan, *rows.inputs)
-    return RowStats(*stats), kept
-
-
-class _Stats(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Rows, plan: LogprobsPlan, *inputs: Tensor | None) -> Any:
-        stats, kept = rows_forward(rows, plan)
-        ctx.rows = rows.without_inputs()
-        ctx.plan = replace(plan, head=ctx.rows.head)
-        ctx.result_of = "linear_logprobs"
-        # what belongs to the rows, too: autograd then refuses a backward after a change in place
-        ctx.save_for_backward(*inputs, kept, *stats[:3], *rows.belongings)
-        of_stats = (x for n, x in zip(stats._fields, stats, strict=True) if n not in DIFFERENTIABLE)
-        ctx.mark_non_differentiable(*(x for x in (*of_stats, kept) if x is not None))
-        ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
-        return (*stats, kept)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, saved: Any, *grad_stats: Tensor | None) -> Any:
-        hidden, *of_head, kept, logp, entropy, lse = saved[: len(INPUTS) + 4]
-        rows = ctx.rows.with_inputs(hidden, *of_head)
-        plan = replace(ctx.plan, head=rows.head)
-        given = RowStats(*grad_stats[:-1])  # type: ignore[arg-type]
-        grad_stats = StatsGrad(
-            *map(contiguous, (given.logprobs, given.entropy, given.masked_logprobs))
+        stats = reference_logprobs(
+            hidden=rows.hidden,
+            head=rows.head,
+            target=rows.target,
+            precision=plan.precision,
+            sampling_mask=rows.sampling_mask,
+            outputs=plan.outputs,
         )
-        stats = RowStats(logp, entropy, lse)
-        gradients = stats_backward(rows, stats, grad_stats, plan, kept)
-        pairs = zip(gradients, (hidden, *of_head), strict=True)
-        found = (None if g is None else g.to(x.dtype) for g, x in pairs)
-        return None, None, *found
+        return stats, None
+    if not plan.needs.any:
+        check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
+        return rows_forward(rows, plan)
+    *stats_of_rows, saved = apply(_StatsCall(rows, plan))
+    return RowStats(*stats_of_rows), saved
+
+
+@dataclass(frozen=True)
+class _StatsCall(HeadCall):
+    rows: Rows
+    plan: LogprobsPlan
+    name = "linear_logprobs"
+
+    @property
+    def inputs(self) -> Tensors:
+        return self.rows.inputs
+
+    @property
+    def guarded(self) -> Tensors:
+        return self.rows.belongings
+
+    def without_tensors(self) -> _StatsCall:
+        return self._with_rows(self.rows.without_inputs())
+
+    def with_tensors(self, inputs: Sequence[Any], guarded: Sequence[Any]) -> _StatsCall:
+        return self._with_rows(self.rows.with_inputs(*inputs))
+
+    def _with_rows(self, rows: Rows) -> _StatsCall:
+        return _StatsCall(rows, replace(self.plan, head=rows.head))
+
+    def forward(self) -> Forward:
+        stats, saved = rows_forward(self.rows, self.plan)
+        constants = [x for name, x in stats._asdict().items() if name not in DIFFERENTIABLE]
+        return Forward((*stats, saved), [*constants, saved], (saved, *stats.for_backward))
+
+    def backward(
+        self, saved: Sequence[Any], gradients: Gradients | None, grad_outputs: Sequence[Any]
+    ) -> Gradients:
+        of_forward, *stats = saved
+        grads = RowStats(*map(contiguous, grad_outputs[:-1]))  # type: ignore[arg-type]
+        grad_stats = StatsGrad(grads.logprobs, grads.entropy, grads.masked_logprobs)
+        return stats_backward(self.rows, RowStats(*stats), grad_stats, self.plan, of_forward)
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -77,42 +91,46 @@ def contiguous(gradient: Tensor | None) -> Tensor | None:
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows that all have a target, with as much memory as there is.
+    """Compute the statistics of rows that all have a target, and what is saved for the backward.
 
-    Also return what is kept for the backward.
+    On out-of-memory errors smaller tiles are tried.
     """
 
     def run(route: Route) -> tuple[RowStats, Tensor | None]:
         if plan.saving.kind == NOTHING:
-            return forward(rows, route, plan.wanted), None
-        return saving_forward(rows, route, plan.wanted, plan.saving)
+            return forward(rows, route, plan.outputs), None
+        return saving_forward(rows, route, plan.outputs, plan.saving)
 
     with torch.no_grad():
         return retry_on_oom(run, plan.forward_route)
 
 
 def stats_backward(
-    rows: Rows, stats: RowStats, grad_stats: StatsGrad, plan: LogprobsPlan, kept: Tensor | None
+    rows: Rows, stats: RowStats, grad_stats: StatsGrad, plan: LogprobsPlan, saved: Tensor | None
 ) -> Gradients:
-    """Compute gradients from what :func:`rows_forward` returned, in fp32 or the hidden states'
-    dtype; ``grad_stats`` are those of the statistics."""
-    kind, given = plan.saving.kind, grad_stats.dmasked if plan.masked else grad_stats.dlogp
-    others = (
-        grad_stats._replace(dlogp=None) if not plan.masked else grad_stats._replace(dmasked=None)
-    )
-    if kept is not None and given is not None and others.nonzero is None:
+    """Compute gradients, in fp32 or the hidden states' dtype, from the gradients of the statistics
+    and what :func:`rows_forward` saved."""
+    if saved is not None and _is_of_logprobs_only(grad_stats, plan):
         return saved_gradients(
-            kind=kind,
-            kept=kept,
+            kind=plan.saving.kind,
+            saved=saved,
             rows=rows,
             stats=stats,
             grad_stats=grad_stats,
             route=plan.route,
             needs=plan.needs,
         )
-    chosen, needs = rows.chosen(grad_stats.nonzero), plan.needs
+    selection = selection_without_wait(grad_stats.nonzero)
 
     def run(route: Route) -> Gradients:
-        return recompute_backward(chosen, stats, grad_stats, route, needs)
+        return recompute_backward(rows, stats, grad_stats, route, plan.needs, selection)
 
-    return retry_on_oom(run, plan.route.tiled(), not_retryable=needs.main_grad is not None)
+    not_retryable = plan.needs.main_grad is not None
+    return retry_on_oom(run, plan.route.tiled(), not_retryable=not_retryable)
+
+
+def _is_of_logprobs_only(grad_stats: StatsGrad, plan: LogprobsPlan) -> bool:
+    """Return whether the gradients are of the log-probabilities for which tensors were saved."""
+    if plan.masked:
+        return grad_stats.dmasked is not None and grad_stats._replace(dmasked=None).nonzero is None
+    return grad_stats.dlogp is not None and grad_stats._replace(dlogp=None).nonzero is None

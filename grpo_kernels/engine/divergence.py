@@ -6,8 +6,9 @@ makes all of it: three products for the student's head, one for the teacher's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,8 +25,14 @@ from grpo_kernels.backends import (
     output_view,
     reference_divergence,
 )
-from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, formed, new_tile
-from grpo_kernels.engine.differentiable import INPUTS
+from grpo_kernels.engine.autograd import Forward, HeadCall, Tensors, apply
+from grpo_kernels.engine.chunked_loop import (
+    Chunk,
+    chunk_height,
+    chunked_loop,
+    form_logits,
+    new_tile,
+)
 from grpo_kernels.engine.gradients import GradientSums, scaled_
 from grpo_kernels.engine.logprobs_plan import LogprobsPlan, SavedForBackward
 from grpo_kernels.engine.masked_rows import scores_at
@@ -35,8 +42,6 @@ from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, ranges
 from grpo_kernels.head import (
     VocabShard,
-    check_plain,
-    first_derivative_only,
     matmul_precision,
     stats_dtype,
 )
@@ -133,57 +138,58 @@ def differentiable_divergence(
     """Compute the () sum of ``weights`` times divergence, which autograd can differentiate, and
     divergence and entropy (T,) of rows that are all counted."""
     if not plan.route.backend.has_tiles:
-        given = teacher if isinstance(teacher, TopK) else (teacher.hidden, teacher.head)
-        of_student = rows.hidden, rows.head
         divergence, entropy = reference_divergence(
-            *of_student, given, plan.precision, plan.divergence
+            hidden=rows.hidden,
+            head=rows.head,
+            teacher=teacher if isinstance(teacher, TopK) else (teacher.hidden, teacher.head),
+            precision=plan.precision,
+            divergence=plan.divergence,
         )
         loss = (divergence * weights).sum(dtype=torch.float64).to(divergence.dtype)
         return loss, divergence.detach(), entropy.detach()
-    check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
-    return _Divergence.apply(plan, rows, teacher, weights, *rows.inputs)
+    return apply(_DivergenceCall(rows, teacher, weights, plan))
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Any, rows: Rows, teacher: Any, weights: Tensor, *inputs: Any
-    ) -> Any:
-        found, gradients = _run(plan, rows, teacher, weights)
-        ctx.rows = rows.without_inputs()
-        ctx.plan = replace(plan, head=ctx.rows.head)
-        ctx.teacher = teacher.without_inputs()
-        ctx.gradients = gradients
-        ctx.result_of = "linear_divergence"
-        # saved for a second backward, which autograd refuses after a change in place
-        ctx.save_for_backward(*inputs, weights, *teacher.inputs)
-        ctx.mark_non_differentiable(*found[1:])
-        ctx.set_materialize_grads(False)
-        return found
+@dataclass(frozen=True)
+class _DivergenceCall(HeadCall):
+    rows: Rows
+    teacher: Rows | TopK
+    weights: Any  # (T,) tensor; None while autograd holds it
+    plan: DivergencePlan
+    name = "linear_divergence"
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, saved: Any, dloss: Tensor | None, *others: Any) -> Any:
-        if dloss is None:
-            return (None,) * (4 + len(INPUTS))
-        inputs = saved[: len(INPUTS)]
-        # the first backward takes the gradients over; a second computes them again
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            weights, *of_teacher = saved[len(INPUTS) :]
-            rows = ctx.rows.with_inputs(*inputs)
-            teacher = ctx.teacher.with_inputs(*of_teacher)
-            gradients = _run(replace(ctx.plan, head=rows.head), rows, teacher, weights)[1]
-        gradients = scaled_(gradients, dloss, inputs, ctx.plan.route.backend)
-        pairs = zip(gradients, inputs, strict=True)
-        return None, None, None, None, *(None if g is None else g.to(x.dtype) for g, x in pairs)
+    @property
+    def inputs(self) -> Tensors:
+        return self.rows.inputs
 
+    @property
+    def guarded(self) -> Tensors:
+        return (self.weights, *self.teacher.inputs)
 
-def _run(
-    plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
-    """Compute loss, divergence, entropy and gradients, with as much memory as there is."""
-    return retry_on_oom(lambda plan: _one_pass(plan, rows, teacher, weights), plan)
+    def without_tensors(self) -> _DivergenceCall:
+        rows = self.rows.without_inputs()
+        plan = replace(self.plan, head=rows.head)
+        return _DivergenceCall(rows, self.teacher.without_inputs(), None, plan)
+
+    def with_tensors(self, inputs: Sequence[Any], guarded: Sequence[Any]) -> _DivergenceCall:
+        rows = self.rows.with_inputs(*inputs)
+        weights, *of_teacher = guarded
+        plan = replace(self.plan, head=rows.head)
+        return _DivergenceCall(rows, self.teacher.with_inputs(*of_teacher), weights, plan)
+
+    def forward(self) -> Forward:
+        """Compute loss, divergence, entropy and gradients; on out-of-memory in smaller tiles."""
+        outputs, gradients = retry_on_oom(
+            lambda plan: _one_pass(plan, self.rows, self.teacher, self.weights), self.plan
+        )
+        return Forward(outputs, constants=outputs[1:], gradients=gradients)
+
+    def backward(
+        self, saved: Sequence[Any], gradients: Gradients | None, grad_outputs: Sequence[Any]
+    ) -> Gradients:
+        unscaled = gradients or self.forward().gradients
+        assert unscaled is not None
+        return scaled_(unscaled, grad_outputs[0], self.inputs, self.plan.route.backend)
 
 
 def _one_pass(
@@ -191,105 +197,129 @@ def _one_pass(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
     route, chunks = plan.route, plan.chunks
     sums = GradientSums(rows, plan.needs, len(chunks)) if plan.needs.any else None
-    made: Any = _OfTopK if isinstance(teacher, TopK) else _OfLogits
-    compare, found = made(plan, teacher, rows.head.shard), []
+    compare = _comparison(plan, teacher, rows.head.shard)
+    divergences = list[Tensor]()
 
-    def take(chunk: Chunk) -> None:
-        part = chunk.rows.part
-        divergence, gradient_ = compare(chunk)
-        found.append(divergence)
+    def consume(chunk: Chunk) -> None:
+        divergence, write_gradient = compare(chunk)
+        divergences.append(divergence)
         if sums is not None:
-            coefficient = sums.scaled(StatsGrad(weights[part])).dlogp
-            out = output_view(chunk.logits, chunk.rows.hidden.dtype)
-            sums.add(TileGradient(gradient_(coefficient, out)), chunk.rows)
+            coefficient = sums.scaled(StatsGrad(weights[chunk.part])).dlogp
+            assert coefficient is not None
+            dlogits = output_view(chunk.logits, chunk.rows.hidden.dtype)
+            write_gradient(coefficient, dlogits)
+            sums.add(TileGradient(dlogits), chunk.rows, chunk.part)
 
     with matmul_precision(route.device, route.precision):
-        stats = chunked_loop(rows, route, chunks, take=take)
+        stats = chunked_loop(rows, route, chunks, consume=consume)
         gradients = Gradients() if sums is None else sums.finish()
     wide = stats_dtype(route.dtype)
-    divergence = torch.cat(found) if found else weights.new_zeros(0, dtype=torch.float64)
+    divergence = weights.new_zeros(0, dtype=torch.float64)
+    if divergences:
+        divergence = torch.cat(divergences)
     loss = (divergence * weights).sum().to(wide)
     return (loss, divergence.to(wide), stats.entropy), gradients
 
 
-class _OfLogits:
-    """Compare chunks with a teacher's, whose logits are formed beside theirs."""
-
-    def __init__(self, plan: DivergencePlan, teacher: Rows, shard: VocabShard | None) -> None:
-        assert plan.teacher is not None
-        self._plan, self._route, self._shard = plan, plan.teacher, shard
-        self._teacher = teacher.local().ready()
-        height = max((part.stop - part.start for part in plan.chunks), default=0)
-        self._buffer = new_tile(plan.teacher, height)
-
-    def __call__(self, chunk: Chunk) -> Any:
-        """Return (C,) divergences, and what writes their gradient, times coefficients."""
-        backend, divergence = self._plan.route.backend, self._plan.divergence
-        rows = self._teacher.narrow(chunk.rows.part)
-        teacher = formed(rows, self._buffer, self._route, OutputSpec())
-        pair = Pair(chunk.tile, teacher.tile, chunk.stats.lse, teacher.stats.lse)
-        found = backend.divergence_sums(pair, divergence)
-        if self._shard is not None:
-            found = self._shard.gather(found).sum(0)
-        each, pull = found
-        return each, lambda coefficient, out: backend.divergence_gradient_(
-            pair, divergence, pull, coefficient, out
-        )
+# writes the gradient of a chunk's divergences times (C,) coefficients into (C, V) dlogits
+WriteGradient = Callable[[Tensor, Tensor], object]
+Comparison = Callable[[Chunk], tuple[Tensor, WriteGradient]]
 
 
-class _OfTopK:
-    """Compare chunks with a teacher's first k ids and the tail."""
+def _comparison(plan: DivergencePlan, teacher: Rows | TopK, shard: VocabShard | None) -> Comparison:
+    """Return the function that compares a chunk with the teacher's rows."""
+    if isinstance(teacher, TopK):
+        return partial(_compare_top_k, plan, teacher, shard)
+    assert plan.teacher is not None
+    height = max((part.stop - part.start for part in plan.chunks), default=0)
+    buffer = new_tile(plan.teacher, height)
+    return partial(_compare_logits, plan, teacher.local().ready(), buffer, shard)
 
-    def __init__(self, plan: DivergencePlan, teacher: TopK, shard: VocabShard | None) -> None:
-        self._plan, self._teacher, self._shard = plan, teacher, shard
 
-    def __call__(self, chunk: Chunk) -> Any:
-        """Return (C,) divergences, and what writes their gradient, times coefficients."""
-        backend, stats, shard = self._plan.route.backend, chunk.stats, self._shard
-        teacher = self._teacher.at(chunk.rows.part)
-        ids = teacher.indices if shard is None else teacher.indices - shard.start
-        own = torch.ones_like(ids, dtype=torch.bool) if shard is None else shard.owns(ids)
-        # of all ids without a wait for the device
-        mine = torch.arange(ids.numel(), device=ids.device)
-        mine = mine if shard is None else mine[own.flatten()]
-        place = mine // ids.shape[1], ids.flatten()[mine]
-        listed, slopes = scores_at(chunk.tile, *place)
-        scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
-        scores[place[0], mine % ids.shape[1]] = listed
-        tail = self._lse_of_tail(chunk, place, own.sum(1))
-        if shard is not None:  # the owner's of each id, and the sum of the tails
-            everyone = shard.gather(torch.cat([scores, tail[:, None]], 1))
-            scores, tail = everyone[..., :-1].amax(0), everyone[..., -1].logsumexp(0)
-        # by their own sum: near 1 they have more digits than beside the row's
-        logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
-        each, pulls = self._plan.divergence.terms(logp, teacher.with_tail)
-        pull, probabilities = pulls.sum(-1), logp.exp()
+def _compare_logits(
+    plan: DivergencePlan, teacher: Rows, buffer: Tensor, shard: VocabShard | None, chunk: Chunk
+) -> tuple[Tensor, WriteGradient]:
+    """Compare a chunk with the teacher's logits, which are formed in ``buffer``.
 
-        def gradient_(coefficient: Tensor, out: Tensor) -> Tensor:
-            # of the ids in the tail: their share of it, however small it is, times a factor a row
-            wide, weightless = coefficient.to(torch.float64), coefficient == 0
-            dlogp = wide * (probabilities[:, -1] * pull - pulls[:, -1])
-            dlogp = dlogp.masked_fill(weightless, 0).to(stats.logprobs.dtype)
-            nowhere = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
-            lse = torch.where(tail == -torch.inf, stats.lse, tail)  # an empty tail has no shares
-            of_tail = stats._replace(logprobs=torch.full_like(stats.logprobs, LEAST_LOGP), lse=lse)
-            backend.dlogits_(nowhere, of_tail, StatsGrad(dlogp), out)
-            of_ids = wide[:, None] * (pulls - probabilities * pull[:, None])[:, :-1]
-            of_ids = (of_ids.flatten()[mine] * slopes).masked_fill(weightless[place[0]], 0)
-            out[place] = of_ids.to(out.dtype)
-            return out
+    Return (C,) divergences and what writes their gradient.
+    """
+    assert plan.teacher is not None
+    backend, divergence = plan.route.backend, plan.divergence
+    of_teacher = form_logits(teacher, chunk.part, buffer, plan.teacher, OutputSpec())
+    pair = Pair(chunk.tile, of_teacher.tile, chunk.stats.lse, of_teacher.stats.lse)
+    sums = backend.divergence_sums(pair, divergence)
+    if shard is not None:
+        sums = shard.gather(sums).sum(0)
+    divergences, score_grad = sums
 
-        return each.sum(-1), gradient_
+    def write_gradient(coefficient: Tensor, dlogits: Tensor) -> None:
+        backend.divergence_gradient_(pair, divergence, score_grad, coefficient, dlogits)
 
-    def _lse_of_tail(self, chunk: Chunk, place: tuple[Tensor, Tensor], count: Tensor) -> Tensor:
-        """Return the (C,) logsumexp of the scores that are not listed: their sum, no difference."""
-        tile, listed = chunk.tile, chunk.logits[place]
-        chunk.logits[place] = -torch.inf
-        first = tile._replace(target=torch.zeros_like(tile.target))
-        lse: Tensor = self._plan.route.backend.stats(first, False).lse
-        chunk.logits[place] = listed
-        cap = tile.transform.softcap
-        if cap is not None:  # to which the transform brings -inf: as if each were one more such id
-            least = -cap / tile.transform.temperature
-            lse = lse + torch.log1p(-count * (least - lse).exp())
-        return torch.where(count < tile.logits.shape[1], lse, -torch.inf)
+    return divergences, write_gradient
+
+
+def _compare_top_k(
+    plan: DivergencePlan, teacher: TopK, shard: VocabShard | None, chunk: Chunk
+) -> tuple[Tensor, WriteGradient]:
+    """Compare a chunk with the teacher's first k ids; all other ids count as one, the tail.
+
+    Return (C,) divergences and what writes their gradient. With q_i the student's probability of a
+    listed id or of the tail, and g_i the derivative of the divergence by log q_i, the gradient by
+    the score of a listed id is ``g_i - q_i sum_k g_k``. Each id j of the tail gets its share
+    ``p_j / q_tail`` of the tail's.
+    """
+    backend, stats = plan.route.backend, chunk.stats
+    teacher = teacher.select(chunk.part)
+    ids = teacher.indices
+    own = torch.ones_like(ids, dtype=torch.bool)
+    place = torch.arange(ids.numel(), device=ids.device)  # of the ids, without a wait for a GPU
+    if shard is not None:
+        ids = ids - shard.start
+        own = shard.owns(ids)
+        place = place[own.flatten()]
+    rows, slots = place // ids.shape[1], place % ids.shape[1]
+    columns = ids.flatten()[place]
+    listed, slopes = scores_at(chunk.tile, rows, columns)
+    scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
+    scores[rows, slots] = listed
+    tail = _lse_of_tail(plan, chunk, (rows, columns), own.sum(1))
+    if shard is not None:  # each id's score is its owner's, and the tails add up
+        of_ranks = shard.gather(torch.cat([scores, tail[:, None]], 1))
+        scores = of_ranks[..., :-1].amax(0)
+        tail = of_ranks[..., -1].logsumexp(0)
+    # normalized by their own sum: near 1 they have more digits than with the lse of the row
+    logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
+    divergences, grads = plan.divergence.terms(logp, teacher.with_tail)
+    total, probabilities = grads.sum(-1), logp.exp()
+
+    def write_gradient(coefficient: Tensor, dlogits: Tensor) -> None:
+        wide, weightless = coefficient.to(torch.float64), coefficient == 0
+        # the row kernel writes ``dlogp (1[j = target] - exp(z_j - lse))``: without a target, with
+        # the lse of the tail and minus its gradient, this is the share of each id in the tail
+        dlogp = wide * (probabilities[:, -1] * total - grads[:, -1])
+        dlogp = dlogp.masked_fill(weightless, 0).to(stats.logprobs.dtype)
+        no_target = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
+        lse = torch.where(tail == -torch.inf, stats.lse, tail)  # an empty tail has no shares
+        of_tail = stats._replace(logprobs=torch.full_like(stats.logprobs, LEAST_LOGP), lse=lse)
+        backend.dlogits_(no_target, of_tail, StatsGrad(dlogp), dlogits)
+        of_ids = wide[:, None] * (grads - probabilities * total[:, None])[:, :-1]
+        of_ids = (of_ids.flatten()[place] * slopes).masked_fill(weightless[rows], 0)
+        dlogits[rows, columns] = of_ids.to(dlogits.dtype)
+
+    return divergences.sum(-1), write_gradient
+
+
+def _lse_of_tail(
+    plan: DivergencePlan, chunk: Chunk, place: tuple[Tensor, Tensor], count: Tensor
+) -> Tensor:
+    """Return the (C,) logsumexp of the scores that are not listed: a sum, not a difference."""
+    tile, listed = chunk.tile, chunk.logits[place]
+    chunk.logits[place] = -torch.inf
+    first = tile._replace(target=torch.zeros_like(tile.target))
+    lse: Tensor = plan.route.backend.stats(first, False).lse
+    chunk.logits[place] = listed
+    cap = tile.transform.softcap
+    if cap is not None:  # it turns -inf into -cap, as if each listed id were one more such id
+        least = -cap / tile.transform.temperature
+        lse = lse + torch.log1p(-count * (least - lse).exp())
+    return torch.where(count < tile.logits.shape[1], lse, -torch.inf)

@@ -14,7 +14,7 @@ from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.compaction import moved_forward_
 from grpo_kernels.engine.route import Route
-from grpo_kernels.engine.rows import Gradients, Needs, Rows, narrowed, ranges
+from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection, narrowed, ranges
 from grpo_kernels.head import (
     SLICE_COLUMNS,
     accumulate,
@@ -48,18 +48,19 @@ class GradientSums:
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
-    def take(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
+    def add_chunk(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
         """Add the share of a chunk's rows that have a gradient, by that of their statistics."""
         if chunk.gradient is not None:
             assert grad_stats.dlogp is not None
-            self.add(route.backend.weighted_gradient(chunk.gradient, grad_stats.dlogp), chunk.rows)
+            gradient = route.backend.weighted_gradient(chunk.gradient, grad_stats.dlogp)
+            self.add(gradient, chunk.rows, chunk.part)
             return
         chunk, grad_stats = chunk.compacted(self.scaled(grad_stats))
         dlogits = output_view(chunk.logits, chunk.rows.hidden.dtype)
         route.backend.dlogits_(chunk.tile, chunk.stats, grad_stats, dlogits)
         if chunk.masked is not None and grad_stats.dmasked is not None:
             chunk.masked.add_gradient_(dlogits, grad_stats.dmasked)
-        self.add(TileGradient(dlogits), chunk.rows)
+        self.add(TileGradient(dlogits), chunk.rows, chunk.part, selection=chunk.selection)
 
     def scaled(self, grad_stats: StatsGrad) -> StatsGrad:
         """Multiply coefficients by the power of two, in fp16, that brings the largest to 1/2 to 1.
@@ -67,10 +68,10 @@ class GradientSums:
         Gradients of small losses would underflow, and those of huge ratios overflow, as above 1 the
         products with large hidden states would. It never rises; where it falls, the sums follow.
         """
-        given = [x for x in grad_stats if x is not None and x.numel()]
-        if not self._is_fp16 or not given:
+        present = [x for x in grad_stats if x is not None and x.numel()]
+        if not self._is_fp16 or not present:
             return grad_stats
-        largest = [x.abs().amax().float() for x in given]
+        largest = [x.abs().amax().float() for x in present]
         exponent = -torch.log2(torch.stack(largest).amax().clamp(min=2.0**-100)).ceil()
         scale = torch.exp2(exponent.clamp(-100, 100))
         if self._scale is not None:
@@ -82,27 +83,31 @@ class GradientSums:
         self._scale = scale
         return grad_stats.times(scale)
 
-    def add(self, gradient: TileGradient, rows: Rows, columns: slice | None = None) -> None:
-        """Add the share of a tile, in the dtype of the hidden states.
-
-        ``rows`` are those of its range that have a gradient, with the head of its ``columns``.
-        """
+    def add(
+        self,
+        gradient: TileGradient,  # in the dtype of the hidden states
+        rows: Rows,  # of the tile, with the head of its columns
+        part: slice,  # the range of the call's rows that the tile holds
+        *,
+        selection: Selection = Selection(),  # noqa: B008, the rows of the range that have a gradient
+        columns: slice | None = None,  # None: all
+    ) -> None:
+        """Add the share of a tile."""
         columns = slice(0, self._num_columns) if columns is None else columns
-        dlogits, sums = gradient.dlogits, self._sums
+        sums, first = self._sums, columns.start == 0
         if sums.hidden is not None:
-            place, is_first = narrowed(sums.hidden, rows.part), columns.start == 0
-            add_to_rows(place, gradient, rows, rows.head.weight, is_first)
+            place = narrowed(sums.hidden, part)
+            add_to_rows(place, gradient, rows.head.weight, selection, first=first)
             if self._shard is not None and columns.stop == self._num_columns:
-                self._over_ranks.append(self._shard.start_sum(place))  # beside GEMMs that follow
+                # while the next GEMMs run
+                self._over_ranks.append(self._shard.start_sum(place))
         if self._weight is not None:
-            place, hidden = (
-                narrowed(self._weight, columns),
-                _weighted(rows.hidden, gradient.row_scale),
-            )
-            self._add_to_weight(place, dlogits, hidden, rows.part)
+            hidden = _weighted(rows.hidden, gradient.row_scale)
+            place = narrowed(self._weight, columns)
+            self._add_to_weight(place, gradient.dlogits, hidden, part)
         if sums.bias is not None:
             self._add_to_bias(narrowed(sums.bias, columns), gradient)
-        self._lora.add(gradient, rows, columns)
+        self._lora.add(gradient, rows.hidden, part, selection=selection, columns=columns)
 
     def finish(self) -> Gradients:
         """Return the gradients; nothing is added afterwards."""
@@ -127,7 +132,8 @@ class GradientSums:
         """Sum a slice in its place, or apart, to be rounded once the last range is there."""
         if self._adds and self._scale is not None:  # without a second tensor as large as the weight
             for rows in ranges(len(place), SLICE_COLUMNS):
-                add_product(place[rows], dlogits[:, rows].t(), hidden, False, 1 / self._scale)
+                of_rows = dlogits[:, rows].t()
+                add_product(place[rows], of_rows, hidden, first=False, factor=1 / self._scale)
             return
         total = place
         if place.dtype != self._weight_dtype:
@@ -154,7 +160,7 @@ class GradientSums:
 
 def gradients_of_logp(
     rows: Rows,
-    kept: TileGradient,  # (T, V)
+    gradient: TileGradient,  # (T, V), of the log-probabilities by the logits
     dlogp: Tensor,  # (T,)
     route: Route,
     needs: Needs,
@@ -162,23 +168,25 @@ def gradients_of_logp(
 ) -> Gradients:
     """Compute gradients from those of all rows' log-probabilities by the logits.
 
-    With ``nonzero`` the host waits for the number of rows, and ``kept`` is overwritten: others of
-    its rows by some of these, so that a second call finds what it needs.
+    With ``nonzero`` the host waits for the number of rows, and in ``gradient`` some of these rows
+    are moved over others, so that a second call still finds all of them.
     """
     sums = GradientSums(rows, needs, 1)
     with matmul_precision(route.device, route.precision):
         factor = sums.scaled(StatsGrad(dlogp)).dlogp
         assert factor is not None
-        gradient = TileGradient(kept.dlogits, factor)
-        if kept.row_scale is not None:
-            gradient = route.backend.weighted_gradient(kept, factor)
-        rows = rows.ready().as_all()
-        order = None if nonzero is None else moved_forward_(gradient.dlogits, nonzero)
-        if order is not None:
-            dlogits, scale = gradient.dlogits[: len(order)], gradient.row_scale
+        if gradient.row_scale is None:
+            gradient = TileGradient(gradient.dlogits, factor)
+        else:
+            gradient = route.backend.weighted_gradient(gradient, factor)
+        part, selection = slice(0, rows.count), Selection()
+        index = None if nonzero is None else moved_forward_(gradient.dlogits, nonzero)
+        if index is not None:
+            scale = gradient.row_scale
             assert scale is not None
-            gradient, rows = TileGradient(dlogits, scale[order]), rows.at(order)
-        sums.add(gradient, rows)
+            gradient = TileGradient(gradient.dlogits[: len(index)], scale[index])
+            selection = Selection(index, rows.count)
+        sums.add(gradient, rows.ready().selected(selection), part, selection=selection)
         return sums.finish()
 
 
@@ -190,27 +198,37 @@ def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int,
 
 
 def recompute_backward(
-    rows: Rows, stats: RowStats, grad_stats: StatsGrad, route: Route, needs: Needs
+    rows: Rows,
+    stats: RowStats,
+    grad_stats: StatsGrad,
+    route: Route,
+    needs: Needs,
+    selection: Selection = Selection(),  # noqa: B008
 ) -> Gradients:
-    """Compute gradients from the statistics of all rows and theirs, by logits of these ``rows``.
+    """Compute gradients from statistics and their gradients; logits are formed again.
 
-    The gradient of the hidden states is that of all; those of the others are 0.
+    Rows that are not selected enter no product, and their hidden states get a gradient of 0.
     """
-    stats = RowStats(*(rows.take(x) for x in stats[:3]))  # type: ignore[arg-type]
-    grad_stats = StatsGrad(*(rows.take(gradient) for gradient in grad_stats))
+    rows = rows.selected(selection)
+    stats = RowStats(*stats.for_backward)
+    if selection.index is not None:
+        stats = stats.rows(selection.index)
+        grad_stats = grad_stats.rows(selection.index)
     if rows.sampling_mask is None:
-        found = _by_slices(rows, stats, grad_stats, route, needs)
+        gradients = _by_slices(rows, stats, grad_stats, route, needs)
     else:  # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
         sums = GradientSums(rows, needs, len(chunks))
 
-        def take(chunk: Chunk) -> None:
-            sums.take(chunk, grad_stats.rows(chunk.rows.part), route)
+        def consume(chunk: Chunk) -> None:
+            sums.add_chunk(chunk, grad_stats.rows(chunk.part), route)
 
         with matmul_precision(route.device, route.precision):
-            chunked_loop(rows, route, chunks, take=take)
-            found = sums.finish()
-    return found if found.hidden is None else found._replace(hidden=rows.scatter(found.hidden))
+            chunked_loop(rows, route, chunks, consume=consume)
+            gradients = sums.finish()
+    if gradients.hidden is None:
+        return gradients
+    return gradients._replace(hidden=selection.scatter(gradients.hidden))
 
 
 def _by_slices(
@@ -236,18 +254,25 @@ def _by_slices(
             # relative to the slice; the target of another slice is in none of its columns
             of_slice = replace(rows, head=head, target=rows.target - columns.start)
             for part in parts:
-                chunk = of_slice.narrow(part)
-                hidden, head, target = chunk.hidden, chunk.head, chunk.target
-                logits = buffer[: chunk.count, : len(head.weight)]
+                tile_rows = of_slice.select(part)
+                head = tile_rows.head
+                logits = buffer[: tile_rows.count, : len(head.weight)]
                 if route.forms_logits:
                     # as the forward formed them: what was rounded in another way is an error here
-                    route.backend.linear_stats(hidden, head, target, "fp32", False, logits)
+                    route.backend.linear_stats(
+                        hidden=tile_rows.hidden,
+                        head=head,
+                        target=tile_rows.target,
+                        precision="fp32",
+                        extras=False,
+                        logits=logits,
+                    )
                 else:
-                    project(hidden, head, logits)
-                tile, known = Tile(logits, target, head.transform), stats.rows(part)
-                dlogits = output_view(logits, hidden.dtype)
-                route.backend.dlogits_(tile, known, grad_stats.rows(part), dlogits)
-                sums.add(TileGradient(dlogits), chunk, columns)
+                    project(tile_rows.hidden, head, logits)
+                tile = Tile(logits, tile_rows.target, head.transform)
+                dlogits = output_view(logits, tile_rows.hidden.dtype)
+                route.backend.dlogits_(tile, stats.rows(part), grad_stats.rows(part), dlogits)
+                sums.add(TileGradient(dlogits), tile_rows, part, columns=columns)
         return sums.finish()
 
 
@@ -282,6 +307,7 @@ def add_product(
     out: Tensor,  # (M, N)
     a: Tensor,  # (M, K), of the dtype of b
     b: Tensor,  # (K, N)
+    *,
     first: bool,
     factor: Tensor | None = None,  # () or (M, 1), fp32 or fp64; None: 1
 ) -> None:
@@ -300,24 +326,25 @@ def add_product(
 
 
 def add_to_rows(
-    whole: Tensor,  # (all, N), of the range that the rows are of
-    gradient: TileGradient,  # (C, n)
-    rows: Rows,
+    whole: Tensor,  # (all, N)
+    gradient: TileGradient,  # (C, n), of the selected rows
     matrix: Tensor,  # (n, N)
+    selection: Selection,
+    *,
     first: bool,
     scale: Tensor | None = None,  # () of the matrix; None: 1
 ) -> None:
-    """Add ``gradient @ matrix``, or set it for the ``first``; rows that were dropped have none."""
+    """Add ``gradient @ matrix``, or set it for the ``first``; other rows get 0."""
     dlogits, factor = gradient
     zero_row_padding(dlogits)
     if factor is not None:
         scale = factor[:, None] if scale is None else factor[:, None] * scale
-    if rows.index is None:
-        add_product(whole, dlogits, matrix, first, scale)
-    else:  # of all columns
-        place = whole.new_empty(rows.count, whole.shape[1])
-        add_product(place, dlogits, matrix, True, scale)
-        whole.zero_().index_copy_(0, rows.index, place)
+    if selection.index is None:
+        add_product(whole, dlogits, matrix, first=first, factor=scale)
+    else:  # the tile has all columns, so there is one product
+        product = whole.new_empty(len(selection.index), whole.shape[1])
+        add_product(product, dlogits, matrix, first=True, factor=scale)
+        whole.zero_().index_copy_(0, selection.index, product)
 
 
 class LoRAGradients:
@@ -333,20 +360,35 @@ class LoRAGradients:
         if lora is not None and needs.lora_b:
             self.db = torch.zeros_like(lora.b)
 
-    def add(self, gradient: TileGradient, rows: Rows, columns: slice) -> None:
-        """Add a tile's share; the gradient has the dtype of the hidden states."""
+    def add(
+        self,
+        gradient: TileGradient,
+        hidden: Tensor,
+        part: slice,
+        *,
+        selection: Selection,
+        columns: slice,
+    ) -> None:
+        """Add a tile's share; the arguments are those of :meth:`GradientSums.add`."""
         if self.dinner is not None:
             b, scale = self._b
-            place, b = narrowed(self.dinner, rows.part), narrowed(b, columns)
-            add_to_rows(place, gradient, rows, b, columns.start == 0, scale)
+            add_to_rows(
+                narrowed(self.dinner, part),
+                gradient,
+                narrowed(b, columns),
+                selection,
+                first=columns.start == 0,
+                scale=scale,
+            )
         if self.db is not None:
-            inner = _weighted(self._lora.project_down(rows.hidden), gradient.row_scale)
-            inner, scale = _narrow(inner, rows.hidden.dtype)
-            add_product(narrowed(self.db, columns), gradient.dlogits.t(), inner, False, scale)
+            inner = _weighted(self._lora.project_down(hidden), gradient.row_scale)
+            inner, scale = _narrow(inner, hidden.dtype)
+            place = narrowed(self.db, columns)
+            add_product(place, gradient.dlogits.t(), inner, first=False, factor=scale)
 
-    def complete(self, found: Gradients) -> Gradients:
-        """Add to ``found.hidden``, and return what is found with the gradients of A and B."""
-        lora, dhidden, da = self._lora, found.hidden, None
+    def complete(self, gradients: Gradients) -> Gradients:
+        """Add to the gradient of the hidden states, and return all with those of A and B."""
+        lora, dhidden, da = self._lora, gradients.hidden, None
         if self.dinner is not None:
             if self._shard is not None:
                 self._shard.start_sum(self.dinner).wait()
@@ -360,8 +402,8 @@ class LoRAGradients:
                     update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
                     dhidden[rows] += update.mul_(lora.scaling)
         if lora is None:
-            return found
-        return found.joined(Gradients(lora_a=da, lora_b=self.db))
+            return gradients
+        return gradients.joined(Gradients(lora_a=da, lora_b=self.db))
 
 
 def _weighted(rows: Tensor, scale: Tensor | None) -> Tensor:

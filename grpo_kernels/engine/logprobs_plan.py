@@ -138,17 +138,18 @@ class LogprobsPlan:
     route: Route
     needs: Needs
     tokens: int  # rows with a target
-    wanted: OutputSpec = OutputSpec()  # noqa: RUF009
+    outputs: OutputSpec = OutputSpec()  # noqa: RUF009
     masked: bool = False  # log-probabilities over a sampling mask are asked for
 
     @staticmethod
     def of(
+        *,
         dtype: torch.dtype,  # of the hidden states
         head: Head,
         tokens: int,
         options: RunOptions,
         needs: Needs,
-        wanted: OutputSpec = OutputSpec(),  # noqa: B008
+        outputs: OutputSpec = OutputSpec(),  # noqa: B008
         masked: bool = False,
     ) -> LogprobsPlan:
         """Choose for so many rows.
@@ -156,9 +157,9 @@ class LogprobsPlan:
         Raises:
             ValueError: the backend cannot run, or not as asked for; the workspace is too small.
         """
-        route = choose_route(dtype, head, options, wanted.tiled or masked)
+        route = choose_route(dtype, head, options, outputs.tiled or masked)
         return LogprobsPlan(
-            head=head, route=route, needs=needs, tokens=tokens, wanted=wanted, masked=masked
+            head=head, route=route, needs=needs, tokens=tokens, outputs=outputs, masked=masked
         )
 
     @cached_property
@@ -170,7 +171,7 @@ class LogprobsPlan:
             route=self.route,
             needs=self.needs,
             why_not=OF_MASK if self.masked else None,
-            is_plain=self.wanted == OutputSpec() and not self.masked,
+            is_plain=self.outputs == OutputSpec() and not self.masked,
         )
 
     @property
@@ -207,7 +208,7 @@ class LogprobsPlan:
     def reasons(self) -> tuple[str, ...]:
         """Why it is so, a sentence each."""
         reasons = self.route.why_backend
-        if self.wanted.tiled or self.masked:
+        if self.outputs.tiled or self.masked:
             reasons.append("a tile of logits: some of what is asked for is read from it")
         if self.options.bounded is not None and self.needs.any:
             reasons.append(why_sparse(self.needs, self.options.bounded))

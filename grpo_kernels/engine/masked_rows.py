@@ -35,7 +35,7 @@ class MaskedRows(NamedTuple):
     others: Tensor  # (N,) fp64: an id's share of the mask's mass times its slope, 0 for the target
     target: Tensor  # (C,)
     target_slope: Tensor  # (C,) fp64
-    logp: Tensor  # (C,) fp64, the log-probability of the target
+    logprobs: Tensor  # (C,) fp64, of the targets
 
     @staticmethod
     def of(tile: Tile, sampling_mask: SamplingMask, shard: VocabShard | None = None) -> MaskedRows:
@@ -74,10 +74,17 @@ class MaskedRows(NamedTuple):
         # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
         excess = sums + torch.expm1(score - peak)
         others = others / (1 + excess)[rows] * slopes
-        return MaskedRows(ids, rows, others, target, target_slope, score - peak - excess.log1p())
+        return MaskedRows(
+            ids=ids,
+            rows=rows,
+            others=others,
+            target=target,
+            target_slope=target_slope,
+            logprobs=score - peak - excess.log1p(),
+        )
 
     def entries(self, slots: int, dtype: torch.dtype) -> Entries:
-        """Return the entries of the gradients of ``logp``: all of them, without an error.
+        """Return all entries of the gradients of the log-probabilities, without an error.
 
         A row of more than ``slots`` is whole.
         """
@@ -94,7 +101,7 @@ class MaskedRows(NamedTuple):
         index = self.rows[listed], place[listed]
         ids[index], values[index] = self.ids[listed].int(), -self.others[listed]
         last = _all_rows(self.target)[fits & here]
-        at_target = -torch.expm1(self.logp) * self.target_slope
+        at_target = -torch.expm1(self.logprobs) * self.target_slope
         ids[last, counts[last]] = self.target[last].int()
         values[last, counts[last]] = at_target[last]
         norm = at_target.square().index_add(0, self.rows, self.others.square()).sqrt()
@@ -109,13 +116,19 @@ class MaskedRows(NamedTuple):
             norm=norm.to(dtype),
         )
 
-    def at(self, order: Tensor) -> MaskedRows:
-        """Return the same for a tile that holds the rows ``order`` (n,) of this one."""
+    def select(self, index: Tensor) -> MaskedRows:
+        """Return the same for a tile that holds the rows ``index`` (n,) int64 of this one."""
         places = torch.full_like(self.target, -1)
-        places[order] = _all_rows(order)
+        places[index] = _all_rows(index)
         left = places[self.rows] >= 0
-        of_ids = self.ids[left], places[self.rows[left]], self.others[left]
-        return MaskedRows(*of_ids, *(x[order] for x in self[len(of_ids) :]))
+        return MaskedRows(
+            ids=self.ids[left],
+            rows=places[self.rows[left]],
+            others=self.others[left],
+            target=self.target[index],
+            target_slope=self.target_slope[index],
+            logprobs=self.logprobs[index],
+        )
 
     def add_gradient_(self, dlogits: Tensor, dmasked: Tensor) -> None:
         """Add ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
@@ -123,7 +136,7 @@ class MaskedRows(NamedTuple):
         Each logit is read and written once, so no addition can come before another.
         """
         dmasked = dmasked.double()
-        of_target = dmasked * -torch.expm1(self.logp) * self.target_slope
+        of_target = dmasked * -torch.expm1(self.logprobs) * self.target_slope
         for rows, ids, gradient in (
             (self.rows, self.ids, -dmasked[self.rows] * self.others),
             (_all_rows(self.target), self.target, of_target),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,26 +75,37 @@ class Gradients(NamedTuple):
         return Gradients(*(y if x is None else x if y is None else x + y for x, y in pairs))
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Some of a call's rows, or all of them."""
+
+    index: Tensor | None = None  # (K,) int64; None: all
+    total: int = 0  # rows of the call, if some are selected
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the selected ones of (total, ...) values."""
+        return values if self.index is None else values[self.index]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Return (total, ...) values from the selected ones; the others are 0."""
+        if self.index is None:
+            return values
+        whole = values.new_zeros((self.total, *values.shape[1:]))
+        return whole.index_copy_(0, self.index, values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Hidden states with what belongs to them, T rows or some of them."""
+    """Rows of hidden states, with the head, the targets and the sampling mask that go with them."""
 
     hidden: Tensor  # (T, D)
     head: Head
     target: Tensor  # (T,)
     sampling_mask: SamplingMask | None = None
-    index: Tensor | None = None  # which rows these are of all, or of their range; None: all of them
-    total: int = 0  # how many all are
-    start: int = 0  # where the range begins that these rows are of
 
     @property
     def count(self) -> int:
         return self.target.numel()
-
-    @property
-    def part(self) -> slice:
-        """The range that these rows are of."""
-        return slice(self.start, self.start + (self.count if self.index is None else self.total))
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -126,8 +137,24 @@ class Rows:
         shard, target = self.head.shard, self.target
         return target if shard is None else torch.where(shard.owns(target), target, 0)
 
-    def valid(self, wanted: Tensor | None = None) -> Rows:
-        """Return the rows with a target that are ``wanted`` (T,); None: all with a target.
+    def select(self, rows: slice | Tensor) -> Rows:
+        """Return a range of rows, or those of an int64 index, in its order."""
+        if isinstance(rows, slice) and rows == slice(0, self.count):
+            return self
+        mask, hidden = self.sampling_mask, self.hidden
+        return Rows(
+            hidden=hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows),
+            head=self.head.rows(rows),
+            target=self.target[rows],
+            sampling_mask=mask.take(rows) if mask is not None else None,
+        )
+
+    def selected(self, selection: Selection) -> Rows:
+        """Return the rows of a selection."""
+        return self if selection.index is None else self.select(selection.index)
+
+    def with_target(self, among: Tensor | None = None) -> Selection:
+        """Select the rows with a target, of those ``among`` (T,) bool; None: of all.
 
         One host transfer, and one more for a sampling mask.
 
@@ -137,21 +164,14 @@ class Rows:
         """
         self.check_values()
         if not self.count:
-            return self
+            return Selection()
         valid = self.target != IGNORE_INDEX
         inside = torch.where(valid, self.target, 0)
-        matter = valid if wanted is None else valid & wanted
-        found = host.sync_to_host(torch.stack([*inside.aminmax(), matter.sum()]))
-        low, high, count = host.values(found)
+        flags = valid if among is None else valid & among
+        on_host = host.sync_to_host(torch.stack([*inside.aminmax(), flags.sum()]))
+        low, high, count = host.values(on_host)
         check_target_range(low, high, self.head.vocab_size)
-        return self.chosen(matter, count)
-
-    def chosen(self, wanted: Tensor | None = None, count: int | None = None) -> Rows:
-        """Return the ``wanted`` rows, or all where the host would have to wait for their count."""
-        if wanted is None or (count is None and not host.reading_is_free(wanted)):
-            return self
-        count = int(wanted.sum()) if count is None else count
-        return self if count == self.count else self.at(torch.argsort(~wanted, stable=True)[:count])
+        return selection_of(flags, count)
 
     def check_values(self) -> None:
         """Raise ValueError for values that the host can see without a wait."""
@@ -177,38 +197,19 @@ class Rows:
             mask = mask.narrow(shard.start, shard.start + shard.columns)
         return replace(self, target=self.target - shard.start, sampling_mask=mask)
 
-    def narrow(self, part: slice) -> Rows:
-        """Return a range of rows as if they were all."""
-        return self.as_all() if part == slice(0, self.count) else self._take(part, start=part.start)
 
-    def as_all(self) -> Rows:
-        """Return these rows as if they were all."""
-        return self if self.index is None else replace(self, index=None, total=0)
+def selection_of(flags: Tensor, count: int) -> Selection:
+    """Select the ``count`` rows whose (T,) bool flag is set."""
+    if count == len(flags):
+        return Selection()
+    return Selection(torch.argsort(~flags, stable=True)[:count], len(flags))
 
-    def at(self, order: Tensor) -> Rows:
-        """Return the rows ``order``, int64."""
-        return self._take(order, index=order, total=self.count, start=self.start)
 
-    def _take(self, rows: slice | Tensor, **which: Any) -> Rows:
-        mask, hidden = self.sampling_mask, self.hidden
-        return Rows(
-            hidden=hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows),
-            head=self.head.rows(rows),
-            target=self.target[rows],
-            sampling_mask=mask.take(rows) if mask is not None else None,
-            **which,
-        )
-
-    def take(self, values: Tensor | None) -> Tensor | None:
-        """Return the (all, ...) values at these rows."""
-        return values if values is None or self.index is None else values[self.index]
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Put these rows' values back among all rows; the others are 0."""
-        if self.index is None:
-            return values
-        whole = values.new_zeros((self.total, *values.shape[1:]))
-        return whole.index_copy_(0, self.index, values)
+def selection_without_wait(flags: Tensor | None) -> Selection:
+    """Select the rows whose flag is set, or all where the host would wait for their number."""
+    if flags is None or not host.reading_is_free(flags):
+        return Selection()
+    return selection_of(flags, int(flags.sum()))
 
 
 def narrowed(x: Tensor, part: slice) -> Tensor:

@@ -18,7 +18,7 @@ from grpo_kernels.backends import RowStats
 from grpo_kernels.batch import host
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Rows
-from grpo_kernels.head import VocabShard
+from grpo_kernels.head import Head, VocabShard
 
 _FACTS = ("the number of rows", "D", "rows of a tile", "the arguments", "targets")
 _FAILED = -1  # of a rank that has nothing to agree on
@@ -69,22 +69,22 @@ def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
     return is_top1.bool().gather(0, owner[None]).squeeze(0) & ~beaten.any(0)
 
 
-def check_ranks_agree(rows: Rows, route: Route, *arguments: object) -> None:
+def check_ranks_agree(target: Tensor, head: Head, route: Route, *arguments: object) -> None:
     """Raise on every rank unless all make the same call; on a GPU, as a device assertion later.
 
-    One small gather. Without it a rank with other rows would wait in another collective, for ever.
-    ``arguments`` are what else ranks may not differ in, by their ``repr``.
+    One small gather. Without it a rank with other targets would deadlock in another collective.
+    ``arguments`` have to be the same on all ranks, by their ``repr``.
     """
-    shard = rows.head.shard
+    shard, transform = head.shard, head.transform
     if shard is None:
         return
-    (tokens, depth), transform = rows.hidden.shape, rows.head.transform
+    tokens, depth = target.numel(), head.weight.shape[1]
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=1.0)
-    scaling = None if rows.head.lora is None else rows.head.lora.scaling
+    scaling = None if head.lora is None else head.lora.scaling
     said = repr((route.options, route.dtype, transform, scaling, *arguments))
-    mine = rows.target.new_tensor([tokens, depth, route.tile_rows, zlib.crc32(said.encode())])
-    mine = torch.cat([mine, rows.target.sum()[None]])
+    mine = target.new_tensor([tokens, depth, route.tile_rows, zlib.crc32(said.encode())])
+    mine = torch.cat([mine, target.sum()[None]])
     everyone = shard.gather(mine)
     if not host.reading_is_free(mine):
         same = (everyone == everyone[:1]).all()
@@ -93,7 +93,7 @@ def check_ranks_agree(rows: Rows, route: Route, *arguments: object) -> None:
     table = host.values(everyone)
     failed = [rank for rank, facts in enumerate(table) if facts[0] == _FAILED]
     if failed:
-        raise ValueError(f"vocab_shard: ranks {failed} have refused the same call")
+        raise ValueError(f"vocab_shard: ranks {failed} rejected this call (see their errors)")
     for name, found in zip(_FACTS, zip(*table, strict=True), strict=True):
         if len(set(found)) > 1:
             raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {list(found)}")

@@ -2,4 +2,4 @@
 
 from grpo_kernels.schedule.compiled_loss import compiled_policy_loss
 from grpo_kernels.schedule.loss_plan import KEPT_DEPTHS, Plan
-from grpo_kernels.schedule.run import planned, planned_rows, run_plan
+from grpo_kernels.schedule.run import make_call, planned_rows, run_plan

@@ -24,7 +24,6 @@ from grpo_kernels.engine import (
     REPORT,
     Gradients,
     Needs,
-    Rows,
     RunOptions,
     call_arguments,
     call_of_arguments,
@@ -34,8 +33,13 @@ from grpo_kernels.head import Head, check_plain, checked_head, stats_dtype
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_loss_inputs
 from grpo_kernels.schedule.loss_metrics import loss_metrics
 from grpo_kernels.schedule.loss_plan import Plan
-from grpo_kernels.schedule.passes import LossParts, loss_backward, loss_forward, with_rest
-from grpo_kernels.schedule.run import check_same_plan, checked_targets, planned_rows
+from grpo_kernels.schedule.passes import LossParts, loss_backward, loss_forward, with_other_rows
+from grpo_kernels.schedule.run import (
+    at_all_positions,
+    check_same_plan,
+    checked_targets,
+    planned_rows,
+)
 
 _NUM_PARTS = len(LossParts._fields)
 
@@ -86,14 +90,18 @@ def policy_loss_op(*arguments):
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
     wanted = replace(Needs(*needs), wide=hidden.dtype == torch.float16)
     check_loss_inputs(batch, config)
-    rows, plan = planned_rows(hidden, head, batch, config, options, wanted)
+    states, plan = planned_rows(
+        hidden=hidden, head=head, batch=batch, config=config, options=options, needs=wanted
+    )
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
-    check_same_plan(rows, plan)
+    check_same_plan(plan)
     parts, gradients = checked_targets(
-        lambda: retry_on_oom(lambda plan: _run(rows, plan), plan), rows, plan
+        lambda: retry_on_oom(lambda plan: _run(states, plan), plan), plan
     )
-    gradients = gradients._replace(hidden=_of_all(gradients.hidden, plan, hidden))
+    if gradients.hidden is not None:
+        dhidden = at_all_positions(gradients.hidden, states, plan)
+        gradients = gradients._replace(hidden=dhidden.reshape(hidden.shape))
     return (
         # outputs of an op may not share memory
         *(part.clone() for part in parts if part is not None),
@@ -106,30 +114,18 @@ def policy_loss_op(*arguments):
     )
 
 
-def _run(rows: Rows, plan: Plan) -> tuple[LossParts, Gradients]:
-    parts, gradients, saved = loss_forward(rows, plan)
+def _run(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
+    parts, gradients, saved = loss_forward(hidden, plan)
     if gradients is None:
-        gradients = loss_backward(rows, plan, saved)
-    logp, entropy = parts.logp, parts.entropy
+        gradients = loss_backward(hidden, plan, saved)
+    logprobs, entropy = parts.logprobs, parts.entropy
     if plan.options.metric_rows == "all":
-        logp, entropy = with_rest(logp, entropy, rows, plan)
-    elif logp.numel() < plan.batch.num_tokens:  # a compiler has to know the size
-        logp, entropy = plan.active.merge(logp, 0.0), plan.active.merge(entropy, 0.0)
-    gate = torch.ones_like(logp) if parts.entropy_gate is None else parts.entropy_gate
-    report = logp.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
-    return LossParts(parts.loss, logp, entropy, gate, report), gradients
-
-
-def _of_all(dhidden: Tensor | None, plan: Plan, hidden: Tensor) -> Tensor | None:
-    """Return the gradient of (..., D) hidden states from that of the rows that have one."""
-    if dhidden is None:
-        return None
-    sizes = plan.batch.num_tokens, hidden.numel() // hidden.shape[-1]
-    for index, size in zip((plan.active.index, plan.batch.rows), sizes, strict=True):
-        if index is not None:
-            whole = dhidden.new_zeros(size, hidden.shape[-1])
-            dhidden = whole.index_copy(0, index, dhidden)
-    return dhidden.reshape(hidden.shape)
+        logprobs, entropy = with_other_rows(logprobs, entropy, hidden, plan)
+    elif logprobs.numel() < plan.batch.num_tokens:  # a compiler has to know the size
+        logprobs, entropy = plan.active.merge(logprobs), plan.active.merge(entropy)
+    gate = torch.ones_like(logprobs) if parts.entropy_gate is None else parts.entropy_gate
+    report = logprobs.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
+    return LossParts(parts.loss, logprobs, entropy, gate, report), gradients
 
 
 def _until_scaled(dtype: torch.dtype) -> torch.dtype:

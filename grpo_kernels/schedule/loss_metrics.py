@@ -26,8 +26,9 @@ def loss_metrics(
     active = rows_with_gradient(batch, config)
     if metric_rows == "active":
         if logp.numel() != active.batch.num_tokens:
-            logp, entropy = active.take(logp), active.take(entropy)
-        weights = active.take_weights(static_weights(batch, config))
+            logp = active.selection.gather(logp)
+            entropy = active.selection.gather(entropy)
+        weights = active.select_weights(static_weights(batch, config))
         stats = loss_stats(logp, entropy, active.batch.occupied(), config, None, weights)
     else:
         stats = loss_stats(logp, entropy, batch, config, entropy_gate)

@@ -25,7 +25,7 @@ from grpo_kernels.engine import (
 )
 from grpo_kernels.head import Head, stats_dtype
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule.loss_stage import LossStage, choose_stage, why_not_generated
+from grpo_kernels.schedule.chunk_loss import TORCH_OPS, choose_method, why_not_generated
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 
 # Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
@@ -54,7 +54,7 @@ class Plan(LogprobsPlan):
     active: RowsWithGradient  # those with a gradient
     schedule: str  # "one_pass" | "two_pass"
     chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
-    stage: type[LossStage]  # how the loss runs between statistics and gradients
+    method: str  # how the loss of a chunk is computed, in words
     why_two_passes: str | None  # why one_pass cannot run
     keeps: bool = False  # one_pass keeps exponentials of all rows; the backward multiplies them
     is_smaller: bool = False  # memory did not last for another one
@@ -150,7 +150,7 @@ class Plan(LogprobsPlan):
         if (other := self._other_schedule()) is not None:
             reasons.append(other)
         if route.backend.has_tiles:
-            reasons.append(f"loss: {self._why_stage()}")
+            reasons.append(f"loss: {self._why_method()}")
         bounded = self.options.bounded
         if self.needs.any and bounded is not None:
             reasons.append(why_sparse(self.needs, bounded))
@@ -180,9 +180,16 @@ class Plan(LogprobsPlan):
         return None
 
     def _again(self, options: RunOptions) -> Plan | None:
-        case = (self.route.dtype, self.head, self.batch, self.config, options, self.active)
         try:
-            plan = make_plan(*case, self.needs)
+            plan = make_plan(
+                dtype=self.route.dtype,
+                head=self.head,
+                batch=self.batch,
+                config=self.config,
+                options=options,
+                active=self.active,
+                needs=self.needs,
+            )
         except ValueError:  # forced to one_pass, and no sequence fits any more
             return None
         return replace(plan, is_smaller=True)
@@ -214,11 +221,11 @@ class Plan(LogprobsPlan):
         size = f"about {its:,.1f} MiB next to the gradients, not {mine:,.1f}"
         return f"{name} instead: {size}, and one GEMM {gemms}"
 
-    def _why_stage(self) -> str:
+    def _why_method(self) -> str:
         why_not = None
-        if self.route.backend.generates and self.stage is LossStage:
+        if self.route.backend.generates and self.method == TORCH_OPS:
             why_not = why_not_generated(self.batch, self.config)
-        words = self.stage.words + (f", because {why_not}" if why_not else "")
+        words = self.method + (f", because {why_not}" if why_not else "")
         if self.route.exponentials:
             return words + "; the GEMM of the logits stores exponentials, and no logit"
         return words + ("; logits are read once" if self.with_gradient else "")
@@ -256,6 +263,7 @@ class Plan(LogprobsPlan):
 
 
 def make_plan(
+    *,
     dtype: torch.dtype,  # of the hidden states
     head: Head,
     batch: TokenBatch,
@@ -319,7 +327,7 @@ def make_plan(
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),
-        stage=choose_stage(route.backend, active.batch, config),
+        method=choose_method(route.backend, active.batch, config),
         why_two_passes=why_two,
         keeps=keeps,
     )

@@ -1,14 +1,14 @@
 """The two schedules of a loss, without autograd: one pass over the head, or two.
 
-One pass computes gradients in the forward, while each chunk's logits are there, or in the backward
-from exponentials that the forward kept of all: three GEMMs. Two passes form the logits again for
-the backward, four GEMMs, unless something was kept of them.
+One pass computes gradients in the forward, while each chunk's logits are in memory, or in the
+backward from exponentials that the forward saved: three GEMMs. Two passes form the logits again for
+the backward, four GEMMs, unless the forward saved something in their place.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,50 +28,64 @@ from grpo_kernels.engine import (
     chunked_loop,
     differentiable_stats,
     gradients_of_logp,
-    kept_entries,
-    of_kept,
+    pack_entries,
     rows_forward,
+    saved_entries,
     stats_backward,
-    to_keep,
+    unpack_entries,
 )
 from grpo_kernels.head import matmul_precision, stats_dtype
-from grpo_kernels.losses import Weights, static_weights, top_entropy_gate, weighted_loss
+from grpo_kernels.losses import (
+    Weights,
+    static_weights,
+    token_inputs,
+    top_entropy_gate,
+    weighted_loss,
+)
+from grpo_kernels.schedule.chunk_loss import chunk_loss, policy_logprobs, sum_losses
 from grpo_kernels.schedule.loss_plan import Plan
-from grpo_kernels.schedule.loss_stage import policy_logp
 
 
 class LossParts(NamedTuple):
     """A loss, and the statistics behind it."""
 
     loss: Tensor  # ()
-    logp: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
+    logprobs: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
     entropy: Tensor
     entropy_gate: Tensor | None = None  # (T,)
-    bounded: Tensor | None = None  # (6,) REPORT, of a bounded backward
+    bounded: Tensor | None = None  # (6,) REPORT, of a sparse backward
 
 
-# the loss; its gradients if the forward computes them, that of hidden states for the rows with one;
-# and what is saved for :func:`loss_backward`
-Forward = tuple[LossParts, Gradients | None, tuple[Tensor | None, ...]]
+class LossForward(NamedTuple):
+    """The result of :func:`loss_forward`."""
+
+    parts: LossParts
+    gradients: Gradients | None = None  # for the rows with one, if the forward computes them
+    saved: tuple[Tensor | None, ...] = ()  # for :func:`loss_backward`
 
 
-def loss_forward(rows: Rows, plan: Plan) -> Forward:
-    """Compute the loss of a batch's T rows, and start on its gradients, as planned."""
+def loss_forward(hidden: Tensor, plan: Plan) -> LossForward:
+    """Compute the loss of a batch, and its gradients or what their backward needs, as planned.
+
+    ``hidden`` (N, D) are the states at all positions of the batch's layout.
+    """
     if not plan.needs.any:
-        return eager_loss(rows, plan), Gradients(), ()
+        return LossForward(eager_loss(hidden, plan), Gradients())
     if plan.keeps:
-        return _keeping(rows, plan)
-    return (_one_pass if plan.schedule == "one_pass" else _two_pass)(rows, plan)
+        return _save_gradient(hidden, plan)
+    return (_one_pass if plan.schedule == "one_pass" else _two_pass)(hidden, plan)
 
 
-def _one_pass(rows: Rows, plan: Plan) -> Forward:
+def _one_pass(hidden: Tensor, plan: Plan) -> LossForward:
     """Compute logits, statistics, loss and gradients, chunk by chunk."""
-    active, batch = plan.active, plan.active.batch
-    rows, dtype = with_gradient(rows, plan), stats_dtype(rows.hidden.dtype)
-    weights = active.take_weights(static_weights(plan.batch, plan.config, dtype))
-    stage = plan.stage(batch, weights, plan.config, dtype)
-    needs, chunks, route = plan.needs, plan.chunks, plan.route
-    if needs.main_grad is not None:  # to which it is added in the backward
+    batch, rows = plan.active.batch, rows_with_gradient(hidden, plan)
+    route, chunks = plan.route, plan.chunks
+    dtype = stats_dtype(hidden.dtype)
+    weights = plan.active.select_weights(static_weights(plan.batch, plan.config, dtype))
+    inputs = token_inputs(batch, weights, dtype)
+    losses = list[Tensor]()
+    needs = plan.needs
+    if needs.main_grad is not None:  # the backward adds to it
         needs = replace(needs, main_grad=None, wide=True)
     sums: GradientSums | BoundedSums
     if plan.options.bounded is None:
@@ -79,132 +93,193 @@ def _one_pass(rows: Rows, plan: Plan) -> Forward:
     else:
         sums = BoundedSums(rows, needs, len(chunks), route)
 
-    def take(chunk: Chunk) -> None:
-        sums.take(chunk, stage(chunk.rows.part, chunk.stats), route)
+    def consume(chunk: Chunk) -> None:
+        loss, grad_stats = chunk_loss(
+            chunk.stats,
+            chunk.part,
+            inputs=inputs,
+            batch=batch,
+            config=plan.config,
+            method=plan.method,
+        )
+        losses.append(loss)
+        sums.add_chunk(chunk, grad_stats, route)
 
     with matmul_precision(route.device, route.precision):
-        stats = chunked_loop(rows, route, chunks, take=take, with_gradient=plan.with_gradient)
+        stats = chunked_loop(rows, route, chunks, consume=consume, with_gradient=plan.with_gradient)
         gradients = sums.finish()
+    loss = sum_losses(losses, inputs.logprobs)
     report = sums.report if isinstance(sums, BoundedSums) else None
-    parts = LossParts(stage.loss(), policy_logp(stats), stats.entropy, None, report)
-    return parts, gradients, ()
+    parts = LossParts(loss, policy_logprobs(stats), stats.entropy, bounded=report)
+    return LossForward(parts, gradients)
 
 
-def _keeping(rows: Rows, plan: Plan) -> Forward:
-    """Compute the loss, and keep the gradients of log-probabilities by the logits."""
-    chosen, kept = with_gradient(rows, plan), list[Chunk]()
+def _save_gradient(hidden: Tensor, plan: Plan) -> LossForward:
+    """Compute the loss, and save the gradients of the log-probabilities by the logits."""
+    chunks = list[Chunk]()
     with matmul_precision(plan.route.device, plan.route.precision):
         stats = chunked_loop(
-            chosen, plan.route, plan.chunks, take=kept.append, with_gradient=plan.with_gradient
+            rows_with_gradient(hidden, plan),
+            plan.route,
+            plan.chunks,
+            consume=chunks.append,
+            with_gradient=plan.with_gradient,
         )
-    parts, grad_stats = _scored_loss(stats, rows, plan)
-    gradient = kept[0].gradient
-    dlogp = grad_stats.dlogp
+    parts, grad_stats = _loss_of_stats(stats, hidden, plan)
+    gradient, dlogp = chunks[0].gradient, grad_stats.dlogp
     assert gradient is not None and dlogp is not None
     saved = (*gradient, dlogp)
     if plan.options.bounded is None:
-        return parts, None, saved
-    entries = kept_entries(kept[0], grad_stats, plan.route)
+        return LossForward(parts, saved=saved)
+    entries = saved_entries(chunks[0], grad_stats, plan.route)
     parts = parts._replace(bounded=bounded_report(entries, dlogp))
-    written = torch.empty(plan.saving.shape, dtype=plan.saving.dtype, device=dlogp.device)
-    to_keep(entries, written)
-    return parts, None, (*saved, written, *stats[:3])
+    packed = torch.empty(plan.saving.shape, dtype=plan.saving.dtype, device=dlogp.device)
+    pack_entries(entries, packed)
+    return LossForward(parts, saved=(*saved, packed, *stats.for_backward))
 
 
-def _two_pass(rows: Rows, plan: Plan) -> Forward:
+def _two_pass(hidden: Tensor, plan: Plan) -> LossForward:
     """Compute the loss, and its gradients with respect to the statistics."""
-    stats, kept = rows_forward(with_gradient(rows, plan), plan)
-    parts, grad_stats = _scored_loss(stats, rows, plan)
-    if kept is not None and plan.saving.kind == ENTRIES:
-        report = bounded_report(of_kept(kept), shard=plan.head.shard)
+    stats, saved = rows_forward(rows_with_gradient(hidden, plan), plan)
+    parts, grad_stats = _loss_of_stats(stats, hidden, plan)
+    if saved is not None and plan.saving.kind == ENTRIES:
+        report = bounded_report(unpack_entries(saved), shard=plan.head.shard)
         parts = parts._replace(bounded=report)
-    return parts, None, (kept, *stats[:3], *grad_stats)
+    return LossForward(parts, saved=(saved, *stats.for_backward, *grad_stats))
 
 
-def _scored_loss(stats: RowStats, rows: Rows, plan: Plan) -> tuple[LossParts, StatsGrad]:
+def _loss_of_stats(stats: RowStats, hidden: Tensor, plan: Plan) -> tuple[LossParts, StatsGrad]:
     """Compute the loss from statistics of the rows with a gradient, and its gradient by them."""
-    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
-    stage = plan.stage(batch, weights, plan.config, logp.dtype, gate)
-    scored = RowStats(logp, entropy, entropy, masked_logprobs=logp if plan.masked else None)
-    grad_stats = stage(slice(0, logp.numel()), scored)
-    if plan.scope == "batch" and plan.active.index is not None:
-        grad_stats = grad_stats.rows(plan.active.index)
-    return LossParts(stage.loss(), logp, entropy, gate), grad_stats
+    x = _loss_inputs(stats, hidden, plan)
+    loss, grad_stats = chunk_loss(
+        RowStats(
+            x.logprobs, x.entropy, x.entropy, masked_logprobs=x.logprobs if plan.masked else None
+        ),
+        slice(0, x.logprobs.numel()),
+        inputs=token_inputs(x.batch, x.weights, x.logprobs.dtype),
+        batch=x.batch,
+        config=plan.config,
+        method=plan.method,
+        entropy_gate=x.entropy_gate,
+    )
+    if plan.scope == "batch" and plan.active.selection.index is not None:
+        grad_stats = grad_stats.rows(plan.active.selection.index)
+    parts = LossParts(sum_losses([loss], loss), x.logprobs, x.entropy, x.entropy_gate)
+    return parts, grad_stats
 
 
 def loss_backward(
-    rows: Rows,
+    hidden: Tensor,
     plan: Plan,
-    saved: tuple[Tensor | None, ...],  # of :data:`Forward`
+    saved: tuple[Any, ...],  # of :class:`LossForward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
-    """Compute the gradients of a loss; that of hidden states for the rows with one."""
+    """Compute the gradients of a loss; of hidden states for the rows with one."""
+    rows = rows_with_gradient(hidden, plan)
     if plan.keeps:
-        exponentials, unit, dlogp, *sparse = saved
-        assert exponentials is not None and dlogp is not None
-        chosen, needs, found = with_gradient(rows, plan), plan.needs, Gradients()
-        of_logp = TileGradient(exponentials, unit)
-        # whatever the gradient of the loss: what is overwritten is of no use to any backward
-        nonzero = dlogp != 0 if plan.leaves_out else None
-        dlogp = dlogp if dloss is None else dlogp * dloss
-        if sparse:  # entries give the gradients of the rows
-            kept, stats = sparse[0], RowStats(*sparse[1:])  # type: ignore[arg-type]
-            assert kept is not None
-            found = bounded_gradients(
-                entries=of_kept(kept),
-                factor=dlogp,
-                grad_stats=StatsGrad(dlogp),
-                rows=chosen,
-                stats=stats,
-                route=plan.route,
-                needs=needs.of_rows,
-            )
-            needs = needs.of_head_alone
-        by_gemms = gradients_of_logp(chosen, of_logp, dlogp, plan.route, needs, nonzero)
-        return found.joined(by_gemms)
-    kept, stats, grad_stats = saved[0], RowStats(*saved[1:4]), StatsGrad(*saved[4:])  # type: ignore[arg-type]
-    return stats_backward(with_gradient(rows, plan), stats, grad_stats.times(dloss), plan, kept)
+        return _backward_of_gradient(rows, plan, saved, dloss)
+    of_forward, *of_stats = saved
+    stats, grad_stats = RowStats(*of_stats[:3]), StatsGrad(*of_stats[3:])
+    return stats_backward(rows, stats, grad_stats.times(dloss), plan, of_forward)
 
 
-def eager_loss(rows: Rows, plan: Plan) -> LossParts:
-    """Compute the loss in torch: before the eager reference, whose autograd goes on through it, or
-    without gradients."""
-    stats, _ = differentiable_stats(with_gradient(rows, plan), plan)
-    logp, entropy, batch, weights, gate = _scored(stats, rows, plan)
-    loss, gate = weighted_loss(logp, batch, plan.config, entropy, weights, gate)
-    return LossParts(loss, logp.detach(), entropy.detach(), gate)
+def _backward_of_gradient(
+    rows: Rows, plan: Plan, saved: tuple[Any, ...], dloss: Tensor | None
+) -> Gradients:
+    """Compute gradients from the gradients of the log-probabilities that the forward saved."""
+    exponentials, unit, dlogp, *sparse = saved
+    # whatever the gradient of the loss: no backward needs the rows that are overwritten
+    nonzero = dlogp != 0 if plan.leaves_out else None
+    dlogp = dlogp if dloss is None else dlogp * dloss
+    needs, of_rows = plan.needs, Gradients()
+    if sparse:  # entries give the gradients of the rows
+        packed, *stats = sparse
+        of_rows = bounded_gradients(
+            entries=unpack_entries(packed),
+            factor=dlogp,
+            grad_stats=StatsGrad(dlogp),
+            rows=rows,
+            stats=RowStats(*stats),
+            route=plan.route,
+            needs=needs.of_rows,
+        )
+        needs = needs.of_head_alone
+    by_gemms = gradients_of_logp(
+        rows=rows,
+        gradient=TileGradient(exponentials, unit),
+        dlogp=dlogp,
+        route=plan.route,
+        needs=needs,
+        nonzero=nonzero,
+    )
+    return of_rows.joined(by_gemms)
 
 
-def with_gradient(rows: Rows, plan: Plan) -> Rows:
-    """Return the rows that can have a gradient, as if they were all."""
-    return rows if plan.active.index is None else rows.at(plan.active.index).as_all()
+def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
+    """Compute the loss in torch: without gradients, or for autograd through the eager reference."""
+    stats, _ = differentiable_stats(rows_with_gradient(hidden, plan), plan)
+    x = _loss_inputs(stats, hidden, plan)
+    loss, gate = weighted_loss(
+        x.logprobs, x.batch, plan.config, x.entropy, x.weights, x.entropy_gate
+    )
+    return LossParts(loss, x.logprobs.detach(), x.entropy.detach(), gate)
 
 
-def _scored(
-    stats: RowStats, rows: Rows, plan: Plan
-) -> tuple[Tensor, Tensor, TokenBatch, Weights, Tensor | None]:
-    """Return what the loss is computed from: log-probabilities, entropy, their batch, its weights
-    and gate. They are of the rows with a gradient; a gate by the entropy needs all rows.
-    """
-    logp, entropy, config = policy_logp(stats), stats.entropy, plan.config
-    weights = static_weights(plan.batch, config, logp.dtype)
+def rows_with_gradient(hidden: Tensor, plan: Plan) -> Rows:
+    """Return the rows that can have a gradient, of states at all positions of the layout."""
+    batch = plan.active.batch
+    return Rows(
+        hidden=hidden if batch.rows is None else hidden.index_select(0, batch.rows),
+        head=plan.head,
+        target=batch.target,
+        sampling_mask=batch.sampling_mask,
+    )
+
+
+def _rows_without_gradient(hidden: Tensor, index: Tensor, plan: Plan) -> Rows:
+    """Return the rows of the tokens ``index``, of states at all positions of the layout."""
+    batch = plan.batch
+    mask = batch.sampling_mask
+    positions = index if batch.rows is None else batch.rows[index]
+    return Rows(
+        hidden=hidden.index_select(0, positions),
+        head=plan.head,
+        target=batch.target[index],
+        sampling_mask=None if mask is None else mask.take(index),
+    )
+
+
+class _LossInputs(NamedTuple):
+    """The inputs of the loss: of the rows with a gradient, or of all for a gate by the entropy."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    batch: TokenBatch
+    weights: Weights
+    entropy_gate: Tensor | None = None
+
+
+def _loss_inputs(stats: RowStats, hidden: Tensor, plan: Plan) -> _LossInputs:
+    logprobs, entropy = policy_logprobs(stats), stats.entropy
+    weights = static_weights(plan.batch, plan.config, logprobs.dtype)
     if plan.scope != "batch":
         active = plan.active
-        return logp, entropy, active.batch, active.take_weights(weights), None
-    logp, entropy = with_rest(logp, entropy, rows, plan)
+        return _LossInputs(logprobs, entropy, active.batch, active.select_weights(weights))
+    logprobs, entropy = with_other_rows(logprobs, entropy, hidden, plan)
     copies = 1 if plan.head.shard is None else plan.head.shard.size
-    gate = top_entropy_gate(entropy, config.top_entropy_quantile, copies)
-    return logp, entropy, plan.batch, weights, gate
+    gate = top_entropy_gate(entropy, plan.config.top_entropy_quantile, copies)
+    return _LossInputs(logprobs, entropy, plan.batch, weights, gate)
 
 
-def with_rest(
-    logp: Tensor, entropy: Tensor, rows: Rows, plan: Plan
+def with_other_rows(
+    logprobs: Tensor, entropy: Tensor, hidden: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:  # (T,)
-    """Complete what is known of the rows with a gradient, by a forward of the others."""
+    """Add the statistics of the rows without a gradient, by a forward of these."""
     active = plan.active
-    if active.forward_only is None or logp.numel() == plan.batch.num_tokens:
-        return logp, entropy
+    if active.forward_only is None or logprobs.numel() == plan.batch.num_tokens:
+        return logprobs, entropy
+    others = _rows_without_gradient(hidden, active.forward_only, plan)
     with torch.no_grad():
-        without = replace(plan, needs=Needs())
-        others, _ = differentiable_stats(rows.at(active.forward_only).as_all(), without)
-    return active.merge(logp, policy_logp(others)), active.merge(entropy, others.entropy)
+        stats, _ = differentiable_stats(others, replace(plan, needs=Needs()))
+    logprobs = active.merge(logprobs, policy_logprobs(stats))
+    return logprobs, active.merge(entropy, stats.entropy)

@@ -1,4 +1,4 @@
-"""Which rows of a batch can have a gradient, known before the forward."""
+"""Which tokens of a batch can have a gradient, known before the forward."""
 
 from __future__ import annotations
 
@@ -8,34 +8,29 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.engine import Selection
 from grpo_kernels.losses import LossConfig, Weights
 
 
 @dataclass(frozen=True)
 class RowsWithGradient:
-    """The rows that can have a gradient, and the others."""
+    """The tokens of a batch that can have a gradient, and the others."""
 
-    batch: TokenBatch  # of these rows, in the same sequences
-    index: Tensor | None = None  # (K,) int64, which they are of all; None: all
+    batch: TokenBatch  # of these tokens, in the same sequences
+    selection: Selection = Selection()  # noqa: RUF009, of the whole batch's T tokens
     forward_only: Tensor | None = None  # (T - K,) int64, the others
 
-    def take(self, values: Tensor) -> Tensor:
-        """Return the (T, ...) values at these rows."""
-        return values if self.index is None else values[self.index]
+    def select_weights(self, weights: Weights) -> Weights:
+        """Return these tokens' weights in the whole batch."""
+        gather = self.selection.gather
+        return Weights(*(None if weight is None else gather(weight) for weight in weights))  # type: ignore[arg-type]
 
-    def take_weights(self, weights: Weights) -> Weights:
-        """Return these rows' weights in the whole batch."""
-        return Weights(*(None if weight is None else self.take(weight) for weight in weights))  # type: ignore[arg-type]
-
-    def merge(self, values: Tensor, others: Tensor | float) -> Tensor:
-        """Merge (K,) values of these rows with (T - K,), or one, of the others into (T,)."""
-        if self.index is None or self.forward_only is None:
-            return values
-        whole = values.new_zeros(values.numel() + self.forward_only.numel())
-        whole = whole.index_copy(0, self.index, values)
-        return (
-            whole.index_copy(0, self.forward_only, others) if isinstance(others, Tensor) else whole
-        )
+    def merge(self, values: Tensor, others: Tensor | None = None) -> Tensor:
+        """Merge (K,) values of these tokens with (T - K,) of the others, or zeros, into (T,)."""
+        whole = self.selection.scatter(values)
+        if others is None or self.forward_only is None:
+            return whole
+        return whole.index_copy(0, self.forward_only, others)
 
 
 def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradient:
@@ -61,5 +56,6 @@ def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradien
         of_each = segments.sum(active.double()) if group is None else group.on_device[1]
         active = segments.expand(of_each > 0)
     order = torch.argsort(~active, stable=True)
-    chosen = replace(batch.select(order[:count], host.to_host(lengths)), sequence_group=left)
-    return RowsWithGradient(chosen, order[:count], order[count:])
+    selection = Selection(order[:count], batch.num_tokens)
+    selected = replace(batch.select(order[:count], host.to_host(lengths)), sequence_group=left)
+    return RowsWithGradient(selected, selection, forward_only=order[count:])

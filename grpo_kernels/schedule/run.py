@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
 from grpo_kernels.engine import (
-    INPUTS,
+    Forward,
+    Gradients,
+    HeadCall,
     Needs,
-    Rows,
     RunOptions,
+    Tensors,
+    apply,
     check_ranks_agree,
     retry_on_oom,
     scaled_,
@@ -25,10 +27,8 @@ from grpo_kernels.head import (
     Head,
     check_local,
     check_mask_range,
-    check_plain,
     check_target_range,
     checked_head,
-    first_derivative_only,
     stats_dtype,
 )
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, check_loss_inputs
@@ -39,26 +39,25 @@ from grpo_kernels.schedule.passes import (
     eager_loss,
     loss_backward,
     loss_forward,
-    with_gradient,
-    with_rest,
+    with_other_rows,
 )
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient, rows_with_gradient
 
 Result = TypeVar("Result")
 
 
-def planned(
+def make_call(
     hidden: Tensor,
     head: Head,
     batch: TokenBatch,
     config: LossConfig,
     options: RunOptions,
     main_grad: Tensor | None = None,
-) -> tuple[Rows, Plan]:
-    """Check a call and decide how it runs: the T rows of the batch's tokens, and the plan.
+) -> tuple[Tensor, Plan]:
+    """Check a call and decide how it runs: (N, D) hidden states at all positions, and the plan.
 
     Raises:
-        ValueError: an argument is wrong, or what is asked for cannot run.
+        ValueError: an argument is wrong, or the requested call cannot run.
     """
     check_loss_inputs(batch, config)
     weight = head.weight
@@ -67,45 +66,50 @@ def planned(
     if main_grad is not None:
         buffer = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
         needs = replace(needs, main_grad=buffer)
-    return planned_rows(hidden, head, batch, config, options, needs)
+    return planned_rows(
+        hidden=hidden, head=head, batch=batch, config=config, options=options, needs=needs
+    )
 
 
 def planned_rows(
+    *,
     hidden: Tensor,
     head: Head,
     batch: TokenBatch,
     config: LossConfig,
     options: RunOptions,
     needs: Needs,
-) -> tuple[Rows, Plan]:
+) -> tuple[Tensor, Plan]:
     """Decide how a call with a checked head runs, whose gradients are those that it ``needs``."""
     _check_layout(hidden, head, batch)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    if batch.rows is not None:
-        hidden = hidden.index_select(0, batch.rows)
-    rows = _rows(hidden, head, batch)
-    skips = needs.any or options.metric_rows == "active"
-    active = rows_with_gradient(batch, config) if skips else RowsWithGradient(batch)
-    return rows, make_plan(hidden.dtype, head, batch, config, options, active, needs)
+    active = RowsWithGradient(batch)
+    if needs.any or options.metric_rows == "active":
+        active = rows_with_gradient(batch, config)
+    plan = make_plan(
+        dtype=hidden.dtype,
+        head=head,
+        batch=batch,
+        config=config,
+        options=options,
+        active=active,
+        needs=needs,
+    )
+    return hidden, plan
 
 
-def _rows(hidden: Tensor, head: Head, batch: TokenBatch) -> Rows:
-    mask = batch.sampling_mask
-    return Rows(hidden=hidden, head=head, target=batch.target, sampling_mask=mask)
-
-
-def run_plan(rows: Rows, plan: Plan) -> PolicyLossOutput:
-    """Compute the loss of a batch's T rows, as planned or with less memory."""
-    check_same_plan(rows, plan)
+def run_plan(hidden: Tensor, plan: Plan) -> PolicyLossOutput:
+    """Compute the loss from (N, D) hidden states, as planned or with less memory."""
+    check_same_plan(plan)
     parts = checked_targets(
-        lambda: retry_on_oom(lambda plan: _loss_parts(rows, plan), plan), rows, plan
+        lambda: retry_on_oom(lambda plan: _loss_parts(hidden, plan), plan), plan
     )
     made = partial(loss_metrics, *parts[1:], plan.batch, plan.config, plan.options.metric_rows)
-    metrics = Metrics(made, parts.logp, parts.entropy)
+    metrics = Metrics(made, parts.logprobs, parts.entropy)
     return PolicyLossOutput(parts.loss, metrics.ready_for(plan.batch))
 
 
-def checked_targets(run: Callable[[], Result], rows: Rows, plan: Plan) -> Result:
+def checked_targets(run: Callable[[], Result], plan: Plan) -> Result:
     """Return what ``run`` does, with targets that the host does not know asserted on the device.
 
     Before it; or behind it where the first launch is a GEMM, whose kernels read and write no
@@ -116,7 +120,7 @@ def checked_targets(run: Callable[[], Result], rows: Rows, plan: Plan) -> Result
 
     def check() -> None:
         columns = plan.head.vocab_size
-        inside = (rows.target < columns).all()
+        inside = (plan.batch.target < columns).all()
         host.assert_async(inside, f"target: expected ids in [0, {columns})")
 
     if not plan.route.exponentials:
@@ -127,75 +131,83 @@ def checked_targets(run: Callable[[], Result], rows: Rows, plan: Plan) -> Result
     return result
 
 
-def _loss_parts(rows: Rows, plan: Plan) -> LossParts:
+def _loss_parts(hidden: Tensor, plan: Plan) -> LossParts:
     if plan.needs.any and plan.route.backend.has_tiles:
-        check_plain(**dict(zip(INPUTS, rows.inputs, strict=True)))
-        parts = LossParts(*_PolicyLoss.apply(plan, rows, *rows.inputs))
+        parts = LossParts(*apply(_LossCall(hidden, plan)))
     else:
-        parts = eager_loss(rows, plan)
+        parts = eager_loss(hidden, plan)
     if plan.options.metric_rows == "active":
         return parts
-    logp, entropy = with_rest(parts.logp, parts.entropy, rows, plan)
-    return parts._replace(logp=logp, entropy=entropy)
+    logprobs, entropy = with_other_rows(parts.logprobs, parts.entropy, hidden, plan)
+    return parts._replace(logprobs=logprobs, entropy=entropy)
 
 
-class _PolicyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, rows: Rows, *inputs: Tensor | None) -> Any:
-        parts, gradients, saved = loss_forward(rows, plan)
-        # the head's tensors are autograd's to keep or to free
-        ctx.plan = replace(plan, head=plan.head.without_tensors())
-        ctx.gradients = gradients
-        ctx.num_saved = len(saved)
-        ctx.result_of = "linear_policy_loss"
-        # the batch, too: autograd then refuses a backward after a change in place
-        ctx.save_for_backward(*inputs, *saved, *plan.batch.tensors())
-        ctx.mark_non_differentiable(*(x for x in parts[1:] if x is not None))
-        ctx.set_materialize_grads(False)  # their zeros would only be dropped
-        return tuple(parts)
+@dataclass(frozen=True)
+class _LossCall(HeadCall):
+    hidden: Any  # (N, D) tensor; None while autograd holds it
+    plan: Plan
+    name = "linear_policy_loss"
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, tensors: Any, dloss: Tensor, *others: Tensor) -> Any:
-        inputs = tensors[: len(INPUTS)]
+    @property
+    def inputs(self) -> Tensors:
+        return (self.hidden, *self.plan.head.tensors)
+
+    @property
+    def guarded(self) -> Tensors:
+        return self.plan.batch.tensors()
+
+    def without_tensors(self) -> _LossCall:
+        plan = replace(self.plan, head=self.plan.head.without_tensors())
+        return _LossCall(None, plan)
+
+    def with_tensors(self, inputs: Sequence[Any], guarded: Sequence[Any]) -> _LossCall:
         hidden, *of_head = inputs
-        plan = replace(ctx.plan, head=ctx.plan.head.with_tensors(*of_head))
-        main_grad = plan.needs.main_grad
+        return _LossCall(hidden, replace(self.plan, head=self.plan.head.with_tensors(*of_head)))
 
-        def rows() -> Rows:
-            return _rows(hidden, plan.head, plan.batch)
+    def forward(self) -> Forward:
+        parts, gradients, saved = loss_forward(self.hidden, self.plan)
+        return Forward(tuple(parts), parts[1:], saved, gradients)
 
-        if plan.schedule == "one_pass" and not plan.keeps:
-            # the first backward takes the gradients over, so that the largest is never copied; a
-            # second one, under retain_graph, computes them again
-            gradients, ctx.gradients = ctx.gradients, None
-            if gradients is None:
-                options = replace(plan.options, schedule="one_pass")
-                again = replace(plan, route=replace(plan.route, options=options))
-                gradients = retry_on_oom(lambda plan: loss_forward(rows(), plan)[1], again)
-            if main_grad is not None:
-                main_grad.addcmul_(gradients.weight, dloss.to(gradients.weight.dtype))
-                gradients = gradients._replace(weight=None)
-            gradients = scaled_(gradients, dloss, inputs, plan.route.backend)
+    def backward(
+        self, saved: Sequence[Any], gradients: Gradients | None, grad_outputs: Sequence[Any]
+    ) -> Gradients:
+        hidden, plan, dloss = self.hidden, self.plan, grad_outputs[0]
+        if plan.schedule == "two_pass" or plan.keeps:
+            gradients = loss_backward(hidden, plan, tuple(saved), dloss)
         else:
-            saved = tensors[len(INPUTS) : len(INPUTS) + ctx.num_saved]
-            gradients = loss_backward(rows(), plan, saved, dloss)
-        found = [
-            None if gradient is None else gradient.to(x.dtype)
-            for gradient, x in zip(gradients, inputs, strict=True)
-        ]
-        if found[0] is not None and plan.active.index is not None:
-            found[0] = torch.zeros_like(hidden).index_copy(0, plan.active.index, found[0])
-        return None, None, *found
+            if gradients is None:  # in a second backward, under retain_graph
+                gradients = self._gradients_again()
+            if plan.needs.main_grad is not None:
+                assert gradients.weight is not None
+                scale = dloss.to(gradients.weight.dtype)
+                plan.needs.main_grad.addcmul_(gradients.weight, scale)
+                gradients = gradients._replace(weight=None)
+            gradients = scaled_(gradients, dloss, self.inputs, plan.route.backend)
+        if gradients.hidden is None:
+            return gradients
+        dhidden = gradients.hidden.to(hidden.dtype)
+        return gradients._replace(hidden=at_all_positions(dhidden, hidden, plan))
+
+    def _gradients_again(self) -> Gradients:
+        options = replace(self.plan.options, schedule="one_pass")
+        plan = replace(self.plan, route=replace(self.plan.route, options=options))
+        gradients = retry_on_oom(lambda plan: loss_forward(self.hidden, plan).gradients, plan)
+        assert gradients is not None
+        return gradients
 
 
-def check_same_plan(rows: Rows, plan: Plan) -> None:
-    """Raise on every rank unless all that share the vocabulary have the same plan and rows."""
-    if rows.head.shard is None:
-        return
+def at_all_positions(dhidden: Tensor, hidden: Tensor, plan: Plan) -> Tensor:
+    """Return the (N, D) gradient of ``hidden`` from that of the rows that have one."""
+    positions = plan.active.batch.rows
+    if positions is None:
+        return dhidden
+    return dhidden.new_zeros(hidden.shape).index_copy_(0, positions, dhidden)
+
+
+def check_same_plan(plan: Plan) -> None:
+    """Raise on every rank unless all that share the vocabulary have the same plan and targets."""
     what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
-    chosen = with_gradient(rows, plan)
-    check_ranks_agree(chosen, plan.route, *what)
+    check_ranks_agree(plan.active.batch.target, plan.head, plan.route, *what)
 
 
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:

@@ -146,4 +146,12 @@ def _plan(call: Call) -> Plan:
     schedule = "one_pass" if call.name == "exponentials" else call.name
     options = replace(call.options, backend="chunked", schedule=schedule)
     needs = Needs(hidden=True, weight=not call.frozen)
-    return planned_rows(hidden, Head(weight), batch, LossConfig(), options, needs)[1]
+    _, plan = planned_rows(
+        hidden=hidden,
+        head=Head(weight),
+        batch=batch,
+        config=LossConfig(),
+        options=options,
+        needs=needs,
+    )
+    return plan

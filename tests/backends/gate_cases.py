@@ -67,7 +67,7 @@ _ENTROPY = {"entropy_ptr": "*fp32", "dentropy_ptr": "*fp32"}
 _SUMS = {"y_target_ptr": "*fp32", "sums_ptr": "*fp32"}
 _EXTRA_SUMS = {"best_ptr": "*i32"}
 _COUNTS = dict.fromkeys(("num_rows", "num_splits"), "i32")
-_BASICS = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
+_BASICS = {"logprobs_ptr": "*fp32", "entropy_ptr": "*fp32", "lse_ptr": "*fp64"}
 _EXTRAS = {f"{name}_ptr": "*fp32" for name in ("sum_sq_probs", "max_logit", "min_logit")}
 _EXTRAS |= {"is_top1_ptr": "*i1"}
 _UNIT = {"unit_ptr": "*fp32"}
@@ -141,7 +141,7 @@ def _logp_gradient_cases(target: str) -> Iterator[Case]:
 
 
 def _dlogits_cases(target: str) -> Iterator[Case]:
-    vectors = {"logp_ptr": "*fp32", "lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
+    vectors = {"logprobs_ptr": "*fp32", "lse_ptr": "*fp64", "dlogp_ptr": "*fp32"}
     pairs = [("fp32", "bf16"), ("fp32", "fp16"), *((name, name) for name in DTYPES)]
     config, kernel = ROW_CONFIG.on(target), dlogits._dlogits_kernel
     for dtype, out in pairs:
@@ -159,7 +159,7 @@ def _dlogits_cases(target: str) -> Iterator[Case]:
 def _divergence_cases(target: str) -> Iterator[Case]:
     vectors = dict.fromkeys(("lse_ptr", "teacher_lse_ptr"), "*fp64")
     vectors |= {"stride_teacher_row": "i64", "num_rows": "i32", "beta": "fp32"}
-    vectors |= {"teacher_outer": "fp32", "stride_out_row": "i64"}
+    vectors |= {"teacher_score_scale": "fp32", "stride_out_row": "i64"}
     sums = {"sums_ptr": "*fp64"}
     transforms = _SOFTCAP | _TEMPERATURE
     transforms |= {f"teacher_{name}": kind for name, kind in transforms.items()}
@@ -271,7 +271,7 @@ def _extract_cases() -> Iterator[Case]:
     marks = {**vectors, "words_ptr": "*i32", "tail_ptr": "*fp32", "squares_ptr": "*fp32"}
     marks["groups"] = "i32"
     entries = dict.fromkeys((f"{name}_ptr" for name in Entries._fields), "*fp32")
-    entries |= {"ids_ptr": "*i32", "used_ptr": "*i32", "logp_ptr": "*fp32", "slots": "i32"}
+    entries |= {"ids_ptr": "*i32", "used_ptr": "*i32", "logprobs_ptr": "*fp32", "slots": "i32"}
     reading, listing = extract._READING_WARPS, extract._LISTING_WARPS
     for kernel, own, blocks, warps in (
         (extract._tail_sums_kernel, tails, {"NUM_CUTS": 12, "BLOCK_K": 16}, reading),
@@ -291,7 +291,7 @@ def _extract_cases() -> Iterator[Case]:
 def _cut_cases() -> Iterator[Case]:
     blocks = {"NUM_CUTS": 12, "BLOCK_K": 16, "BLOCK": extract._WEIGHED_ROWS}
     types = {"weight_ptr": "*fp32", "cuts_ptr": "*fp32", "num_rows": "i32", "allowed": "fp32"}
-    rows = {**types, "logp_ptr": "*fp32", "lse_ptr": "*fp64", "score_scale": "fp32"}
+    rows = {**types, "logprobs_ptr": "*fp32", "lse_ptr": "*fp64", "score_scale": "fp32"}
     kernel = extract._weigh_kernel
     for each in _variants(rows, _TEMPERATURE, {"dlogp_ptr": "*fp32"}, thorough=False):
         yield Case(kernel, each, _absent(kernel, each, blocks), OPTIONS)

@@ -254,9 +254,9 @@ def test_rows_without_a_gradient_are_left_out(
     multiplied: list[int] = []
     add = GradientSums.add
 
-    def counted(self: GradientSums, gradient: TileGradient, *arguments: Any) -> None:
+    def counted(self: GradientSums, gradient: TileGradient, *arguments: Any, **named: Any) -> None:
         multiplied.append(len(gradient.dlogits))
-        add(self, gradient, *arguments)
+        add(self, gradient, *arguments, **named)
 
     monkeypatch.setattr(GradientSums, "add", counted)
     problem, config = make_problem(5, 20, D, V, bias=False), make_config("dapo")

@@ -151,7 +151,7 @@ def unit_of(score, factor):
 def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras):
     """Store statistics of rows; return logp. ``extras``: sum e^2, is_top1, the least y; or None."""
     # the total is fp64: beside a target that is nearly certain it is little more than 1
-    logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
+    logprobs_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
     rounded = total.to(tl.float32)
     rest = (total - rounded.to(tl.float64)).to(tl.float32)
     # of a row of -inf only the total is 0: its lse is -inf, not NaN
@@ -160,7 +160,7 @@ def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras
     lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
     logp = (y_target - peak) * factor - log_total
     entropy = log_total - moment / rounded
-    tl.store(logp_ptr + at, logp, mask=mask)
+    tl.store(logprobs_ptr + at, logp, mask=mask)
     tl.store(entropy_ptr + at, entropy, mask=mask)
     tl.store(lse_ptr + at, lse, mask=mask)
     if extras is not None:  # a NaN among the logits shows in all of them

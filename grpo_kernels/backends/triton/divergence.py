@@ -65,9 +65,9 @@ def _divergence_kernel(
     num_rows,
     num_columns,
     cap_scale,  # or None, as the next
-    teacher_inner,
+    teacher_cap_scale,
     score_scale,
-    teacher_outer,
+    teacher_score_scale,
     beta,
     KIND: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -77,7 +77,7 @@ def _divergence_kernel(
     teacher_ptr += row * stride_teacher_row
     beta = tl.cast(beta, tl.float32)
     factor = common.row_factor(score_scale, temperature_ptr, row)
-    teacher_factor = common.row_factor(teacher_outer, teacher_temperature_ptr, row)
+    teacher_factor = common.row_factor(teacher_score_scale, teacher_temperature_ptr, row)
     unit = common.unit_of(tl.load(lse_ptr + row), factor)
     teacher_unit = common.unit_of(tl.load(teacher_lse_ptr + row), teacher_factor)
     if sums_ptr is not None:
@@ -87,7 +87,7 @@ def _divergence_kernel(
             columns = start + tl.arange(0, BLOCK_V)
             mask = columns < num_columns
             y = common.bounded(tl.load(logits_ptr + columns, mask, 0.0), cap_scale)
-            y_teacher = common.bounded(tl.load(teacher_ptr + columns, mask, 0.0), teacher_inner)
+            y_teacher = common.bounded(tl.load(teacher_ptr + columns, mask, 0.0), teacher_cap_scale)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
             s, each, pull = _terms(log2_s, log2_t, beta, KIND)
             all_each += tl.where(mask, each, 0.0)
@@ -107,7 +107,7 @@ def _divergence_kernel(
             # what is stored below may be read here by another warp: see the gradient of statistics
             tl.debug_barrier()
             y = common.bounded(x, cap_scale)
-            y_teacher = common.bounded(x_teacher, teacher_inner)
+            y_teacher = common.bounded(x_teacher, teacher_cap_scale)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
             s, each, pull = _terms(log2_s, log2_t, beta, KIND)
             dx = (pull - s * total) * slope

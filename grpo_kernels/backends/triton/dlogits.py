@@ -47,7 +47,7 @@ def _dlogits_kernel(
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
-    logp_ptr,  # (C,) fp32
+    logprobs_ptr,  # (C,) fp32
     entropy_ptr,  # (C,) fp32, or None
     lse_ptr,  # (C,) fp64
     dlogp_ptr,  # (C,) fp32
@@ -69,7 +69,7 @@ def _dlogits_kernel(
     target = tl.load(target_ptr + row)
     target = tl.where((target >= 0) & (target < num_columns), target, -1)  # before it is narrowed
     target = target.to(tl.int32)
-    logp = tl.load(logp_ptr + row)
+    logp = tl.load(logprobs_ptr + row)
     lse = tl.load(lse_ptr + row)
     dlogp = tl.load(dlogp_ptr + row)
     factor = common.row_factor(score_scale, temperature_ptr, row)
@@ -124,7 +124,7 @@ def dlogits_(
         tile,
         config,
         out_ptr=out,
-        logp_ptr=stats.logprobs.contiguous(),
+        logprobs_ptr=stats.logprobs.contiguous(),
         entropy_ptr=None if dentropy is None else stats.entropy.contiguous(),
         lse_ptr=stats.lse.contiguous(),
         dlogp_ptr=dlogp.contiguous(),

@@ -109,7 +109,7 @@ def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_POINTERS)
 def _weigh_kernel(
     temperature_ptr,  # (C,) or None
-    logp_ptr,  # (C,) fp32
+    logprobs_ptr,  # (C,) fp32
     lse_ptr,  # (C,) fp64
     dlogp_ptr,  # (C,), or None: 1
     weight_ptr,  # (C,) fp32
@@ -129,7 +129,7 @@ def _weigh_kernel(
         mask = rows < num_rows
         lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))
         factor = common.row_factor(score_scale, temperature_ptr, tl.minimum(rows, num_rows - 1))
-        logp = tl.minimum(tl.load(logp_ptr + rows, mask=mask, other=0.0), 0.0)
+        logp = tl.minimum(tl.load(logprobs_ptr + rows, mask=mask, other=0.0), 0.0)
         weight = tl.zeros((BLOCK,), tl.float32) + 1.0
         if dlogp_ptr is not None:
             weight = tl.abs(tl.load(dlogp_ptr + rows, mask=mask, other=0.0).to(tl.float32))
@@ -327,7 +327,7 @@ def _list_kernel(
     unit_ptr,  # (C,) fp32, of E; else None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
-    logp_ptr,  # (C,) fp32
+    logprobs_ptr,  # (C,) fp32
     entropy_ptr,  # (C,) fp32, or None as dlogp_ptr and dentropy_ptr
     lse_ptr,  # (C,) fp64
     dlogp_ptr,  # (C,)
@@ -363,7 +363,7 @@ def _list_kernel(
     cut = tl.maximum(tl.where(active, cut, 1.0), _TINY)
     scale = 1.0 / cut
     logits_ptr, target, slope = values[0], values[1], values[2]
-    logp = tl.minimum(tl.load(logp_ptr + row), 0.0)
+    logp = tl.minimum(tl.load(logprobs_ptr + row), 0.0)
     marked = active & (target >= 0)
     x = tl.load(logits_ptr + target, mask=marked, other=0.0).to(tl.float32)
     if unit_ptr is None:
@@ -525,7 +525,7 @@ def common_cuts(
         _weigh_kernel[(1,)](
             temperature_ptr=transform["temperature_ptr"],
             score_scale=transform["score_scale"],
-            logp_ptr=stats.logprobs.contiguous(),
+            logprobs_ptr=stats.logprobs.contiguous(),
             lse_ptr=stats.lse.contiguous(),
             dlogp_ptr=None if dlogp is None else dlogp.contiguous(),
             cuts_ptr=tried,
@@ -585,7 +585,7 @@ def extract_entries(
         _launch(
             _list_kernel,
             num_warps=_LISTING_WARPS,
-            logp_ptr=stats.logprobs[part].contiguous(),
+            logprobs_ptr=stats.logprobs[part].contiguous(),
             slots=slots,
             BLOCK=_LISTED_ENTRIES,
             **of_part,

@@ -163,7 +163,7 @@ def _merge_splits_kernel(
     y_target_ptr,  # (T,) fp32
     sums_ptr,  # (3 or, with ``best_ptr``, 5, splits, T) fp32
     best_ptr,  # (splits, T) int32 or None
-    logp_ptr,  # (T,) fp32, as the other results
+    logprobs_ptr,  # (T,) fp32, as the other results
     entropy_ptr,
     lse_ptr,  # fp64
     is_top1_ptr,  # bool
@@ -216,8 +216,14 @@ def _merge_splits_kernel(
     y_target = tl.load(y_target_ptr + rows, mask=mask, other=0.0)
     moment = moment.to(tl.float32)
     results = (
-        logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr
-    )  # fmt: skip
+        logprobs_ptr,
+        entropy_ptr,
+        lse_ptr,
+        is_top1_ptr,
+        sum_sq_probs_ptr,
+        max_logit_ptr,
+        min_logit_ptr,
+    )
     extras = None
     if EXTRAS:
         is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best

@@ -84,7 +84,7 @@ def _row_stats_kernel(
     out_ptr,  # (C, V), of the same or half the width, perhaps the same storage; or None
     target_ptr,  # (C,) int64
     temperature_ptr,  # (C,) or None
-    logp_ptr,  # (C,) fp32, as the other results
+    logprobs_ptr,  # (C,) fp32, as the other results
     entropy_ptr,
     lse_ptr,  # fp64
     is_top1_ptr,  # bool
@@ -148,8 +148,14 @@ def _row_stats_kernel(
     least = tl.min(least, axis=0)
 
     results = (
-        logp_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_probs_ptr, max_logit_ptr, min_logit_ptr
-    )  # fmt: skip
+        logprobs_ptr,
+        entropy_ptr,
+        lse_ptr,
+        is_top1_ptr,
+        sum_sq_probs_ptr,
+        max_logit_ptr,
+        min_logit_ptr,
+    )
     extras = None
     if EXTRAS:
         extras = squares, (y_target == peak) & (not rival), least
