@@ -206,7 +206,16 @@ def _model_rows(
     try:
         check_floating("hidden", hidden)
         temperature = row_temperature(temperature, hidden.shape[:-1], hidden)
-        head = unshard_head(head_of(head, None, None, 1.0, None, temperature))
+        head = unshard_head(
+            head_of(
+                weight=head,
+                bias=None,
+                lora=None,
+                logit_scale=1.0,
+                softcap=None,
+                temperature=temperature,
+            )
+        )
         hidden, head = checked_head(hidden, head, precision)
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from None

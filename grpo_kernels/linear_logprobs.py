@@ -163,7 +163,15 @@ def linear_logprobs(
         )
         _check_target(hidden, target)
         temperature = row_temperature(temperature, target.shape, hidden)
-        head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
+        head = head_of(
+            weight=weight,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=temperature,
+            shard=vocab_shard,
+        )
         head = unshard_head(head)
         hidden, head = checked_head(hidden, head, precision)
         if sampling_mask is not None:
@@ -216,7 +224,7 @@ def _eager_stats(
     rows: Rows, selection: Selection, plan: LogprobsPlan
 ) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the selected ``rows``."""
-    check_ranks_agree(rows.target, rows.head, plan.route, plan.outputs, plan.saving.kind)
+    check_ranks_agree(rows.target, rows.head, plan.route, (plan.outputs, plan.saving.kind))
     stats, saved = differentiable_stats(rows, plan)
     whole = (None if x is None else selection.scatter(x) for x in stats)
     if saved is not None and plan.saving.kind == ENTRIES:
@@ -253,7 +261,15 @@ def explain_logprobs(
         ValueError: as ``linear_logprobs`` would for these arguments.
     """
     chosen = RunOptions(**options)
-    head = head_of(weight, bias, lora, logit_scale, softcap, 1.0, vocab_shard)
+    head = head_of(
+        weight=weight,
+        bias=bias,
+        lora=lora,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=1.0,
+        shard=vocab_shard,
+    )
     hidden, head = checked_head(hidden, head, chosen.precision)
     return LogprobsPlan.of(
         dtype=hidden.dtype,

@@ -98,10 +98,25 @@ def linear_policy_loss(
             activation_bytes=activation_bytes,
         )
         temperature = _temperature(config)
-        head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
+        head = head_of(
+            weight=weight,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=temperature,
+            shard=vocab_shard,
+        )
         head = unshard_head(head)
         if torch.compiler.is_compiling():
-            return compiled_policy_loss(hidden, head, batch, config, options, main_grad)
+            return compiled_policy_loss(
+                hidden=hidden,
+                head=head,
+                batch=batch,
+                config=config,
+                options=options,
+                main_grad=main_grad,
+            )
         states, plan = make_call(
             hidden=hidden,
             head=head,
@@ -139,7 +154,15 @@ def explain(
         ValueError: as ``linear_policy_loss`` would for these arguments.
     """
     temperature = _temperature(config)
-    head = head_of(weight, bias, lora, logit_scale, softcap, temperature, vocab_shard)
+    head = head_of(
+        weight=weight,
+        bias=bias,
+        lora=lora,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        shard=vocab_shard,
+    )
     chosen = RunOptions(**options)
     return make_call(hidden=hidden, head=head, batch=batch, config=config, options=chosen)[1]
 

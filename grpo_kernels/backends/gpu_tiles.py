@@ -91,12 +91,52 @@ ROW_CONFIG = RowConfig(num_warps=4, depth=2)
 # By how classes of devices begin, what fits into registers and shared memory: 144 KiB of the 227 of
 # H100, B200, B300 and Thor, 64 of the 64 of MI300, 48 of the 99 and more of all others of NVIDIA.
 _LINEAR_CONFIGS = {
-    ("sm_90", "sm_100", "sm_103", "sm_110"): LinearConfig(128, 256, 64, 8, 3, 2, 8, 16, 1),
-    ("gfx",): LinearConfig(128, 128, 64, 8, 2, subtiles=1, tiles=16, group=16, descriptors=0),
-    ("",): LinearConfig(128, 128, 32, 8, 3, subtiles=2, tiles=16, group=16, descriptors=0),
+    ("sm_90", "sm_100", "sm_103", "sm_110"): LinearConfig(
+        block_t=128,
+        block_v=256,
+        block_d=64,
+        num_warps=8,
+        num_stages=3,
+        subtiles=2,
+        tiles=8,
+        group=16,
+        descriptors=1,
+    ),
+    ("gfx",): LinearConfig(
+        block_t=128,
+        block_v=128,
+        block_d=64,
+        num_warps=8,
+        num_stages=2,
+        subtiles=1,
+        tiles=16,
+        group=16,
+        descriptors=0,
+    ),
+    ("",): LinearConfig(
+        block_t=128,
+        block_v=128,
+        block_d=32,
+        num_warps=8,
+        num_stages=3,
+        subtiles=2,
+        tiles=16,
+        group=16,
+        descriptors=0,
+    ),
 }
 # of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one
-UNALIGNED_CONFIG = LinearConfig(64, 64, 32, 8, 1, subtiles=1, tiles=32, group=16, descriptors=0)
+UNALIGNED_CONFIG = LinearConfig(
+    block_t=64,
+    block_v=64,
+    block_d=32,
+    num_warps=8,
+    num_stages=1,
+    subtiles=1,
+    tiles=32,
+    group=16,
+    descriptors=0,
+)
 
 
 def row_config(device: torch.device) -> RowConfig:

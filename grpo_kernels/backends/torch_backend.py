@@ -161,8 +161,9 @@ class Backend:
         row whose coefficient is 0 has no gradient, whatever its logits.
         """
         for block in row_blocks(pair.student.logits, BLOCK_ELEMENTS):
-            of_block = pull[block], coefficient[block]
-            out[block] = _block_divergence_gradient(pair.rows(block), divergence, *of_block)
+            out[block] = _block_divergence_gradient(
+                pair.rows(block), divergence, pull[block], coefficient[block]
+            )
         return out
 
     def chosen_cuts(
@@ -278,7 +279,9 @@ class Backend:
         """
         rows, ids, values = listed(entries, factor)
         used, ids = ids.unique(return_inverse=True)
-        product = grouped_sums(rows, len(factor), ids, values, matrix[used])
+        product = grouped_sums(
+            groups=rows, count=len(factor), places=ids, values=values, matrix=matrix[used]
+        )
         kept = entries.used >= 0
         out[kept] = product[kept].to(out.dtype)
 
@@ -294,7 +297,9 @@ class Backend:
         places, ids, values = listed(entries, factor)
         order = ids.argsort(stable=True)
         used, ids = ids[order].unique_consecutive(return_inverse=True)
-        product = grouped_sums(ids, len(used), places[order], values[order], rows)
+        product = grouped_sums(
+            groups=ids, count=len(used), places=places[order], values=values[order], matrix=rows
+        )
         if not add:
             out.zero_()
         out[used] = (out[used] + product).to(out.dtype)

@@ -107,7 +107,14 @@ def packed_fields(
     packed: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a ``TokenBatch`` that holds the valid tokens, of N that are given."""
-    inputs = BatchInputs.checked(optional, target, advantages, mask, cu_seqlens, packed)
+    inputs = BatchInputs.checked(
+        optional=optional,
+        target=target,
+        advantages=advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        packed=packed,
+    )
     pack = PACKERS.get(target.device.type)
     packing = (pack and pack(inputs)) or Packing(inputs)
     prompts = inputs.prompt_tokens

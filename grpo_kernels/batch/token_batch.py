@@ -112,7 +112,7 @@ class TokenBatch:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
                 In a ``sequence_group`` all ranks raise.
         """
-        return cls(**_fields(optional, target, advantages, mask))
+        return cls(**_fields(optional, target=target, advantages=advantages, mask=mask))
 
     @classmethod
     def from_packed(
@@ -128,7 +128,15 @@ class TokenBatch:
         ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
         in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
         """
-        return cls(**_fields(optional, target, advantages, mask, cu_seqlens, True))
+        fields = _fields(
+            optional,
+            target=target,
+            advantages=advantages,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            packed=True,
+        )
+        return cls(**fields)
 
     @property
     def num_tokens(self) -> int:
@@ -238,10 +246,11 @@ class TokenBatch:
         return replace(self, cu_seqlens=cu_seqlens, counts=counts, **own)
 
 
-def _fields(optional: OptionalFields, *given: Any) -> dict[str, Any]:
+def _fields(optional: OptionalFields, **tokens: Any) -> dict[str, Any]:
     """Return the fields of a batch, on every rank of its sequence group or on none."""
     others = {name: value for name, value in optional.items() if name != "sequence_group"}
-    group, make = optional.get("sequence_group"), partial(packed_fields, others, *given)
+    group = optional.get("sequence_group")
+    make = partial(packed_fields, others, **tokens)
     return make() if group is None else joined_fields(group, make)
 
 

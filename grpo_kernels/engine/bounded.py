@@ -72,7 +72,12 @@ def saving_forward(
 
     with matmul_precision(route.device, route.precision):
         stats = chunked_loop(
-            rows, route, chunks, outputs, consume, with_gradient=plan.with_gradient
+            rows=rows,
+            route=route,
+            chunks=chunks,
+            outputs=outputs,
+            consume=consume,
+            with_gradient=plan.with_gradient,
         )
         if plan.kind == HIDDEN:
             dhidden = sums.finish().hidden
@@ -127,7 +132,13 @@ def saved_gradients(
     dlogp = torch.where(stats.lse.isfinite() | (dlogp == 0), dlogp, nan)
     if kind == HIDDEN:
         return Gradients(saved * dlogp[:, None] if needs.hidden else None)
-    return gradients_of_logp(rows, TileGradient(saved[:, : route.columns]), dlogp, route, needs)
+    return gradients_of_logp(
+        rows=rows,
+        gradient=TileGradient(saved[:, : route.columns]),
+        dlogp=dlogp,
+        route=route,
+        needs=needs,
+    )
 
 
 def choose_entries(

@@ -146,12 +146,16 @@ def chunked_loop(
         if with_gradient:
             chunk = _form_gradient(rows, part, buffer, route)
         else:
-            chunk = form_logits(rows, part, buffer, route, outputs)
+            chunk = form_logits(rows=rows, part=part, buffer=buffer, route=route, outputs=outputs)
         if consume is not None:
             consume(chunk)
         stats.append(chunk.stats)
     if not stats:
-        stats.append(form_logits(rows, slice(0, 0), buffer, route, outputs).stats)
+        stats.append(
+            form_logits(
+                rows=rows, part=slice(0, 0), buffer=buffer, route=route, outputs=outputs
+            ).stats
+        )
     return concatenate(stats)
 
 
@@ -201,7 +205,7 @@ def form_logits(
         stats = stats._replace(mean_logit=mean_logits(tile, shard))
     if outputs.top_k:
         stats = with_top_k(tile, stats, outputs.top_k, shard)
-    return Chunk(part, rows, logits, stats, masked)
+    return Chunk(part=part, rows=rows, logits=logits, stats=stats, masked=masked)
 
 
 def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:

@@ -86,7 +86,9 @@ def call_of_arguments(
     is_bounded, *rest = others[len(_PLAIN) :]
     backward = Bounded(**dict(zip(_BOUNDED, rest, strict=True))) if is_bounded else "exact"
     assert weight is not None
-    return Head(weight, bias, transform, lora, shard), RunOptions(**given, backward=backward)
+    return Head(weight=weight, bias=bias, transform=transform, lora=lora, shard=shard), RunOptions(
+        **given, backward=backward
+    )
 
 
 def op_call(rows: Rows, options: RunOptions, outputs: OutputSpec) -> tuple[Any, ...]:
@@ -139,7 +141,7 @@ def linear_logprobs_forward(*arguments):
     with raise_on_all_ranks(rows.head.shard, rows.hidden.device):
         selection = rows.with_target()
     valid = rows.selected(selection)
-    check_ranks_agree(valid.target, valid.head, plan.route, plan.outputs, saving.kind)
+    check_ranks_agree(valid.target, valid.head, plan.route, (plan.outputs, saving.kind))
     stats, saved = rows_forward(valid, plan)
     if saved is None:
         saved = rows.hidden.new_empty(0, dtype=saving.dtype)
@@ -192,7 +194,9 @@ def linear_logprobs_backward(*arguments):
         saved = selection.gather(saved)
     of_rows = [None if x is None else selection.gather(x) for x in of_rows]
     stats, grad_stats = RowStats(*of_rows[:3]), StatsGrad(*of_rows[3:])
-    gradients = stats_backward(rows.selected(selection), stats, grad_stats, plan, saved)
+    gradients = stats_backward(
+        rows=rows.selected(selection), stats=stats, grad_stats=grad_stats, plan=plan, saved=saved
+    )
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=selection.scatter(gradients.hidden))
     return tuple(
@@ -231,8 +235,8 @@ def _backward(ctx, *grad_stats):
         kept = None
     saved = [*stats, *(contiguous(given[name]) for name in DIFFERENTIABLE), kept]
     gradients = linear_logprobs_backward(*tensors, belongings, *call, needed, saved)
-    wanted = [x if need else None for x, need in zip(gradients, needed, strict=True)]
-    return (*wanted, *[None] * (1 + len(ctx.call)))
+    of_inputs = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+    return (*of_inputs, *[None] * (1 + len(ctx.call)))
 
 
 linear_logprobs_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -82,7 +82,13 @@ class _StatsCall(HeadCall):
         of_forward, *stats = saved
         grads = RowStats(*map(contiguous, grad_outputs[:-1]))  # type: ignore[arg-type]
         grad_stats = StatsGrad(grads.logprobs, grads.entropy, grads.masked_logprobs)
-        return stats_backward(self.rows, RowStats(*stats), grad_stats, self.plan, of_forward)
+        return stats_backward(
+            rows=self.rows,
+            stats=RowStats(*stats),
+            grad_stats=grad_stats,
+            plan=self.plan,
+            saved=of_forward,
+        )
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -123,7 +129,14 @@ def stats_backward(
     selection = selection_without_wait(grad_stats.nonzero)
 
     def run(route: Route) -> Gradients:
-        return recompute_backward(rows, stats, grad_stats, route, plan.needs, selection)
+        return recompute_backward(
+            rows=rows,
+            stats=stats,
+            grad_stats=grad_stats,
+            route=route,
+            needs=plan.needs,
+            selection=selection,
+        )
 
     not_retryable = plan.needs.main_grad is not None
     return retry_on_oom(run, plan.route.tiled(), not_retryable=not_retryable)

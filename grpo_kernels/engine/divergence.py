@@ -245,7 +245,9 @@ def _compare_logits(
     """
     assert plan.teacher is not None
     backend, divergence = plan.route.backend, plan.divergence
-    of_teacher = form_logits(teacher, chunk.part, buffer, plan.teacher, OutputSpec())
+    of_teacher = form_logits(
+        rows=teacher, part=chunk.part, buffer=buffer, route=plan.teacher, outputs=OutputSpec()
+    )
     pair = Pair(chunk.tile, of_teacher.tile, chunk.stats.lse, of_teacher.stats.lse)
     sums = backend.divergence_sums(pair, divergence)
     if shard is not None:
@@ -253,7 +255,9 @@ def _compare_logits(
     divergences, score_grad = sums
 
     def write_gradient(coefficient: Tensor, dlogits: Tensor) -> None:
-        backend.divergence_gradient_(pair, divergence, score_grad, coefficient, dlogits)
+        backend.divergence_gradient_(
+            pair=pair, divergence=divergence, pull=score_grad, coefficient=coefficient, out=dlogits
+        )
 
     return divergences, write_gradient
 

@@ -215,7 +215,9 @@ def recompute_backward(
         stats = stats.rows(selection.index)
         grad_stats = grad_stats.rows(selection.index)
     if rows.sampling_mask is None:
-        gradients = _by_slices(rows, stats, grad_stats, route, needs)
+        gradients = _by_slices(
+            rows=rows, stats=stats, grad_stats=grad_stats, route=route, needs=needs
+        )
     else:  # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
         sums = GradientSums(rows, needs, len(chunks))

@@ -204,7 +204,13 @@ def choose_route(
         if not backend.has_tiles:
             raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
         columns = shard.max_local_vocab
-    rows = chunk_rows(columns, dtype, options.precision, device, workspace)
+    rows = chunk_rows(
+        columns=columns,
+        dtype=dtype,
+        precision=options.precision,
+        device=device,
+        max_workspace_bytes=workspace,
+    )
     if options.batch_invariant:
         rows = _fixed_rows(backend, device, rows, workspace)
     has_tile = tiled or not backend.has_linear_stats(dtype, head, options.precision)

@@ -69,11 +69,11 @@ def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
     return is_top1.bool().gather(0, owner[None]).squeeze(0) & ~beaten.any(0)
 
 
-def check_ranks_agree(target: Tensor, head: Head, route: Route, *arguments: object) -> None:
+def check_ranks_agree(target: Tensor, head: Head, route: Route, facts: tuple[object, ...]) -> None:
     """Raise on every rank unless all make the same call; on a GPU, as a device assertion later.
 
     One small gather. Without it a rank with other targets would deadlock in another collective.
-    ``arguments`` have to be the same on all ranks, by their ``repr``.
+    ``facts`` have to be the same on all ranks, by their ``repr``.
     """
     shard, transform = head.shard, head.transform
     if shard is None:
@@ -82,7 +82,7 @@ def check_ranks_agree(target: Tensor, head: Head, route: Route, *arguments: obje
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=1.0)
     scaling = None if head.lora is None else head.lora.scaling
-    said = repr((route.options, route.dtype, transform, scaling, *arguments))
+    said = repr((route.options, route.dtype, transform, scaling, *facts))
     mine = target.new_tensor([tokens, depth, route.tile_rows, zlib.crc32(said.encode())])
     mine = torch.cat([mine, target.sum()[None]])
     everyone = shard.gather(mine)

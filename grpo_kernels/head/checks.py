@@ -39,7 +39,13 @@ def head_of(
     if lora is not None and not isinstance(lora, HeadLoRA):
         raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
     if not isinstance(weight, Head):
-        return Head(weight, bias, Transform(logit_scale, softcap, temperature), lora, shard)
+        return Head(
+            weight=weight,
+            bias=bias,
+            transform=Transform(logit_scale, softcap, temperature),
+            lora=lora,
+            shard=shard,
+        )
     beside = {"bias": bias, "lora": lora, "softcap": softcap, "vocab_shard": shard}
     for name, value in beside.items():
         if value is not None:
@@ -75,7 +81,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
             f"got {weight.dtype}"
         )
     if head.bias is not None:
-        _check_part("bias", head.bias, weight, weight.shape[0])
+        _check_part("bias", head.bias, weight, (weight.shape[0],))
     if precision == "tf32" and (why_not := tf32_unavailable(hidden.device, hidden.dtype)):
         raise ValueError(f"precision: {why_not}")
     transform, lora, shard, rows = head.transform, head.lora, head.shard, weight.shape[0]
@@ -87,8 +93,8 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     if lora is not None:
         check_floating("lora.a", lora.a)
         rank = lora.rank if lora.a.dim() else 0
-        _check_part("lora.a", lora.a, weight, max(rank, 1), weight.shape[1])
-        _check_part("lora.b", lora.b, weight, rows, rank)
+        _check_part("lora.a", lora.a, weight, (max(rank, 1), weight.shape[1]))
+        _check_part("lora.b", lora.b, weight, (rows, rank))
         check_number("lora.scaling", lora.scaling)
     if shard is None:
         return hidden, head
@@ -101,7 +107,7 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
     return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
-def _check_part(name: str, value: Tensor, weight: Tensor, *shape: int) -> None:
+def _check_part(name: str, value: Tensor, weight: Tensor, shape: tuple[int, ...]) -> None:
     check_floating(name, value)
     check_device(name, value, weight.device, "weight")
     if value.shape != shape:

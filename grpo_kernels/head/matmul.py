@@ -109,7 +109,7 @@ def accumulate(
     """Compute ``out += alpha a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
     beta = 0 if first else 1
     if out.dtype == a.dtype and a.device.type == "cpu" and _torch_is_slow(a.dtype):
-        _accumulate_rounded(out, a, b, first, alpha)
+        _accumulate_rounded(out=out, a=a, b=b, first=first, alpha=alpha)
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif a.is_cuda and first and alpha == 1:

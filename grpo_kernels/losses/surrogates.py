@@ -256,8 +256,12 @@ class Sapo(Surrogate):
     sapo_temperature_neg: float = number(1.05, *POSITIVE)
 
     def __call__(self, terms: Terms) -> Tensor:
-        steepness = self.sapo_temperature_pos, self.sapo_temperature_neg
-        tau = by_sign(terms.advantages > 0, *steepness, terms.ratio)
+        tau = by_sign(
+            terms.advantages > 0,
+            self.sapo_temperature_pos,
+            self.sapo_temperature_neg,
+            terms.ratio,
+        )
         return -(4 / tau) * _sigmoid(tau * (terms.ratio - 1)) * terms.advantages
 
 

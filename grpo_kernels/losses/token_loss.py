@@ -107,8 +107,16 @@ def evaluate(
     delta = x.logprobs - old
     log_ratio = config.ratio_level.map(delta, x.logprobs, segments)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratios = delta, log_ratio, log_ratio.exp()
-    terms = Terms(x.logprobs, old, *ratios, x.advantages, token_correction, segments)
+    terms = Terms(
+        logprobs=x.logprobs,
+        old_logprobs=old,
+        delta=delta,
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        advantages=x.advantages,
+        rollout_weight=token_correction,
+        segments=segments,
+    )
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
         # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
@@ -140,7 +148,15 @@ def evaluate(
             gated = segments.sum_all(entropy_gate).clamp(min=1)
             weight = weight * entropy_gate * (segments.num_tokens / gated)
         contributions = contributions - config.entropy_coef * weight * x.entropy
-    return Evaluation(loss, contributions, terms, before, kl, entropy_gate, correction)
+    return Evaluation(
+        loss=loss,
+        contributions=contributions,
+        terms=terms,
+        before_update=before,
+        kl=kl,
+        entropy_gate=entropy_gate,
+        correction=correction,
+    )
 
 
 def run_stage(
@@ -225,9 +241,17 @@ def policy_loss(
             raise ValueError(f"entropy: expected a floating-point dtype, got {entropy.dtype}")
     elif config.needs_entropy:
         raise ValueError("entropy: expected a (T,) tensor for this loss, got None")
-    loss, gate = weighted_loss(logprobs, batch, config, entropy, static_weights(batch, config))
-    known = logprobs.detach(), None if entropy is None else entropy.detach()
-    metrics = Metrics(partial(loss_stats, *known, batch, config, gate), *known)
+    loss, gate = weighted_loss(
+        logprobs=logprobs,
+        batch=batch,
+        config=config,
+        entropy=entropy,
+        weights=static_weights(batch, config),
+    )
+    logprobs = logprobs.detach()
+    entropy = None if entropy is None else entropy.detach()
+    stats = partial(loss_stats, logprobs, entropy, batch, config, gate)
+    metrics = Metrics(stats, logprobs, entropy)
     return PolicyLossOutput(loss, metrics.ready_for(batch))
 
 

@@ -125,7 +125,9 @@ def _run(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
         logprobs, entropy = plan.active.merge(logprobs), plan.active.merge(entropy)
     gate = torch.ones_like(logprobs) if parts.entropy_gate is None else parts.entropy_gate
     report = logprobs.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
-    return LossParts(parts.loss, logprobs, entropy, gate, report), gradients
+    return LossParts(
+        loss=parts.loss, logprobs=logprobs, entropy=entropy, entropy_gate=gate, bounded=report
+    ), gradients
 
 
 def _until_scaled(dtype: torch.dtype) -> torch.dtype:

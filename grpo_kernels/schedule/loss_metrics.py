@@ -29,9 +29,18 @@ def loss_metrics(
             logp = active.selection.gather(logp)
             entropy = active.selection.gather(entropy)
         weights = active.select_weights(static_weights(batch, config))
-        stats = loss_stats(logp, entropy, active.batch.occupied(), config, None, weights)
+        stats = loss_stats(
+            logprobs=logp,
+            entropy=entropy,
+            batch=active.batch.occupied(),
+            config=config,
+            entropy_gate=None,
+            weights=weights,
+        )
     else:
-        stats = loss_stats(logp, entropy, batch, config, entropy_gate)
+        stats = loss_stats(
+            logprobs=logp, entropy=entropy, batch=batch, config=config, entropy_gate=entropy_gate
+        )
     # the share of the caller's rows that got no backward
     total = math.prod(host.values(batch.layout))
     skipped, count = (

@@ -180,7 +180,9 @@ def loss_backward(
         return _backward_of_gradient(rows, plan, saved, dloss)
     of_forward, *of_stats = saved
     stats, grad_stats = RowStats(*of_stats[:3]), StatsGrad(*of_stats[3:])
-    return stats_backward(rows, stats, grad_stats.times(dloss), plan, of_forward)
+    return stats_backward(
+        rows=rows, stats=stats, grad_stats=grad_stats.times(dloss), plan=plan, saved=of_forward
+    )
 
 
 def _backward_of_gradient(
@@ -220,7 +222,12 @@ def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
     stats, _ = differentiable_stats(rows_with_gradient(hidden, plan), plan)
     x = _loss_inputs(stats, hidden, plan)
     loss, gate = weighted_loss(
-        x.logprobs, x.batch, plan.config, x.entropy, x.weights, x.entropy_gate
+        logprobs=x.logprobs,
+        batch=x.batch,
+        config=plan.config,
+        entropy=x.entropy,
+        weights=x.weights,
+        entropy_gate=x.entropy_gate,
     )
     return LossParts(loss, x.logprobs.detach(), x.entropy.detach(), gate)
 
@@ -268,7 +275,9 @@ def _loss_inputs(stats: RowStats, hidden: Tensor, plan: Plan) -> _LossInputs:
     logprobs, entropy = with_other_rows(logprobs, entropy, hidden, plan)
     copies = 1 if plan.head.shard is None else plan.head.shard.size
     gate = top_entropy_gate(entropy, plan.config.top_entropy_quantile, copies)
-    return _LossInputs(logprobs, entropy, plan.batch, weights, gate)
+    return _LossInputs(
+        logprobs=logprobs, entropy=entropy, batch=plan.batch, weights=weights, entropy_gate=gate
+    )
 
 
 def with_other_rows(

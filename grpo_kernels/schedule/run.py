@@ -206,8 +206,9 @@ def at_all_positions(dhidden: Tensor, hidden: Tensor, plan: Plan) -> Tensor:
 
 def check_same_plan(plan: Plan) -> None:
     """Raise on every rank unless all that share the vocabulary have the same plan and targets."""
-    what = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
-    check_ranks_agree(plan.active.batch.target, plan.head, plan.route, *what)
+    if plan.head.shard is not None:
+        facts = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
+        check_ranks_agree(plan.active.batch.target, plan.head, plan.route, facts)
 
 
 def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
