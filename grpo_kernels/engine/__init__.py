@@ -38,16 +38,22 @@ from grpo_kernels.engine.divergence import (
     differentiable_divergence,
     plan_divergence,
 )
+from grpo_kernels.engine.explain import (
+    backend_reasons,
+    fingerprint,
+    saved_words,
+    sparse_words,
+)
 from grpo_kernels.engine.gradients import GradientSums, gradients_of_logp, scaled_, tile_shape
 from grpo_kernels.engine.logprobs_plan import (
     ENTRIES,
     ENTRY_ROWS,
     OF_ENTROPY,
     OF_MASK,
+    CallPlan,
     LogprobsPlan,
     SavedForBackward,
     needs_of_gemms,
-    why_sparse,
 )
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom

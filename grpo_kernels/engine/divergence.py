@@ -33,8 +33,9 @@ from grpo_kernels.engine.chunked_loop import (
     form_logits,
     new_tile,
 )
+from grpo_kernels.engine.explain import backend_reasons, divergence_lines, fingerprint
 from grpo_kernels.engine.gradients import GradientSums, scaled_
-from grpo_kernels.engine.logprobs_plan import LogprobsPlan, SavedForBackward
+from grpo_kernels.engine.logprobs_plan import CallPlan
 from grpo_kernels.engine.masked_rows import scores_at
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.engine.retry_on_oom import retry_on_oom
@@ -48,10 +49,10 @@ from grpo_kernels.head import (
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DivergencePlan(LogprobsPlan):
+class DivergencePlan(CallPlan):
     """The plan of a ``linear_divergence`` call. Print it to see what runs, and why."""
 
-    teacher: Route | None  # None: its ids and their log-probabilities are given
+    teacher: Route | None  # None: the teacher's first ids and their log-probabilities are inputs
     divergence: Divergence
 
     @property
@@ -79,29 +80,25 @@ class DivergencePlan(LogprobsPlan):
             f"max_workspace_bytes={sum(route.tile_rows * route.row_bytes for route in self.routes)}"
         )
 
-    @cached_property
-    def saving(self) -> SavedForBackward:
-        """Nothing: gradients are made while the logits are there."""
-        return SavedForBackward(gemms=1 + self.needs.hidden + self.needs.weight)
+    @property
+    def gemms(self) -> int:
+        """The GEMMs over the student's vocabulary, forward and backward together."""
+        return 1 + self.needs.hidden + self.needs.weight
 
     @cached_property
     def fingerprint(self) -> str:
-        """A line to log with a run: where it differs, so may the bits."""
-        return self.route.fingerprint(self.head, f"{self.divergence}")
+        """A line to log with a run: runs with different fingerprints may differ bitwise."""
+        return fingerprint(self.route, self.head, f"{self.divergence}")
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is so, a sentence each."""
-        return tuple(self.route.why_backend)
+        """Why the call runs as planned, a sentence each."""
+        return tuple(backend_reasons(self.route))
 
-    def _lines(self) -> list[str]:
-        passes = f"{self.saving.gemms} GEMMs in one pass, {self.forward}"
-        return [
-            f"backend   {self.backend}",
-            f"student   {passes}, precision={self.precision!r}",
-            f"teacher   {'none' if self.teacher is None else f'1, {self.teacher.forward}'}",
-            f"numerics  {self.fingerprint}",
-        ]
+    @property
+    def lines(self) -> list[str]:
+        """The plan as a table."""
+        return divergence_lines(self)
 
 
 def plan_divergence(

@@ -9,24 +9,25 @@ it that matter, where he allows an error. Then no logit is formed twice.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from grpo_kernels.backends import OutputSpec
+from grpo_kernels.engine.explain import fingerprint, logprobs_lines, logprobs_reasons
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head, leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
-NAMES = ("hidden", "weight", "bias", "lora_a", "lora_b")  # of :class:`Needs`
 OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
-OF_MASK = "the gradient through a sampling mask is another one"
+OF_MASK = "the gradient through a sampling mask is not that of logprobs"
 # Rows of a chunk whose exponentials are read for entries: a whole wave of a GPU's tiles.
 ENTRY_ROWS = 2048
-OF_ENTROPY = "the gradient through the entropy is another one"
+OF_ENTROPY = "the gradient through the entropy is not that of logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class SavedForBackward:
     gemms: int = 0  # over the vocabulary, forward and backward together
     with_gradient: bool = False  # statistics come with the gradient of log-probabilities
     why: str | None = None
-    refused: SavedForBackward | None = None  # what activation_bytes has no room for
+    too_large: SavedForBackward | None = None  # what activation_bytes has no room for
 
     @staticmethod
     def of(
@@ -82,7 +83,12 @@ class SavedForBackward:
             dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
             kept = SavedForBackward(kind=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
             fits = budget is None or kept.nbytes <= budget
-        return kept if fits else SavedForBackward(gemms=gemms + 1, refused=kept)
+        return kept if fits else SavedForBackward(gemms=gemms + 1, too_large=kept)
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved."""
+        return self.kind != NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -94,17 +100,6 @@ class SavedForBackward:
             return route
         route = replace(route, has_tile=True)
         return route.storing(ENTRY_ROWS) if self.with_gradient and route.stores else route
-
-    def __str__(self) -> str:
-        kept = "logits are formed again"
-        if self.kind != NOTHING:
-            kept = f"keeps {self.kind}, {self.nbytes / 2**20:.1f} MiB"
-        why = self.why
-        if self.refused is not None:
-            other = self.refused
-            why = f"activation_bytes={other.nbytes} would keep {other.kind}"
-        count = f"{self.gemms} GEMM{'s' if self.gemms > 1 else ''} in all"
-        return f"backward: {kept}, {count}" + (f": {why}" if why else "")
 
 
 def kept_dtype(wide: torch.dtype) -> torch.dtype:
@@ -119,65 +114,14 @@ def needs_of_gemms(needs: Needs, bounded: Bounded | None) -> Needs:
     return needs.of_head_alone if bounded.exact_weight and needs.of_head else Needs()
 
 
-def why_sparse(needs: Needs, bounded: Bounded) -> str:
-    """Say which gradients are sparse, and how far they may be off."""
-    exact = needs_of_gemms(needs, bounded)
-    sparse = [name for name in NAMES if getattr(needs, name) and not getattr(exact, name)]
-    words = f"sparse and unbiased: the gradients of {', '.join(sparse) or 'nothing'}"
-    if exact.any:
-        words += f"; exact: those of {', '.join(n for n in NAMES if getattr(exact, n))}"
-    error = f"at most {100 * bounded.tolerance:g} % of the gradient of the logits"
-    return f"{words}. Expected error: {error}, in the norm over all rows"
-
-
 @dataclass(frozen=True, kw_only=True)
-class LogprobsPlan:
-    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
+class CallPlan(ABC):
+    """The plan of a call at a head. Print it to see what runs, and why."""
 
     head: Head
     route: Route
     needs: Needs
-    tokens: int  # rows with a target
-    outputs: OutputSpec = OutputSpec()  # noqa: RUF009
-    masked: bool = False  # log-probabilities over a sampling mask are asked for
-
-    @staticmethod
-    def of(
-        *,
-        dtype: torch.dtype,  # of the hidden states
-        head: Head,
-        tokens: int,
-        options: RunOptions,
-        needs: Needs,
-        outputs: OutputSpec = OutputSpec(),  # noqa: B008
-        masked: bool = False,
-    ) -> LogprobsPlan:
-        """Choose for so many rows.
-
-        Raises:
-            ValueError: the backend cannot run, or not as asked for; the workspace is too small.
-        """
-        route = choose_route(dtype, head, options, outputs.tiled or masked)
-        return LogprobsPlan(
-            head=head, route=route, needs=needs, tokens=tokens, outputs=outputs, masked=masked
-        )
-
-    @cached_property
-    def saving(self) -> SavedForBackward:
-        """What the forward keeps for the backward."""
-        return SavedForBackward.of(
-            tokens=self.tokens,
-            depth=self.head.weight.shape[1],
-            route=self.route,
-            needs=self.needs,
-            why_not=OF_MASK if self.masked else None,
-            is_plain=self.outputs == OutputSpec() and not self.masked,
-        )
-
-    @property
-    def forward_route(self) -> Route:
-        """The route of the forward."""
-        return self.saving.route(self.route)
+    tokens: int  # rows that take part in the GEMMs of the gradients
 
     @property
     def options(self) -> RunOptions:
@@ -190,38 +134,99 @@ class LogprobsPlan:
         return self.route.backend.name
 
     @property
-    def forward(self) -> str:
-        """How statistics are formed: with a tile of logits, without one, from all logits."""
-        return self.forward_route.forward
+    def precision(self) -> str:
+        """The precision of the products over the vocabulary."""
+        return self.route.precision
 
     @property
-    def precision(self) -> str:
-        """That of the products over the vocabulary."""
-        return self.route.precision
+    def needs_of_gemms(self) -> Needs:
+        """The gradients that are products of a gradient of all logits."""
+        return needs_of_gemms(self.needs, self.options.bounded)
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A line to log with a run: runs with different fingerprints may differ bitwise."""
+
+    @property
+    @abstractmethod
+    def reasons(self) -> tuple[str, ...]:
+        """Why the call runs as planned, a sentence each."""
+
+    @property
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """The plan as a table."""
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, *(f"  - {reason}" for reason in self.reasons)])
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LogprobsPlan(CallPlan):
+    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
+
+    outputs: OutputSpec = OutputSpec()  # noqa: RUF009
+    masked: bool = False  # log-probabilities over a sampling mask are requested
+    why_recompute: str | None = None  # why the forward can save nothing for the backward
+
+    @staticmethod
+    def of(
+        *,
+        dtype: torch.dtype,  # of the hidden states
+        head: Head,
+        tokens: int,  # rows with a target
+        options: RunOptions,
+        needs: Needs,
+        outputs: OutputSpec = OutputSpec(),  # noqa: B008
+        masked: bool = False,
+    ) -> LogprobsPlan:
+        """Choose for so many rows.
+
+        Raises:
+            ValueError: the backend cannot run, or not as requested; the workspace is too small.
+        """
+        route = choose_route(dtype, head, options, outputs.tiled or masked)
+        return LogprobsPlan(
+            head=head,
+            route=route,
+            needs=needs,
+            tokens=tokens,
+            outputs=outputs,
+            masked=masked,
+            why_recompute=OF_MASK if masked else None,
+        )
+
+    @cached_property
+    def saving(self) -> SavedForBackward:
+        """What the forward saves for the backward."""
+        return SavedForBackward.of(
+            tokens=self.tokens,
+            depth=self.head.weight.shape[1],
+            route=self.route,
+            needs=self.needs,
+            why_not=self.why_recompute,
+            is_plain=self.outputs == OutputSpec() and not self.masked,
+        )
+
+    @property
+    def forward_route(self) -> Route:
+        """The route of the forward."""
+        return self.saving.route(self.route)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A line to log with a run: where it differs, so may the bits."""
-        return self.forward_route.fingerprint(self.head)
+        """A line to log with a run: runs with different fingerprints may differ bitwise."""
+        return fingerprint(self.forward_route, self.head)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is so, a sentence each."""
-        reasons = self.route.why_backend
-        if self.outputs.tiled or self.masked:
-            reasons.append("a tile of logits: some of what is asked for is read from it")
-        if self.options.bounded is not None and self.needs.any:
-            reasons.append(why_sparse(self.needs, self.options.bounded))
-        return (*reasons, str(self.saving))
+        """Why the call runs as planned, a sentence each."""
+        return tuple(logprobs_reasons(self))
 
-    def __str__(self) -> str:
-        return "\n".join([*self._lines(), *(f"  - {reason}" for reason in self.reasons)])
-
-    def _lines(self) -> list[str]:
-        return [
-            f"backend   {self.backend}",
-            f"forward   {self.forward}, precision={self.precision!r}",
-            f"numerics  {self.fingerprint}",
-        ]
-
-    __repr__ = __str__
+    @property
+    def lines(self) -> list[str]:
+        """The plan as a table."""
+        return logprobs_lines(self)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.backends import Backend, choose_backend, chunk_rows, device_numerics, why_backend
+from grpo_kernels.backends import Backend, choose_backend, chunk_rows
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.head import Head, VocabShard, logits_dtype
-from grpo_kernels.version import VERSION
 
 # Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
 # the fewest at which GEMMs still run near their full speed.
@@ -80,33 +78,13 @@ class Route:
         return self.tile_rows if fixed else None
 
     @property
-    def forward(self) -> str:
-        """How statistics are formed, in words."""
-        if not self.backend.has_tiles:
-            return "full logits"
-        if self.exponentials:
-            return "exponentials of logits"
-        if not self.has_tile:
-            return "linear_stats"
-        words = f"logits tile of {self.tile_rows} rows"
-        if self.fixed_rows is None:
-            return words
-        proven = "" if self.forms_logits else ", its GEMM proven at first use"
-        return f"{words}, filled up{proven}"
-
-    @property
-    def why_backend(self) -> list[str]:
-        """Why it is this backend, a sentence each."""
-        return why_backend(self.backend, self.options.backend, self.device, self.dtype)
-
-    @property
     def advice(self) -> str:
         """What to set for this tile."""
         return f"max_workspace_bytes={self.tile_rows * self.row_bytes}"
 
     @property
     def why_no_gradients(self) -> str | None:
-        """Why no forward of this route can make gradients, too; None if one can."""
+        """Why no forward of this route can form gradients, too; None if one can."""
         if not self.backend.has_tiles:
             return "the eager reference forms all logits, and leaves their gradients to autograd"
         # a tile for gradients has the statistics of the forward to the bit where both are that tile
@@ -118,42 +96,6 @@ class Route:
     def forms_logits(self) -> bool:
         """Whether the backend forms the logits of a tile; else a library's GEMM does."""
         return self.backend.forms_logits(self.dtype, self.logits)
-
-    def fingerprint(self, head: Head, schedule: str | None = None) -> str:
-        """Return a short line that names all that numerics depend on besides the inputs.
-
-        Two runs whose lines are equal form their statistics by the same kernels with the same
-        tiles, in the same precision, from the same libraries. The line says nothing of the number
-        of rows: with ``batch_invariant`` it has no influence, without it some by fp32 rounding. It
-        ends in a hash of the rest.
-        """
-        backend, dtype, options = self.backend, self.dtype, self.options
-        tiled = self.has_tile and not self.exponentials
-        numerics = backend.numerics(dtype, head, self.precision, tiled)
-        parts = [
-            f"grpo-kernels {VERSION}",
-            " ".join([backend.name, *numerics]),
-            self.forward,
-            None if head.lora is None else f"LoRA of rank {head.lora.rank}",
-            f"{str(dtype).removeprefix('torch.')} precision={self.precision}",
-            schedule,
-            None if head.shard is None else f"vocabulary over {head.shard.size} ranks",
-            "batch_invariant" if options.batch_invariant else None,
-            None if options.bounded is None else str(options.bounded),
-            " ".join([device_numerics(self.device), *self._libraries(head)]),
-        ]
-        line = " | ".join(part for part in parts if part is not None)
-        return f"{line} | {hashlib.sha256(line.encode()).hexdigest()[:8]}"
-
-    def _libraries(self, head: Head) -> list[str]:
-        """Return the versions of the libraries that multiply, and the threads of a CPU's."""
-        found = [f"torch={torch.__version__}"]
-        if self.device.type == "cuda":
-            library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[-1]
-            found.append(f"blas={library} {torch.version.cuda or torch.version.hip}")
-        elif self.device.type == "cpu" and (self.has_tile or head.lora is not None):
-            found.insert(0, f"threads={torch.get_num_threads()}")
-        return found
 
     def storing(self, fewest: int = 0) -> Route:
         """Return the same route with exponentials in its tile, of at least so many rows.
@@ -190,7 +132,7 @@ def choose_route(
     dtype: torch.dtype,  # of the hidden states
     head: Head,
     options: RunOptions,
-    tiled: bool = False,  # something is asked for that is read from a tile of logits
+    tiled: bool = False,  # some outputs are read from a tile of logits
 ) -> Route:
     """Choose the route of hidden states before a head.
 

@@ -1,4 +1,4 @@
-"""Plan: which schedule runs a loss, decided before any work. What it says is made when read."""
+"""Plan: which schedule runs a loss, decided before any work."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from grpo_kernels.engine import (
     ENTRY_ROWS,
     OF_ENTROPY,
     OF_MASK,
+    CallPlan,
     LogprobsPlan,
     Needs,
     Route,
     RunOptions,
     SavedForBackward,
     choose_route,
+    fingerprint,
     needs_of_gemms,
     row_chunks,
-    why_sparse,
 )
 from grpo_kernels.head import Head, stats_dtype
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule.chunk_loss import TORCH_OPS, choose_method, why_not_generated
+from grpo_kernels.schedule.chunk_loss import choose_method
+from grpo_kernels.schedule.explain import loss_lines, loss_reasons
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 
 # Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
@@ -43,10 +45,10 @@ _FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer r
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(LogprobsPlan):
+class Plan(CallPlan):
     """One call of ``linear_policy_loss``, decided. Print it for what will run, and why.
 
-    The rows of which it is a :class:`LogprobsPlan` are those with a gradient.
+    :attr:`tokens` are the rows with a gradient.
     """
 
     batch: TokenBatch  # every valid token
@@ -57,7 +59,22 @@ class Plan(LogprobsPlan):
     method: str  # how the loss of a chunk is computed, in words
     why_two_passes: str | None  # why one_pass cannot run
     keeps: bool = False  # one_pass keeps exponentials of all rows; the backward multiplies them
-    is_smaller: bool = False  # memory did not last for another one
+    is_smaller: bool = False  # retried after an out-of-memory error
+
+    @cached_property
+    def stats(self) -> LogprobsPlan:
+        """The plan of the statistics of the rows with a gradient."""
+        why_not = None
+        if self.options.bounded is None:
+            why_not = _why_exact(self.batch, self.config)
+        return LogprobsPlan(
+            head=self.head,
+            route=self.route,
+            needs=self.needs,
+            tokens=self.tokens,
+            masked=self.batch.sampling_mask is not None,
+            why_recompute=why_not,
+        )
 
     @property
     def scope(self) -> str:
@@ -111,54 +128,37 @@ class Plan(LogprobsPlan):
             return self.workspace_bytes + rows * wide.itemsize
         if self.keeps:
             return self.workspace_bytes + rows * self.route.dtype.itemsize
-        by_gemms = needs_of_gemms(self.needs, self.options.bounded)
-        sums = by_gemms.weight and len(self.chunks) > 1 and self.route.dtype != wide
+        sums = self.needs_of_gemms.weight and len(self.chunks) > 1 and self.route.dtype != wide
         return self.workspace_bytes + sums * elements * wide.itemsize
 
     @property
     def forward_route(self) -> Route:
         """The route of the forward."""
-        return self.route if self.schedule == "one_pass" else self.saving.route(self.route)
+        return self.route if self.schedule == "one_pass" else self.stats.forward_route
 
-    @cached_property
+    @property
     def saving(self) -> SavedForBackward:
-        """What the forward keeps for the backward, or for its end."""
-        bounded = self.options.bounded
-        kept = SavedForBackward.of(
-            tokens=self.tokens,
-            depth=self.head.weight.shape[1],
-            route=self.route,
-            needs=self.needs,
-            why_not=_why_exact(self.batch, self.config) if bounded is None else None,
-            is_plain=not self.masked,
-        )
+        """What the forward saves for the backward, or for its end."""
+        bounded, saving = self.options.bounded, self.stats.saving
         if bounded is None or self.schedule == "two_pass":
-            return kept
-        # the logits are there for the weight's exact gradient
-        return replace(kept, gemms=1 + (self.needs.weight and bounded.exact_weight))
+            return saving
+        # the logits are in memory for the weight's exact gradient
+        return replace(saving, gemms=1 + (self.needs.weight and bounded.exact_weight))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A line to log with a run: where it differs, so may the bits."""
-        return self.forward_route.fingerprint(self.head, self.schedule)
+        """A line to log with a run: runs with different fingerprints may differ bitwise."""
+        return fingerprint(self.forward_route, self.head, self.schedule)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is so, a sentence each."""
-        route, reasons = self.route, self.route.why_backend
-        reasons.append(f"{self.schedule}: {self._why_schedule()}")
-        if (other := self._other_schedule()) is not None:
-            reasons.append(other)
-        if route.backend.has_tiles:
-            reasons.append(f"loss: {self._why_method()}")
-        bounded = self.options.bounded
-        if self.needs.any and bounded is not None:
-            reasons.append(why_sparse(self.needs, bounded))
-        if self.needs.any and (self.schedule == "two_pass" or bounded is not None):
-            reasons.append(str(self.saving))
-        if route.backend.has_tiles:
-            reasons += self._rows_left_out()
-        return tuple(reasons)
+        """Why the call runs as planned, a sentence each."""
+        return tuple(loss_reasons(self))
+
+    @property
+    def lines(self) -> list[str]:
+        """The plan as a table."""
+        return loss_lines(self)
 
     @property
     def advice(self) -> str:
@@ -174,12 +174,13 @@ class Plan(LogprobsPlan):
         rows = self.tile_rows // _FEWER_ROWS
         if rows and not self.is_smaller and self.route.fixed_rows is None:
             size = rows * self.route.row_bytes
-            return self._again(replace(self.options, max_workspace_bytes=size))
+            return self.with_options(replace(self.options, max_workspace_bytes=size))
         if self.options.schedule == "auto":
-            return self._again(replace(self.options, schedule="two_pass"))
+            return self.with_options(replace(self.options, schedule="two_pass"))
         return None
 
-    def _again(self, options: RunOptions) -> Plan | None:
+    def with_options(self, options: RunOptions) -> Plan | None:
+        """Return the plan of the same call with other options; None if it cannot run."""
         try:
             plan = make_plan(
                 dtype=self.route.dtype,
@@ -193,73 +194,6 @@ class Plan(LogprobsPlan):
         except ValueError:  # forced to one_pass, and no sequence fits any more
             return None
         return replace(plan, is_smaller=True)
-
-    def _why_schedule(self) -> str:
-        if self.options.schedule != "auto":
-            return "forced by the argument"
-        if self.why_two_passes is not None:
-            return self.why_two_passes
-        if self.options.bounded is not None:
-            return "entries are chosen while a chunk's logits are there"
-        if self.keeps:
-            return "three GEMMs, the gradients' in the backward, by exponentials that are kept"
-        if self.schedule == "one_pass":
-            return "three GEMMs instead of four"
-        return "after every chunk one_pass would add to an fp32 (V, D) sum, which costs more"
-
-    def _other_schedule(self) -> str | None:
-        """Say in a line what the other schedule gains and costs, where there is one."""
-        can_choose = self.needs.weight and self.options.bounded is None and not self.is_smaller
-        if not can_choose or (self.schedule == "two_pass" and self.why_two_passes is not None):
-            return None
-        name = "two_pass" if self.schedule == "one_pass" else "one_pass"
-        other = self._again(replace(self.options, schedule=name))
-        if other is None or not self.route.backend.has_tiles:
-            return None
-        mine, its = (plan.extra_bytes / 2**20 for plan in (self, other))
-        gemms = "more" if name == "two_pass" else "less"
-        size = f"about {its:,.1f} MiB next to the gradients, not {mine:,.1f}"
-        return f"{name} instead: {size}, and one GEMM {gemms}"
-
-    def _why_method(self) -> str:
-        why_not = None
-        if self.route.backend.generates and self.method == TORCH_OPS:
-            why_not = why_not_generated(self.batch, self.config)
-        words = self.method + (f", because {why_not}" if why_not else "")
-        if self.route.exponentials:
-            return words + "; the GEMM of the logits stores exponentials, and no logit"
-        return words + ("; logits are read once" if self.with_gradient else "")
-
-    def _rows_left_out(self) -> list[str]:
-        """Say what happens to the rows that get no gradient."""
-        known = "rows of zero advantage: not computed"
-        if self.options.metric_rows == "all":
-            waiting = self.batch.num_tokens - self.active.batch.num_tokens
-            known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
-        if self.needs.any and not needs_of_gemms(self.needs, self.options.bounded).any:
-            found = "no entries"
-        elif self.leaves_out:
-            found = "left out of the GEMMs of their gradients, if they are at least a sixteenth"
-        elif self.with_gradient:
-            found = "zeros in the GEMMs, since their logits are gradients by then"
-        elif host.reading_is_free(self.head.weight):
-            found = "left out of the GEMMs of their gradients"
-        else:
-            found = "zeros in the GEMMs: the host would have to wait for the device"
-        return [known, f"rows that the loss clips or gates: {found}"]
-
-    @property
-    def _tile(self) -> str:
-        return f"{'exponentials of ' * self.route.exponentials}{self.tile_rows} rows"
-
-    def _lines(self) -> list[str]:
-        return [
-            f"backend   {self.backend}",
-            f"schedule  {self.schedule} (scope of the loss: {self.scope})",
-            f"logits    {self.route.logits}, precision={self.precision!r}",
-            f"tile      {self._tile}, {self.workspace_bytes / 2**20:.1f} MiB",
-            f"numerics  {self.fingerprint}",
-        ]
 
 
 def make_plan(
@@ -319,7 +253,6 @@ def make_plan(
     return Plan(
         head=head,
         tokens=active.batch.num_tokens,
-        masked=batch.sampling_mask is not None,
         batch=batch,
         config=config,
         active=active,

@@ -140,7 +140,7 @@ def _save_gradient(hidden: Tensor, plan: Plan) -> LossForward:
 
 def _two_pass(hidden: Tensor, plan: Plan) -> LossForward:
     """Compute the loss, and its gradients with respect to the statistics."""
-    stats, saved = rows_forward(rows_with_gradient(hidden, plan), plan)
+    stats, saved = rows_forward(rows_with_gradient(hidden, plan), plan.stats)
     parts, grad_stats = _loss_of_stats(stats, hidden, plan)
     if saved is not None and plan.saving.kind == ENTRIES:
         report = bounded_report(unpack_entries(saved), shard=plan.head.shard)
@@ -153,7 +153,10 @@ def _loss_of_stats(stats: RowStats, hidden: Tensor, plan: Plan) -> tuple[LossPar
     x = _loss_inputs(stats, hidden, plan)
     loss, grad_stats = chunk_loss(
         RowStats(
-            x.logprobs, x.entropy, x.entropy, masked_logprobs=x.logprobs if plan.masked else None
+            x.logprobs,
+            x.entropy,
+            x.entropy,
+            masked_logprobs=x.logprobs if plan.stats.masked else None,
         ),
         slice(0, x.logprobs.numel()),
         inputs=token_inputs(x.batch, x.weights, x.logprobs.dtype),
@@ -181,7 +184,11 @@ def loss_backward(
     of_forward, *of_stats = saved
     stats, grad_stats = RowStats(*of_stats[:3]), StatsGrad(*of_stats[3:])
     return stats_backward(
-        rows=rows, stats=stats, grad_stats=grad_stats.times(dloss), plan=plan, saved=of_forward
+        rows=rows,
+        stats=stats,
+        grad_stats=grad_stats.times(dloss),
+        plan=plan.stats,
+        saved=of_forward,
     )
 
 
@@ -219,7 +226,7 @@ def _backward_of_gradient(
 
 def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
     """Compute the loss in torch: without gradients, or for autograd through the eager reference."""
-    stats, _ = differentiable_stats(rows_with_gradient(hidden, plan), plan)
+    stats, _ = differentiable_stats(rows_with_gradient(hidden, plan), plan.stats)
     x = _loss_inputs(stats, hidden, plan)
     loss, gate = weighted_loss(
         logprobs=x.logprobs,
@@ -289,6 +296,6 @@ def with_other_rows(
         return logprobs, entropy
     others = _rows_without_gradient(hidden, active.forward_only, plan)
     with torch.no_grad():
-        stats, _ = differentiable_stats(others, replace(plan, needs=Needs()))
+        stats, _ = differentiable_stats(others, replace(plan.stats, needs=Needs()))
     logprobs = active.merge(logprobs, policy_logprobs(stats))
     return logprobs, active.merge(entropy, stats.entropy)

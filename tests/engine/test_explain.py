@@ -51,7 +51,7 @@ def test_another_one_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "__version__", "99.0")
     lines.append(fingerprint())
     monkeypatch.undo()
-    module = importlib.import_module("grpo_kernels.engine.route")
+    module = importlib.import_module("grpo_kernels.engine.explain")
     monkeypatch.setattr(module, "VERSION", "99.0")
     lines.append(fingerprint())
     assert len(set(lines)) == len(lines)
