@@ -22,7 +22,6 @@ import grpo_kernels
 import grpo_trainer
 from grpo_trainer.cli.train import run_parser
 from grpo_trainer.config.fields import GRPOFields
-from tests.conftest import HAS_GPU
 from tests.support.browser import open_page
 
 ROOT = Path(__file__).parents[1]
@@ -74,14 +73,6 @@ def test_the_site_works_from_files(site: Path, tmp_path: Path) -> None:
     followed = open_page(site / link, tmp_path)
     assert "<title>Getting started" in followed.dom
     assert home.console == followed.console == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU, reason="the page is that of a machine without a GPU")
-def test_the_support_matrix_is_what_the_tests_say() -> None:
-    command = [sys.executable, "-m", "tests.support_matrix", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
-    assert done.returncode == 0, f"run `python -m tests.support_matrix`: {done.stdout[-3000:]}"
 
 
 def test_every_public_name_is_on_a_page() -> None:
