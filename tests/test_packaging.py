@@ -1,4 +1,7 @@
-"""What the packages import is declared, and what is not installed is named in one line."""
+"""What a package declares and builds, and what GitHub's workflows run.
+
+What an sdist, a wheel and an index hold is checked where they are built: ``make packages``.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,19 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
-from grpo_kernels.backends.cpu import _LIBRARY
 from grpo_kernels.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # a module that is itself imported only where its extra is installed
-BEHIND_AN_EXTRA = {"nccl.py": "vllm"}
-
+BEHIND_AN_EXTRA = {"nccl.py": ("vllm",)}
+HOSTS = ("axolotl", "torchtitan", "trl")  # of integrations: who uses one has its host
 # what stands at the head of a module is needed to import it, what a function imports to call it
 AT_IMPORT = {"grpo_kernels": (), "grpo_trainer": ("trainer",)}
 IN_CALLS = {
@@ -34,18 +36,13 @@ IN_CALLS = {
 }
 
 
-class Import(NamedTuple):
-    """One third-party package that one module imports."""
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield each third-party package that a module imports, and whether that is at its own import.
 
-    module: Path
-    package: str
-    at_import: bool
+    What only a type checker reads does not count.
+    """
 
-
-def imports(path: Path, source: str) -> Iterator[Import]:
-    """Find what ``source`` imports when it runs, so not what only a type checker reads."""
-
-    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -54,15 +51,12 @@ def imports(path: Path, source: str) -> Iterator[Import]:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
             for package in {name.partition(".")[0] for name in names if absolute}:
                 if package not in sys.stdlib_module_names and package not in OWN:
-                    yield Import(path, package, at_import)
+                    yield package, at_import
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, at_import and not inside)
 
-    return walk(ast.parse(source), True)
-
-
-HOSTS = ("axolotl", "torchtitan", "trl")  # of integrations: who uses one has its host
+    return walk(ast.parse(path.read_text()), True)
 
 
 def declared() -> dict[str, set[str]]:
@@ -83,29 +77,21 @@ def declared() -> dict[str, set[str]]:
     return {extra: names(extra) for extra in lists}
 
 
-def undeclared(found: Import, known: dict[str, set[str]]) -> bool:
-    package = found.module.relative_to(ROOT).parts[0]
-    extras = (AT_IMPORT if found.at_import else IN_CALLS)[package]
-    if found.module.name in BEHIND_AN_EXTRA:
-        extras += (BEHIND_AN_EXTRA[found.module.name],)
-    if found.module.parent.name == "integrations" and found.package in HOSTS:
-        return False
-    if found.package == "wandb":  # imported where a run is logged to it
-        return False
-    name = DISTRIBUTIONS.get(found.package, found.package).replace("_", "-")
-    return not any(name in known[extra] for extra in ("", *extras))
-
-
-@pytest.mark.parametrize("package", OWN)
-def test_every_import_is_declared(package: str) -> None:
+@pytest.mark.parametrize("name", OWN)
+def test_every_import_is_declared(name: str) -> None:
     known = declared()
-    found = [
-        each
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for each in imports(path, path.read_text())
-    ]
-    assert {"torch"} <= {each.package for each in found}
-    assert [each for each in found if undeclared(each, known)] == []
+    undeclared = []
+    for path in sorted((ROOT / name).rglob("*.py")):
+        own = BEHIND_AN_EXTRA.get(path.name, ())
+        hosts = HOSTS if path.parent.name == "integrations" else ()
+        for package, at_import in imports(path):
+            extras = ("", *(AT_IMPORT if at_import else IN_CALLS)[name], *own)
+            distribution = DISTRIBUTIONS.get(package, package).replace("_", "-")
+            if package in hosts or package == "wandb":  # imported where a run is logged to it
+                continue
+            if not any(distribution in known[extra] for extra in extras):
+                undeclared.append((path, package))
+    assert undeclared == [] and "torch" in known[""]
 
 
 def test_the_trainer_without_its_packages_names_the_extra() -> None:
@@ -128,33 +114,6 @@ def test_the_oldest_version_is_the_one_that_is_tested(file: str) -> None:
     assert re.search(rf'"{name}>={re.escape(version)}[";]', text)
 
 
-@pytest.fixture(scope="module")
-def egg_info(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the folder with what an index shows, and the list of what the sdist holds."""
-    folder = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return folder / "grpo_kernels.egg-info"
-
-
-def test_the_sdist_holds_what_it_is_built_from_and_no_tests(egg_info: Path) -> None:
-    files = set((egg_info / "SOURCES.txt").read_text().splitlines())
-    source = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
-    assert source | {"README.md", "LICENSE", "CHANGELOG.md", "setup.py"} <= files
-    assert not [name for name in files if name.startswith("tests/")]
-
-
-_LINK = re.compile(r"""(?:\]\(|\s(?:src|srcset|href)=["'])([^)"'\s]*)""")
-
-
-def test_the_index_shows_no_link_into_the_repository(egg_info: Path) -> None:
-    shown = (egg_info / "PKG-INFO").read_text(encoding="utf-8")
-    links = _LINK.findall(shown)
-    assert len(links) == len(_LINK.findall((ROOT / "README.md").read_text()))
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert re.search(r"^Project-URL: ", shown, re.M) and re.search(r"^Author: ", shown, re.M)
-
-
 _HERE = """[text](docs/a.md#part), [![badge](docs/b.svg)](LICENSE), ![picture](docs/c.png)
 <picture><source media="(prefers-color-scheme: dark)" srcset="docs/d.svg">
 <img alt="d" src="docs/e.svg"></picture> <a href="docs/f.md">f</a>
@@ -170,40 +129,21 @@ def test_links_in_html_and_around_pictures_are_absolute(
     script = runpy.run_path(str(ROOT / "setup.py"))
     monkeypatch.setitem(script["readme"].__globals__, "ROOT", tmp_path)
     shown = script["readme"]()
-    whole = "https://example.org"
     assert shown.count("https://here/raw/HEAD/docs/") == len("bcde")
     assert shown.count("https://here/blob/HEAD/") == len(("a", "LICENSE", "f"))
-    assert _LINK.findall(shown)[-3:] == [whole, f"{whole}/h.svg", "#part"]
+    assert "[g](https://example.org) <img src='https://example.org/h.svg'> [i](#part)" in shown
 
 
-def test_one_version(egg_info: Path) -> None:
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert f"\nVersion: {VERSION}\n" in (egg_info / "PKG-INFO").read_text(encoding="utf-8")
-    assert citation["version"] == VERSION
+    assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
     newest = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
     assert newest == VERSION
-
-
-def test_the_citation_is_complete() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    needed = {"cff-version", "message", "title", "type", "authors", "license", "repository-code"}
-    assert needed <= citation.keys() and citation["cff-version"] == "1.2.0"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"message", "title", "type"} <= citation.keys()
     assert citation["license"] == project["license"]
     assert citation["repository-code"] == project["urls"]["Repository"]
     assert citation["authors"] == project["authors"]
-
-
-def test_one_wheel_serves_every_python() -> None:
-    pytest.importorskip("setuptools")  # it brings distutils
-    from distutils.core import run_setup
-
-    distribution = run_setup(str(ROOT / "setup.py"), stop_after="init")
-    wheel = distribution.get_command_obj("bdist_wheel")
-    wheel.ensure_finalized()
-    assert wheel.get_tag()[:2] == ("py3", "none")
-    native = distribution.get_command_obj("build_ext").get_ext_filename("grpo_kernels._native")
-    assert ROOT / native == _LIBRARY
 
 
 def test_the_native_library_is_compiled_once_for_all_environments(tmp_path: Path) -> None:
@@ -235,3 +175,39 @@ def test_the_native_library_is_compiled_once_for_all_environments(tmp_path: Path
     (sources / "rows.h").write_text("// another")
     assert calls_of_a_build("first") == everything
     assert calls_of_a_build("second") == 0
+
+
+GITHUB = ROOT / ".github"
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in GITHUB.glob("workflows/*.yml")}
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_a_workflow_runs_what_is_there_may_do_little_and_ends(name: str) -> None:
+    workflow: dict[str, Any] = WORKFLOWS[name]
+    assert workflow["permissions"] == {"contents": "read"} and "concurrency" in workflow
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 90
+        for step in job["steps"]:
+            assert re.search(r"@(v\d+|[0-9a-f]{40}|release/v\d+)$", step.get("uses", "@v1"))
+            command = step.get("run", "")
+            assert set(re.findall(r"\bmake ([\w-]+)", command)) <= targets
+            scripts = re.findall(r"\.ci/\w\S*", command)
+            assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_only_a_tag_publishes_and_the_site_is_the_one_that_is_made() -> None:
+    publish = WORKFLOWS["wheels"]["jobs"]["publish"]
+    assert "startsWith(github.ref, 'refs/tags/v')" in publish["if"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert set(publish["needs"]) == {"wheel", "sdist"}
+    made = re.findall(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    steps = WORKFLOWS["site"]["jobs"]["build"]["steps"]
+    assert [step["with"]["path"] for step in steps if "path" in step.get("with", {})] == made
+
+
+def test_forms_of_bugs_require_the_check() -> None:
+    for name in ("bug", "wrong_numbers"):
+        form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text())
+        required = [x["id"] for x in form["body"] if x.get("validations", {}).get("required")]
+        assert {"check", "info", "reproduce"} <= set(required)
