@@ -10,12 +10,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from transformers import TrainingArguments
 
 import grpo_kernels
@@ -62,6 +62,13 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     shown = "\n".join(path.read_text() for path in site.rglob("*.html"))
     assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', shown) == []
     assert "[[[" not in shown and ":::" not in shown and ":class:`" not in shown
+    # links lead to pages, else to the repository
+    assert re.findall(r'href="(?!https?:)[^"]*\.(?:md|py|yaml)[#"]', shown) == []
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    home = (site / "index.html").read_text()
+    assert 'href="getting-started' in home
+    for linked in ("blob/HEAD/docs/examples/lora.py", "tree/HEAD/tests/vllm"):
+        assert f'href="{config["repo_url"]}/{linked}"' in shown
 
 
 @pytest.mark.slow
@@ -81,21 +88,20 @@ def test_every_public_name_is_on_a_page() -> None:
     assert [name for name in PUBLIC if not paths[name] & LISTED] == []
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_says_what_it_is(name: str) -> None:
-    package, _, attribute = name.rpartition(".")
-    found = getattr(importlib.import_module(package), attribute)
-    assert [x for x, part in _parts(attribute, found) if not inspect.getdoc(part)] == []
+def test_public_names_say_what_they_are() -> None:
+    silent = []
+    for name in PUBLIC:
+        package, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(package), attribute)
+        members = vars(found) if inspect.isclass(found) else {}
+        public = [found, *(getattr(found, x) for x, y in members.items() if _is_method(x, y))]
+        silent += [(name, part) for part in public if not inspect.getdoc(part)]
+    assert silent == []
 
 
-def _parts(name: str, found: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is public, and of a class of ours its methods and properties."""
-    yield name, found
-    members = vars(found) if inspect.isclass(found) else {}
-    for member, value in members.items():
-        kinds = (classmethod, staticmethod, property)
-        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds)):
-            yield f"{name}.{member}", getattr(found, member)
+def _is_method(name: str, value: Any) -> bool:
+    kinds = (classmethod, staticmethod, property)
+    return name[0] != "_" and (inspect.isfunction(value) or isinstance(value, kinds))
 
 
 def test_names_on_the_reference_exist() -> None:
@@ -144,45 +150,6 @@ x["a"](b.md)
     ]  # fmt: skip
     assert "[a `b`](X)" in changed and '![e](X "title")' in changed and "[name]: X" in changed
     assert "`[no](code.md)`" in changed and 'x["a"](b.md)' in changed
-
-
-def test_links_lead_to_pages_else_to_the_repository_else_nowhere(
-    pages: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("mkdocs", reason="THE SITE'S LINKS ARE NOT CHECKED: no mkdocs")
-    hooks = importlib.import_module("hooks")
-
-    def file(place: str, source: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            src_uri=place,
-            abs_src_path=str(ROOT / source),
-            url_relative_to=lambda page: f"url of {place}",
-            inclusion=SimpleNamespace(is_excluded=lambda: place.endswith(".py")),
-        )
-
-    here = file("guides/a.md", "docs/guides/a.md")
-    files = [here, file("index.md", "README.md"), file("images/b.svg", "docs/images/live.svg")]
-    files.append(file("examples/lora.py", "docs/examples/lora.py"))
-    text = (
-        "[home](../../README.md#x) [test](../../tests/test_site.py) [folder](../examples) "
-        "[code](../examples/lora.py)\n"
-        '<img src="../images/live.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
-    )
-    config = SimpleNamespace(repo_url="https://g")
-    page = SimpleNamespace(file=here, parent=object(), meta={})
-    changed = hooks.on_page_markdown(text, page, config, files)
-    assert changed == (
-        "[home](../index.md#x) [test](https://g/blob/HEAD/tests/test_site.py) "
-        "[folder](https://g/tree/HEAD/docs/examples) "
-        "[code](https://g/blob/HEAD/docs/examples/lora.py)\n"
-        '<img src="url of images/b.svg"> [web](https://a.b) [here](#c) [none](nowhere.md)\n'
-    )
-    assert [x.getMessage() for x in caplog.records] == ["docs/guides/a.md: there is no nowhere.md"]
-
-
-def test_markers_of_cog_do_not_show(pages: ModuleType) -> None:
-    text = "<!-- [[[cog print(show('a', 'b')) ]]] -->\n| a |\n<!-- [[[end]]] -->\n"
-    assert pages.without_markers(text) == "\n| a |\n\n"
 
 
 def test_lists_are_nested_as_the_site_reads_them(pages: ModuleType) -> None:
