@@ -21,7 +21,7 @@ from grpo_kernels.testing import make_config
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.cli.train import parse
 from grpo_trainer.config import backward_options, loss_config
-from grpo_trainer.config.checks import NEWER_NAMES, OLD_NAMES
+from grpo_trainer.config.checks import _RELATIONS, NEWER_NAMES, OLD_NAMES
 from tests.support.documents import DOCS, section
 
 HINTS = get_type_hints(GRPOConfig)
@@ -177,6 +177,18 @@ def test_wrong_values_of_a_field(make_args, name):
 
 
 SPARSE = {"backward": "sparse"}
+BONUS = {"entropy_coef": 0.1}
+MASKED = {"use_sampling_mask": True, "use_vllm": True, "top_k": 8}
+PADDED = {"max_prompt_length": 7, "pad_to_multiple_of": 8}
+UNROUTED = {
+    "use_rollout_routing_replay": True,
+    "use_vllm": True,
+    "vllm_engine_kwargs": {"enable_return_routed_experts": False},
+}
+TWO_FUSED_LOSSES = {
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"fused_linear_cross_entropy": True},
+}
 DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
 TWO_DTYPES = {"model_init_kwargs": {"dtype": "float32", "torch_dtype": "bfloat16"}}
 # what does not go together, or has no meaning here -> the field that is named, what is said of it
@@ -185,11 +197,7 @@ RELATIONS = [
     ({"generation_batch_size": 6}, "generation_batch_size", "multiple of 4"),
     ({"num_generations": 3}, "num_generations", r"divisor of .* 4 completions \(2, 4\)"),
     ({"per_device_train_batch_size": 1}, "num_generations", r"\(none: enlarge the batch\)"),
-    (
-        {"eval_strategy": "steps", "num_generations_eval": 3},
-        "per_device_eval_batch_size",
-        "such as 3, 6, 9 that .* of 3 .*, got 4",
-    ),
+    ({"eval_strategy": "steps", "num_generations_eval": 3}, "per_device_eval_batch_size", "3, 6"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size", ""),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", ""),
     ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy", ""),
@@ -205,51 +213,22 @@ RELATIONS = [
     ({"loss_kwargs": '{"a": ' + "[" * 9999}, "loss_kwargs", "expected JSON"),
     ({"model_init_kwargs": {"dtype": "float33"}}, "model_init_kwargs", "floating-point dtype"),
     (TWO_DTYPES, "model_init_kwargs", "one of dtype and torch_dtype .* got 'float32' and 'bf"),
-    (
-        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5} | SPARSE,
-        "backward",
-        "'exact' for an entropy bonus with top_entropy_quantile=0.5, got 'sparse'",
-    ),
-    (
-        {"entropy_coef": 0.1, "use_sampling_mask": True, "use_vllm": True, "top_k": 8} | SPARSE,
-        "backward",
-        "'exact' for an entropy bonus with use_sampling_mask=True, got 'sparse'",
-    ),
-    ({"seed": 1 << 32} | SPARSE, "seed", "an int in"),
-    (
-        {"max_tokens_per_micro_batch": 4},
-        "max_tokens_per_micro_batch",
-        "at least 5, .* of one, got 4",
-    ),
-    (
-        {"max_tokens_per_micro_batch": 15, "max_prompt_length": 7, "pad_to_multiple_of": 8},
-        "max_tokens_per_micro_batch",
-        "at least 16, .* max_completion_length = 4 .* max_prompt_length = 7, got 15",
-    ),
-    (
-        {"use_vllm": True, "vllm_max_model_length": 6, "max_completion_length": 6},
-        "vllm_max_model_length",
-        "expected at least 7, for a completion of max_completion_length = 6 .* one, got 6",
-    ),
-    (
-        {"max_tokens_per_micro_batch": 64, "top_entropy_quantile": 0.2},
-        "top_entropy_quantile",
-        r"expected 1\.0 with max_tokens_per_micro_batch, .* got 0\.2",
-    ),
-    ({"backward_exact_weight": False}, "backward_exact_weight", "True without backward=sparse"),
-    ({"backward_tolerance": 0.01}, "backward_tolerance", "0.004 without backward=sparse"),
-    ({"sync_ref_model": True}, "sync_ref_model", "False without beta"),
+    (SPARSE | BONUS | {"top_entropy_quantile": 0.5}, "backward", "with top_entropy_quantile=0.5"),
+    (SPARSE | BONUS | MASKED, "backward", "'exact' .* with use_sampling_mask=True, got 'sparse'"),
+    (SPARSE | {"seed": 1 << 32}, "seed", "an int in"),
+    ({"max_tokens_per_micro_batch": 4}, "max_tokens_per_micro_batch", "at least 5, .*, got 4"),
+    (PADDED | {"max_tokens_per_micro_batch": 15}, "max_tokens_per_micro_batch", "16, .*, got 15"),
+    ({"use_vllm": True, "vllm_max_model_length": 4}, "vllm_max_model_length", "at least 5, .* 4"),
+    ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, "entropy_coef", ">= 0 and <= 1, got 2"),
+    ({"use_vllm": True, "generation_batches_ahead": 1}, "generation_batches_ahead", "'colocate'"),
+    (UNROUTED, "vllm_engine_kwargs", "expected none with use_rollout_routing_replay"),
     ({"entropy_coef_min": 1.5}, "entropy_coef_max", ">= 1.5"),
     ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs", "field temperature instead"),
     ({"generation_kwargs": {"num_beamz": 5}}, "generation_kwargs", "has no 'num_beamz'"),
     ({"generation_kwargs": {"stop_strings": ["."]}}, "generation_kwargs", "'stop_token_ids'"),
     ({"report_to": "wandbb"}, "report_to", "expected one of .*wandb"),
     ({"report_to": ["swanlab"]}, "report_to", "installed .*, got swanlab; pip install swanlab"),
-    (
-        {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        "liger_kernel_config",
-        "expected False",
-    ),
+    (TWO_FUSED_LOSSES, "liger_kernel_config", "expected False"),
 ]
 
 
@@ -259,6 +238,34 @@ RELATIONS = [
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_does_not_go_together(make_args, changes, field, message):
     with pytest.raises(ValueError, match=rf"(?s)\b{field}\b.*{message}"):
+        make_args(**changes)
+
+
+# settings that are not their defaults, for either side of a relation
+CHANGED = {
+    "backward_exact_weight": False,
+    "backward_tolerance": 0.01,
+    "beta": 0.1,
+    "cache_implementation": "static",
+    "dynamic_prompts_fn": "module.function",
+    "generation_batches_ahead": 1,
+    "max_staleness": 3,
+    "max_tokens_per_micro_batch": 64,
+    "on_bad_image": "skip",
+    "rollout_engine": "own",
+    "sync_ref_model": True,
+    "top_entropy_quantile": 0.5,
+    "use_vllm": True,
+    "vllm_importance_sampling_correction": False,
+}
+
+
+@pytest.mark.parametrize(("name", "word", "condition"), _RELATIONS)
+def test_a_field_that_keeps_its_default(make_args, name, word, condition):
+    changes = {name: CHANGED[name]}
+    if (word == "with") == (DEFAULTS.get(condition) in (None, 0, False)):
+        changes |= {condition: CHANGED[condition]}
+    with pytest.raises(ValueError, match=f"{name}: expected {DEFAULTS[name]!r} {word} {condition}"):
         make_args(**changes)
 
 
@@ -329,26 +336,17 @@ def test_the_old_name_of_dtype(make_args):
     assert "torch_dtype" in given
 
 
-@pytest.mark.parametrize(
-    ("both", "message"),
-    [
-        ({"wandb_log_unique_prompts": False, "log_unique_prompts": True}, "one of them"),
-        (
-            {"vllm_guided_decoding_regex": "a", "vllm_structured_outputs_regex": "b"},
-            "one of .* got 'a' and 'b'",
-        ),
-    ],
-)
-def test_an_old_name_beside_the_new_one(make_args, both, message):
-    with pytest.raises(ValueError, match=message), pytest.warns(FutureWarning):
-        make_args(**both)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_old_name_beside_the_new_one_that_says_the_same(make_args):
-    for value in (True, False):
-        args = make_args(wandb_log_unique_prompts=value, log_unique_prompts=value)
-        assert args.log_unique_prompts is value and args.wandb_log_unique_prompts is None
+@pytest.mark.parametrize(
+    ("old", "one", "other"),
+    [("wandb_log_unique_prompts", False, True), ("vllm_guided_decoding_regex", "a", "b")],
+)
+def test_an_old_name_beside_the_new_one(make_args, old, one, other):
+    new = OLD_NAMES[old]
+    with pytest.raises(ValueError, match=f"{old}, {new}: .* got {one!r} and {other!r}"):
+        make_args(**{old: one, new: other})
+    args = make_args(**{old: other, new: other})  # say the same
+    assert getattr(args, new) == other and getattr(args, old) is None
 
 
 def test_defaults_in_the_documents():
