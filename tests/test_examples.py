@@ -25,23 +25,14 @@ SAID = {"continuous_batching": r"log-probabilities are off by at most \d\.\de-0[
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path, monkeypatch):
+def _as_before(tmp_path, monkeypatch):
+    """Run in a folder of its own, and leave losses and threads as they were."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _losses_as_before():
-    before = set(LOSSES)
+    losses, threads = set(LOSSES), torch.get_num_threads()
     yield
-    for name in set(LOSSES) - before:
+    for name in set(LOSSES) - losses:
         del LOSSES[name]
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
 
 
 SLOW = ("continuous_batching", "custom_reward", "images", "tools")
@@ -74,14 +65,11 @@ def test_two_processes():
     assert re.search(r"^final reward .* on 2 processes$", done.stdout, re.MULTILINE)
 
 
-def test_two_processes_say_how_they_are_started(monkeypatch):
+def test_how_examples_are_found_and_started(monkeypatch):
+    assert [name for name in SCRIPTS if f"examples/{name}.py" not in DOCS] == []
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit, match="start it with: torchrun --nproc-per-node 2"):
         runpy.run_path(str(SCRIPTS[TWO_PROCESSES]), run_name="__main__")
-
-
-def test_the_documents_name_every_example():
-    assert [name for name in SCRIPTS if f"examples/{name}.py" not in DOCS] == []
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel
 
 from grpo_kernels import FusedHead
+from grpo_kernels.hf import TOKEN_WISE_MLPS
 from grpo_kernels.integrations import trl as our_trl
 from grpo_trainer import cli
 from grpo_trainer.cli.train import parse
 from grpo_trainer.demo.policy import write_policy
-from tests.support.documents import ROOT, block, blocks, with_settings
+from grpo_trainer.policy.tiled_mlp import _Tiled
+from tests.support import documents
+from tests.support.documents import (
+    ROOT,
+    D,
+    P,
+    V,
+    batch_names,
+    block,
+    blocks,
+    run_block,
+    section,
+    with_settings,
+)
 
-B, P, L, V, D = 4, 4, 5, 50, 16
 # what stands in the place of a user's own arguments of TRL, and makes a run tiny
 TINY = (
     'output_dir="out", max_steps=1, logging_steps=1, max_completion_length=4, use_cpu=True, '
@@ -39,38 +52,9 @@ def halves(diff: str) -> list[str]:
     return ["\n".join(x[1:] for x in lines if x[0] in marks) for marks in (" -", " +")]
 
 
-def make_model(seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=V, hidden_size=D, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
-
-
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """Return what the blocks of a loop of one's own take as given."""
-    ids = torch.randint(0, V, (B, P + L), generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor([5, 3, 4, 5])
-    mask = (torch.arange(L) < lengths[:, None]).long()
-    model = make_model(0)
-    with torch.no_grad():
-        logits = model(ids).logits[:, P - 1 : -1]
-    own = logits.log_softmax(-1).gather(-1, ids[:, P:, None])[..., 0]
-    moved = 0.3 * torch.randn(B, L, generator=torch.Generator().manual_seed(1))
-    return {
-        "torch": torch,
-        "model": model,
-        "reference": make_model(1),
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "prompt_length": P,
-        "completion_ids": ids[:, P:],
-        "completion_mask": mask,
-        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.3]),
-        "old_logprobs": own + moved,
-    }
+    return batch_names()
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -240,3 +224,22 @@ def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli.main(["--config", "gsm8k.yaml", *words])
     history = json.loads(Path("out-gsm8k/trainer_state.json").read_text())["log_history"]
     assert history[0]["step"] == 1 and "rewards/correct/mean" in history[0]
+
+
+def test_long_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example trains with tiled MLPs, the settings exist, the list of classes is the code's."""
+    text = page("long-sequences")
+    settings = f'output_dir="{tmp_path}", use_cpu=True, disable_tqdm=True, save_strategy="no"'
+    trainer = run_block(text, "mlp_tile_tokens=16", settings)["trainer"]
+    mlp = trainer.model.model.layers[0].mlp
+    assert isinstance(mlp, _Tiled) and mlp.tile_tokens == 16
+    assert trainer.state.global_step == 2
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)
+    files = blocks(text, "yaml")
+    assert len(files) == 3
+    for file in files:
+        (tmp_path / "run.yaml").write_text(file)
+        needed = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "x"]
+        parse([*needed, "--config", str(tmp_path / "run.yaml"), "--use_cpu"])
+    classes = documents.code(section(text, "Supported models")) - {"mlp"}
+    assert classes == set(TOKEN_WISE_MLPS)

@@ -57,8 +57,8 @@ def printed(outputs: list[Any], name: str = "stdout") -> str:
 
 
 @pytest.mark.slow
-def test_both_runs_learn_each_by_its_loss(ran):
-    _, folder = ran
+def test_both_runs_learn_and_every_cell_shows_what_it_is_for(ran):
+    outputs, folder = ran
     for name in ("dapo", "soft_clip"):
         run = load_run(folder / "runs" / name)
         first, last = (row["eval_reward"] for row in run.history if "eval_reward" in row)
@@ -66,11 +66,6 @@ def test_both_runs_learn_each_by_its_loss(ran):
         assert run.recipe["loss_type"] == run.settings["loss_type"] == name
     assert run.recipe["loss_source"] == "this notebook"
     assert run.settings["loss_kwargs"] == {"width": 0.3}
-
-
-@pytest.mark.slow
-def test_every_cell_shows_what_it_is_for(ran):
-    outputs, _ = ran
     warned = [name for name, parts in outputs.items() if printed(parts, "stderr")]
     assert set(warned) <= {"task"}  # tqdm warns there, without ipywidgets
     table = shown(outputs["train"])

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import grpo_trainer
 from grpo_kernels import LossConfig, TokenBatch, linear_policy_loss
@@ -42,22 +41,29 @@ from tests.support.documents import (
     DOCS,
     README,
     ROOT,
+    B,
+    D,
+    L,
+    V,
+    batch_names,
     block,
     blocks,
     code,
+    make_model,
     python_block,
+    run_block,
     section,
     with_settings,
 )
 from tests.support.vllm_stub import StubServer
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 # what stands in the place of a user's own arguments, and makes a run tiny
 TINY = (
     'output_dir="out", max_steps=1, logging_steps=1, max_completion_length=4, use_cpu=True, '
     'report_to="none"'
 )
+
+_LINK = re.compile(r"\]\(([^)#]+)\)")
 
 
 def commands(text: str) -> list[list[str]]:
@@ -65,15 +71,6 @@ def commands(text: str) -> list[list[str]]:
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     return [words[1:] for words in split if words[:1] == ["grpo-train"]]
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    config = Qwen2Config(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
 
 
 @pytest.fixture
@@ -103,43 +100,34 @@ def kinds(request: pytest.FixtureRequest, folder: Path) -> str:
 
 
 @pytest.fixture
-def names(model: PreTrainedModel) -> dict[str, Any]:
+def names() -> dict[str, Any]:
     """Return what the blocks of kernels take as given."""
-    weight = torch.randn(50, 16, requires_grad=True)
+    weight = torch.randn(V, D, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
-    ids = torch.randint(0, 50, (4, 9))
-    advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
-    return {
-        "torch": torch,
+    shared = batch_names()
+    ids, advantages = shared["completion_ids"], shared["advantages"]
+    return shared | {
         "TokenBatch": TokenBatch,
         "linear_policy_loss": linear_policy_loss,
-        "model": model,
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "prompt_length": 4,
-        "completion_ids": ids[:, 4:],
-        "target": ids[:, 4:],
-        "mask_ids": torch.randint(-1, 50, (4, 5, 3)),
-        "completion_mask": torch.ones(4, 5),
+        "target": ids,
+        "mask_ids": torch.randint(-1, V, (B, L, 3)),
         "G": 2,
-        "mask": torch.ones(4, 5),
-        "lengths": [5, 5, 5, 5],
-        "active_lengths": [5, 5, 5, 0],
-        "advantages": advantages,
-        "old_logprobs": None,
-        "ref_logprobs": -torch.rand(4, 5),
-        "logits": torch.randn(4, 5, 50, requires_grad=True),
-        "hidden": torch.randn(4, 5, 16),
+        "mask": torch.ones(B, L),
+        "lengths": [L] * B,
+        "active_lengths": [L, L, L, 0],
+        "ref_logprobs": -torch.rand(B, L),
+        "logits": torch.randn(B, L, V, requires_grad=True),
+        "hidden": torch.randn(B, L, D),
         "weight": weight,
         "lm_head": SimpleNamespace(weight=weight),
-        "teacher_hidden": torch.randn(4, 5, 8),
-        "teacher_weight": torch.randn(50, 8),
-        "vocab_size": 50,
-        "lora_a": torch.nn.Linear(16, 3, bias=False),
-        "lora_b": torch.nn.Linear(3, 50, bias=False),
+        "teacher_hidden": torch.randn(B, L, 8),
+        "teacher_weight": torch.randn(V, 8),
+        "vocab_size": V,
+        "lora_a": torch.nn.Linear(D, 3, bias=False),
+        "lora_b": torch.nn.Linear(3, V, bias=False),
         "alpha": 6,
         "rank": 3,
-        "batch": TokenBatch.from_padded(ids[:, 4:], advantages),
+        "batch": TokenBatch.from_padded(ids, advantages),
         "config": LossConfig(),
         "scaler": torch.amp.GradScaler("cpu"),
     }
@@ -173,11 +161,9 @@ def test_kernels(names: dict[str, Any], text: str, parts: list[str], left: str |
 
 
 def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {
-        "hidden": torch.empty(4096, 896, dtype=torch.bfloat16, requires_grad=True),
-        "weight": torch.empty(151936, 896, dtype=torch.bfloat16, requires_grad=True),
-    }
-    exec(python_block(DOCS, "Bounded("), names)
+    hidden = torch.empty(4096, 896, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(151936, 896, dtype=torch.bfloat16, requires_grad=True)
+    run_block(DOCS, "Bounded(", hidden=hidden, weight=weight)
     (said,) = blocks(section(DOCS, "Which backward for whom"), "text")
     assert capsys.readouterr().out == said
 
@@ -200,7 +186,7 @@ def test_sequences_over_several_ranks(names: dict[str, Any], group: dist.Process
         "config": LossConfig(loss_type="gspo"),
         "cp_group": group,
     }
-    exec(python_block(DOCS, "sequence_group="), names)
+    names = run_block(DOCS, "sequence_group=", **names)
     assert names["loss"].isfinite() and names["weight"].grad.any()
 
 
@@ -209,14 +195,12 @@ def test_sharded_heads(names: dict[str, Any], group: dist.ProcessGroup) -> None:
     names["batch"] = TokenBatch.from_padded(ids[:, 1:], names["advantages"])
     names |= {"teacher_hidden": torch.randn(*ids[:, 1:].shape, 8)}
     names |= {"teacher_weight": torch.randn(len(own), 8)}
-    exec(python_block(DOCS, "import FusedHead"), names)
+    names = run_block(DOCS, "import FusedHead", **names)
     assert names["distilled"] > 0
     right = names["logits"].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(names["logprobs"], right)
-    loss = names["loss"]
-    names |= {"weight": own, "tp_group": group}
-    exec(python_block(DOCS, "import VocabShard"), names)
-    torch.testing.assert_close(names["loss"], loss)
+    shard = run_block(DOCS, "import VocabShard", **names | {"weight": own, "tp_group": group})
+    torch.testing.assert_close(shard["loss"], names["loss"])
     assert names["model"].lm_head.weight is own
 
 
@@ -232,18 +216,16 @@ def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedL
 
 
 def test_trainer(kinds: str) -> None:
-    names: dict[str, Any] = {}
-    exec(with_settings(python_block(README, "GRPOTrainer("), TINY), names)
+    names = run_block(README, "GRPOTrainer(", TINY)
     assert names["trainer"].state.global_step == 1
     names |= {"dataset": load_prompts("prompts.jsonl")}
-    tiny = TINY.replace('"out"', '"other"')
-    exec(with_settings(python_block(DOCS, "async def judged"), tiny), names)
-    names["trainer"].train()
-    assert "judged/best" in names["trainer"].state.log_history[0]
+    judged = run_block(DOCS, "async def judged", TINY.replace('"out"', '"other"'), **names)
+    judged["trainer"].train()
+    assert "judged/best" in judged["trainer"].state.log_history[0]
 
 
 def test_getting_started(kinds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(python_block(DOCS, "def hidden_states()"), {})
+    run_block(DOCS, "def hidden_states()")
     assert len(re.findall(r"^loss [+-]", capsys.readouterr().out, re.M)) == 2
     script = with_settings(python_block(DOCS, "fused.enable()"), TINY)
     names: dict[str, Any] = {}
@@ -252,21 +234,19 @@ def test_getting_started(kinds: str, capsys: pytest.CaptureFixture[str]) -> None
     finally:
         names["fused"].disable()
     assert names["trainer"].state.global_step == 1
-    exec(python_block(DOCS, "def right("), names)
+    right = run_block(DOCS, "def right(")["right"]
     completions = ["12 ", [{"role": "assistant", "content": "12"}], "13"]
-    assert names["right"](completions, answer=["12"] * 3) == [1, 1, 0]
+    assert right(completions, answer=["12"] * 3) == [1, 1, 0]
 
 
 def test_training_from_python(kinds: str) -> None:
-    names: dict[str, Any] = {}
-    exec(with_settings(python_block(DOCS, "def distinct"), TINY), names)
-    assert names["trainer"].state.log_history[0]["reward"] > 0
+    trainer = run_block(DOCS, "def distinct", TINY)["trainer"]
+    assert trainer.state.log_history[0]["reward"] > 0
 
 
 def test_new_tokens(folder: Path) -> None:
     pytest.importorskip("peft")
-    names: dict[str, Any] = {}
-    exec(with_settings(python_block(DOCS, "trainable_token_indices="), TINY), names)
+    names = run_block(DOCS, "trainable_token_indices=", TINY)
     trainer, new = names["trainer"], names["new"]
     assert trainer.state.global_step == 1 and trainer.model.config.vocab_size == new[-1] + 1
     trained = [x for name, x in trainer.model.named_parameters() if "tokens_delta" in name]
@@ -277,9 +257,7 @@ def test_several_datasets(folder: Path) -> None:
     for name in ("sums", "words"):
         rows = [{"prompt": f"{n}=", "answer": name, name: n} for n in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    names: dict[str, Any] = {}
-    exec(with_settings(python_block(DOCS, "interleave_datasets("), TINY), names)
-    trainer = names["trainer"]
+    trainer = run_block(DOCS, "interleave_datasets(", TINY)["trainer"]
     assert trainer.state.global_step == 1 and len(trainer.eval_dataset) > 0
     sums = trainer.train_dataset["answer"].count("sums")
     assert 0.5 < sums / len(trainer.train_dataset) < 0.9
@@ -287,9 +265,7 @@ def test_several_datasets(folder: Path) -> None:
 
 def test_an_engine_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_trainer.engines.sampler.ENGINES", dict(ENGINES))
-    names: dict[str, Any] = {}
-    own = python_block(DOCS, "register_rollout_engine(")
-    exec(with_settings(own, TINY), names)
+    names = run_block(DOCS, "register_rollout_engine(", TINY)
     trainer = GRPOTrainer(
         model="path/to/model",
         reward_funcs=lambda completions, **columns: [float(text == "42") for text in completions],
@@ -301,9 +277,8 @@ def test_an_engine_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_advantage_of_ones_own() -> None:
-    names: dict[str, Any] = dict.fromkeys(["model", "reward", "args", "dataset"])
-    names["GRPOTrainer"] = SimpleNamespace
-    exec(python_block(DOCS, "def leave_one_out"), names)
+    given = dict.fromkeys(["model", "reward", "args", "dataset"])
+    names = run_block(DOCS, "def leave_one_out", GRPOTrainer=SimpleNamespace, **given)
     compared = torch.tensor([[1.0, 0.5], [0.0, 1.0], [2.0, 0.0], [4.0, 0.5]]), torch.ones(2), 2
     torch.testing.assert_close(names["trainer"].advantages(*compared), rloo(*compared).float())
 
@@ -379,11 +354,11 @@ def test_losses_have_the_settings_that_are_listed() -> None:
         assert set(names) <= code(section(DOCS, heading))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (path.parent / link).exists()] == []
+def test_links_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
+    links = [(page, link) for page in pages for link in _LINK.findall(page.read_text())]
+    local = [(page, link) for page, link in links if "://" not in link]
+    assert [link for page, link in local if not (page.parent / link).exists()] == []
 
 
 def test_what_scripts_for_trl_import_is_here_and_there() -> None:
@@ -419,12 +394,12 @@ def test_settings_are_fields() -> None:
     assert named - known == of_others
 
 
-def test_the_client_of_a_server(model, tmp_path, monkeypatch):
+def test_the_client_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     server = StubServer()
     client = python_block(DOCS, "VLLMClient(")
-    namespace: dict[str, Any] = {"model": model}
+    namespace: dict[str, Any] = {"model": make_model(0)}
     exec(client.replace("http://127.0.0.1:8000", server.url), namespace)
     assert len(namespace["answer"]["completion_ids"]) == 8
     assert server.loaded
@@ -436,6 +411,5 @@ def test_a_script_for_trl(monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["train.py", "--output_dir", "out", "--lora_r", "8", "--use_peft"]
     )
-    namespace: dict[str, Any] = {}
-    exec(python_block(DOCS, "TrlParser("), namespace)
-    assert namespace["model_args"].lora_r == 8 and namespace["training_args"].output_dir == "out"
+    names = run_block(DOCS, "TrlParser(")
+    assert names["model_args"].lora_r == 8 and names["training_args"].output_dir == "out"
