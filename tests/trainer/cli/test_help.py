@@ -32,6 +32,8 @@ FIRST = [
 
 
 def test_the_short_help_has_what_one_needs_first(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.startswith("grpo-train ")
     main(["--help"])
     short = capsys.readouterr().out
     named = re.findall(r"^  --(\w+) ([A-Z].*?)  ", short.partition("The dozen to know:\n")[2], re.M)
@@ -96,8 +98,3 @@ def test_what_is_printed_may_be_read_in_part(monkeypatch, words):
         with contextlib.suppress(SystemExit):
             main(words)
         output.flush()  # as Python does at its end
-
-
-def test_the_version(capsys):
-    main(["--version"])
-    assert capsys.readouterr().out.startswith("grpo-train ")

@@ -88,9 +88,8 @@ def test_every_boolean_has_a_no():
     actions = run_parser()._actions
     names = [item.dest for item in actions if item.type is string_to_bool]
     assert {"gradient_checkpointing", "activation_checkpointing", "bf16"} <= set(names)
-    for name in names:
-        known = run_parser().parse_known_args([*words(RUN), f"--no_{name}"])
-        assert getattr(known[0], name) is False and not known[1]
+    known, unknown = run_parser().parse_known_args([*words(RUN), *(f"--no_{x}" for x in names)])
+    assert not any(getattr(known, name) for name in names) and unknown == []
     _, args = parse([*words(RUN), "--no_gradient_checkpointing", "--no-bf16", "--use_cpu"])
     assert not args.activation_checkpointing and args.bf16 is False
     text = write({"activation_checkpointing": True, "use_cpu": True})
@@ -123,7 +122,7 @@ def test_words_stay_words_and_numbers_numbers():
         ("num_generations:", ": num_generations cannot be a null"),
         ("- seed", "run.yaml cannot be read: expected `name: value` lines"),
         ("a: [", " cannot be read: while parsing"),
-        (f"reward_funcs: {'[' * 3000}{']' * 3000}", " is nested too deep"),
+        (f"reward_funcs: {'[' * 600}{']' * 600}", " is nested too deep"),
         ("reward_funcs: [[a]]", ": reward_funcs cannot be a list"),
         ("seed: !!python/name:os.getpid", " cannot be read: could not determine"),
         ("generation_kwargs: {[1]: 2}", " cannot be read: while constructing"),
@@ -189,18 +188,12 @@ def test_errors_are_one_line(capsys):
         parser.parse_args_and_config(["--needed", "1", "more"])
 
 
-def test_hints_name_the_right_field():
+def test_hints_and_flags():
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
-    for name, right in {
-        "model": "model_name_or_path",
-        "vllm_dtype": "vllm_engine_kwargs",
-    }.items():
+    hints = {"model": "model_name_or_path", "vllm_dtype": "vllm_engine_kwargs"}
+    for name, right in hints.items():
         with pytest.raises(ValueError, match=rf"--{name}: .* \(is it {right}\?\)"):
             parser.parse_args_and_config([f"--{name}", "x"])
-
-
-def test_every_flag_is_one():
-    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
     flags = ["tf32", "bf16", "use_peft", "log_completions", "disable_tqdm", "ddp_static_graph"]
     known, _ = parser.parse_known_args([f"--{name}" for name in flags])
     assert all(getattr(known, name) is True for name in flags)

@@ -95,8 +95,6 @@ def test_a_function_compares_the_completions():
     trainer.train()
     [batch] = trainer._buffer.batches
     assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(ValueError, match="--advantages: module 'own' has no 'none'"):
-        build_trainer(arguments(advantages="own.none"))
 
 
 PRESSING = """
@@ -236,9 +234,7 @@ def test_the_command_of_a_server():
     for flag in ("--enable-lora", "--enable_lora"):
         environment = serve.serve_command(["--model", "m", flag])[1]
         assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-
-
-def test_names_of_the_trainer_for_a_server():
+    # the names that the trainer has for them
     words = ["--vllm_gpu_memory_utilization", "0.5", "--vllm_tensor_parallel_size=2"]
     options = serve.serve_command(["--model", "m", *words])[0]
     at = options.index("--gpu_memory_utilization")
@@ -257,13 +253,7 @@ def test_a_wider_address_with_a_key(started, monkeypatch, capsys):
         assert capsys.readouterr().err == ""
 
 
-def test_a_teacher_and_a_comparison_by_name(capfd):
-    """With a teacher no reward function is needed; without either one line says so."""
+def test_a_teacher_and_a_comparison_by_name():
+    """With a teacher no reward function is needed."""
     main(arguments(reward_funcs=None, teacher="model", distillation="reverse_kl"))
     main(arguments(output_dir="out2", advantages="rloo"))
-    with pytest.raises(SystemExit):
-        main(arguments(output_dir="out3", reward_funcs=None))
-    assert "--reward_funcs is required" in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        main(arguments(output_dir="out4", advantages="ppo"))
-    assert "advantages: expected a function or one of rloo" in capfd.readouterr().err
