@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pyarrow
@@ -188,7 +189,6 @@ RIGHT = NEVER | {"reward": lambda step: 1.0}
 MIXED = {"reward": lambda step: 0.5 + step / 1000, "reward_std": lambda step: 0.4}
 
 
-@pytest.mark.parametrize("count", [1, 3, 100])
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -198,12 +198,11 @@ MIXED = {"reward": lambda step: 0.5 + step / 1000, "reward_std": lambda step: 0.
         ({"teacher_kl": lambda step: 0.1}, None),  # it learns from another
     ],
 )
-def test_a_run_whose_groups_all_have_equal_rewards(tmp_path, changes, said, count):
+def test_a_run_whose_groups_all_have_equal_rewards(tmp_path, changes, said):
     """Also a short one, with and without the completions, whose best reward is what all got."""
-    record = run(tmp_path, **EQUAL | changes)
-    record = replace(record, history=record.history[:count])
-    for one in (record, replace(record, folder=tmp_path / "none")):
-        shown = render([one])
+    whole = run(tmp_path, **EQUAL | changes)
+    for count, folder in product((1, 3, 100), (tmp_path, tmp_path / "none")):
+        shown = render([replace(whole, history=whole.history[:count], folder=folder)])
         assert ("Every group had equal rewards" in shown) == (said is not None)
         assert said is None or (said in shown and "Most advantages are zero" not in shown)
         assert "Flat throughout: Reward" not in shown and "<h3>Reward</h3>" in shown
