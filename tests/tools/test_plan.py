@@ -193,14 +193,17 @@ def test_a_bounded_step_allocates_what_is_said(name, frozen, exact, dtype, weigh
 @pytest.mark.parametrize("dtype", (FP32, BF16, FP16))
 @pytest.mark.parametrize("frozen", (False, True))
 def test_a_divergence_allocates_about_what_is_said(frozen, dtype) -> None:
-    for tokens in (300, 2500):
-        call = call_of("one_pass", tokens, {}, dtype=dtype, frozen=frozen, teacher=48)
+    """In one tile exactly; in several, the last of which is smaller, a little less."""
+    for tokens, size, off in ((300, None, 0.02), (600, 3 << 20, 0.15)):
+        options = {"max_workspace_bytes": size}
+        call = call_of("one_pass", tokens, options, dtype=dtype, frozen=frozen, teacher=48)
         hidden = torch.randn(tokens, D, dtype=dtype).requires_grad_()
         weight = torch.randn(V, D, dtype=dtype).mul_(0.1).requires_grad_(not frozen)
         teacher = torch.randn(tokens, 48, dtype=dtype), torch.randn(V, 48, dtype=dtype)
         with LiveBytes(hidden, weight, *teacher) as live:
-            linear_divergence(hidden, weight, *teacher).loss.backward()
-        assert growth(call) == pytest.approx(live.growth, rel=0.02)
+            linear_divergence(hidden, weight, *teacher, **options).loss.backward()
+        assert live.growth <= 1.02 * growth(call)
+        assert growth(call) == pytest.approx(live.growth, rel=off)
 
 
 def test_the_default_is_what_a_step_takes() -> None:
