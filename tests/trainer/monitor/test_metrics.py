@@ -77,7 +77,7 @@ def test_the_last_row_has_what_came_after_the_one_before(make_trainer, steps):
         return [float(trainer_state.global_step)] * len(completions)
 
     settings = {"max_steps": steps, "logging_steps": 5, "log_completions": True}
-    trainer = make_trainer(reward, **settings, num_completions_to_print=0)
+    trainer = make_trainer(reward, engine=CannedEngine(), **settings, num_completions_to_print=0)
     trainer.train()
     rows = trainer.state.log_history
     assert [row["step"] for row in rows] == ([5, 7] if steps == 7 else [3])
@@ -97,7 +97,8 @@ def test_a_run_that_goes_on_from_its_end_logs_nothing_twice(make_trainer, policy
     def run(steps, **resume):
         settings = {"logging_steps": 2, "log_completions": True, "num_completions_to_print": 0}
         settings |= {"save_strategy": "steps", "lr_scheduler_type": "constant"}
-        trainer = make_trainer(model=copy.deepcopy(policy), max_steps=steps, **settings)
+        model = copy.deepcopy(policy)
+        trainer = make_trainer(model=model, engine=CannedEngine(), max_steps=steps, **settings)
         trainer.train(**resume)
         return trainer
 
