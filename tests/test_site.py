@@ -156,12 +156,9 @@ def test_lists_are_nested_as_the_site_reads_them(pages: ModuleType) -> None:
     github = """\
 Words:
 * one
-  goes on
   ```bash
   make
   ```
-* two
-
   - inner
 
 1. first
@@ -169,19 +166,14 @@ Words:
 2. second
 
     code
-
-after
 """
     site = """\
 Words:
 
 * one
-    goes on
     ```bash
     make
     ```
-* two
-
     - inner
 
 1. first
@@ -189,8 +181,6 @@ Words:
 2. second
 
      code
-
-after
 """
     assert pages.as_site_reads(github) == site
 
