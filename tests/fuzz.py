@@ -17,11 +17,12 @@ from dataclasses import fields
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.net.cases import Case, cases
+from tests.net.cases import CALLS, Case, cases
 from tests.net.checks import check
 
 ON_CPUS = ("auto", "cpu", "chunked", "reference")
 WITHOUT_REFERENCE = ON_CPUS[:3]  # which takes no shards, and is no one graph
+ON_GPUS = ("auto", "triton", "chunked", "reference")
 BLOCK = 500  # cases that share a seed of hypothesis
 OF_PROBLEM = ("seed", "settings", "lengths", "outputs")  # too many values to pair
 REPRO = """\
@@ -92,14 +93,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {BLOCK} cases")
-    parser.add_argument("--backend", help="names, by commas; by default all that run on any CPU")
+    parser.add_argument("--backend", help="names, by commas; by default all that run on the device")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--calls", help=f"of {', '.join(CALLS)}, by commas; by default all")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="of each case")
     parser.add_argument("--stop", type=int, default=1000, help="after so many seeds that failed")
     parser.add_argument("--compiled", action="store_true", help="each also by torch.compile")
     args = parser.parse_args()
-    several = ON_CPUS if args.ranks == 1 and not args.compiled else WITHOUT_REFERENCE
-    backends = tuple(args.backend.split(",")) if args.backend else several
-    of = cases(backends, args.ranks, args.compiled)
+    several = ON_CPUS if args.device == "cpu" else ON_GPUS
+    if args.ranks > 1 or args.compiled:
+        several = tuple(name for name in several if name != "reference")
+    of = cases(
+        tuple(args.backend.split(",")) if args.backend else several,
+        ranks=args.ranks,
+        compiled=args.compiled,
+        device=args.device,
+        kinds=tuple(args.calls.split(",")) if args.calls else CALLS,
+    )
     warnings.simplefilter("ignore")
     seen, findings, start = Coverage(), 0, time.monotonic()
     for block, done in enumerate(range(0, args.cases, BLOCK)):

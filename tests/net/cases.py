@@ -31,6 +31,8 @@ TWISTS = (
     "no_grad",
     "compile",  # of cases that are drawn for it: it takes a second
 )
+CALLS = ("loss", "logprobs", "divergence")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 LOSSES = (
     *oracle.CLIPPED, "cispo", "sapo", "vespo", "gmpo", "pg", "topr", "ce_gppo", "aspo", "fipo",
     *oracle.GATED,
@@ -42,7 +44,8 @@ class Case:
     """One call. Printed, it names what differs from the defaults."""
 
     seed: int = 0
-    outputs: tuple[str, ...] = ()  # of linear_logprobs; (): a loss
+    outputs: tuple[str, ...] = ()  # of linear_logprobs; (): another call
+    divergence: str = ""  # the kind, of linear_divergence; "": another call
     loss_type: str = "dapo"
     settings: dict[str, Any] = field(default_factory=dict)
     entry: str = "function"
@@ -66,11 +69,17 @@ class Case:
     row_temperature: bool = False
     lora: int = 0  # rank
     factors: str = "same"  # dtype of the adapter and the bias, by default the head's
+    factor_size: float = 0.5  # of the adapter's; the scaling is as small as it is large
     tied: bool = False  # the hidden states are rows of the weight
     sampling_mask: bool = False
     trained: str = "all"
     autocast: bool = False
+    # of a divergence
+    beta: float = 0.5
+    teacher_depth: int = 4
+    top_k: int = 0  # ids of the teacher; 0: its hidden states and head
     # options
+    device: str = "cpu"
     backend: str = "auto"
     schedule: str = "auto"
     tile_rows: int | None = None
@@ -92,12 +101,17 @@ class Case:
 
     @property
     def of_loss(self) -> bool:
-        return not self.outputs
+        return not self.outputs and not self.divergence
 
     @property
     def needs_entropy(self) -> bool:
         settings = self.settings
         return bool(settings.get("entropy_coef")) or settings.get("top_entropy_quantile", 1) < 1
+
+    @property
+    def scaling(self) -> float:
+        """That of the adapter."""
+        return 0.75 * min(1.0, 0.5 / self.factor_size)
 
 
 DEFAULT = Case()
@@ -244,9 +258,13 @@ def cases(
     backends: tuple[str, ...],
     ranks: int = 1,
     compiled: bool = False,
+    device: str = "cpu",
+    kinds: tuple[str, ...] = CALLS,
 ) -> Case:
     """Draw a case, hardly ever one that a documented rule refuses."""
-    loss = draw(_mostly(True, False))
+    # a divergence breaks the compiler's graph
+    kind = draw(_mostly(*(x for x in kinds if not (compiled and x == "divergence"))))
+    loss = kind == "loss"
     dtype = draw(_mostly(*DTYPES))
     backend = draw(st.sampled_from(backends))
     if dtype == "float64" and backend not in ("reference", "chunked"):
@@ -268,6 +286,7 @@ def cases(
         logit_scale=draw(_mostly(1.0, 0.25, 1.5)),
         lora=draw(_mostly(0, 1, 3)),
         factors=draw(_mostly("same", "float32", "bfloat16", "float64")),
+        factor_size=draw(_mostly(0.5, 0.5, 1e-8, 1e4)),
         sampling_mask=draw(_mostly(False, True)),
         precision=draw(_mostly("fp32", "input")),
         batch_invariant=draw(_mostly(False, True)),
@@ -282,10 +301,14 @@ def cases(
     values["tied"] = values["trained"] == "all" and draw(_mostly(False, False, True))
     if values["logits"] == "minus_inf":
         values["bias"] = True
-    if loss:
+    if device != "cpu":
+        values |= dict(device=device, threads=1)
+    if kind == "loss":
         values |= _of_loss(draw, values, has_tiles)
-    else:
+    elif kind == "logprobs":
         values |= _of_logprobs(draw, values, has_tiles)
+    else:
+        values |= _of_divergence(draw, values)
     if compiled:
         values |= dict(entry="function", twist="compile", main_grad=False)
     if ranks > 1:
@@ -351,4 +374,22 @@ def _of_logprobs(draw: Callable, values: dict[str, Any], has_tiles: bool) -> dic
         row_temperature=draw(_mostly(False, True)),
         entry=draw(_mostly("function", "fused_head")),
         bounded=not masked and has_tiles and draw(_mostly(False, False, True)),
+    )
+
+
+def _of_divergence(draw: Callable, values: dict[str, Any]) -> dict[str, Any]:
+    top_k = draw(_mostly(0, 1, 5))
+    return dict(
+        divergence=draw(st.sampled_from(DIVERGENCES)),
+        beta=draw(_mostly(0.5, 0.1, 0.9)),
+        teacher_depth=draw(_mostly(4, 1, 40)),
+        top_k=top_k if top_k < values["vocab"] else 0,
+        lengths=(sum(values["lengths"]),),
+        packed=True,
+        masked=draw(st.booleans()),
+        advantages=draw(st.sampled_from(ADVANTAGES)),
+        settings=draw(st.sampled_from(({}, {"temperature": 0.6}, {"temperature": 1.7}))),
+        row_temperature=draw(_mostly(False, True)),
+        sampling_mask=False,
+        activation_bytes=None,
     )

@@ -39,7 +39,7 @@ class Judge:
 
     def judge(self, got: Found) -> None:
         exact = self.exact.all()
-        for name in ("loss", *self.case.outputs):
+        for name in ("loss", "divergence", *self.case.outputs):
             value = got.values.get(name)
             if value is not None and value.is_floating_point():
                 assert value.dtype == self.wide, f"{name}: expected {self.wide}, got {value.dtype}"
@@ -104,7 +104,7 @@ class Judge:
 
     def _floor(self, name: str, value: Tensor) -> float:
         dtype = value.dtype
-        if name.startswith("d"):
+        if name in self.sizes:
             dtype = max(self.multiplied, dtype, key=_FLOOR.__getitem__)
         if self.case.precision == "input":
             dtype = self.multiplied
@@ -130,9 +130,9 @@ class Judge:
         found = {"dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
         if self.case.lora:
             a, b = (leaves[name].double().abs() for name in ("a", "b"))
-            of_rows = of_rows + 0.75 * dlogits @ b @ a
-            found["da"] = 0.75 * (dlogits @ b).t() @ x
-            found["db"] = 0.75 * dlogits.t() @ (x @ a.t())
+            of_rows = of_rows + self.case.scaling * dlogits @ b @ a
+            found["da"] = self.case.scaling * (dlogits @ b).t() @ x
+            found["db"] = self.case.scaling * dlogits.t() @ (x @ a.t())
         hidden = leaves["hidden"].flatten(0, -2).double() * 0
         hidden[self.problem.keep] = of_rows
         found["dhidden"] = hidden.reshape(leaves["hidden"].shape)
@@ -170,10 +170,14 @@ class Judge:
     def unit(self) -> float:
         """The rounding of a score: an ulp of the largest sum that is made on the way to it."""
         case, leaves = self.case, self.problem.leaves
-        sums = leaves["hidden"].double().abs().flatten(0, -2) @ leaves["weight"].double().abs().t()
-        if case.bias:
-            sums = sums + leaves["bias"].double().abs().nan_to_num(posinf=0.0)
-        size = 1 + float(sums.max() if sums.numel() else 0.0) * max(self.steepest, 1.0)
+        models = [leaves, *([self.problem.teacher] if "weight" in self.problem.teacher else ())]
+        largest = 0.0
+        for x in models:
+            sums = x["hidden"].double().abs().flatten(0, -2) @ x["weight"].double().abs().t()
+            if "bias" in x:
+                sums = sums + x["bias"].double().abs().nan_to_num(posinf=0.0)
+            largest = max(largest, float(sums.max() if sums.numel() else 0.0))
+        size = 1 + largest * max(self.steepest, 1.0)
         dtype = self.multiplied if case.precision == "input" else self.wide
         return size * torch.finfo(dtype).eps
 
@@ -225,7 +229,13 @@ class Judge:
                 x = values[name]
                 values[name] = torch.where((x - old).abs() <= 2 * noise, x + (old - x).detach(), x)
         parts = {name: values[name] for name in DIFFERENTIABLE if name in values}
-        if case.of_loss:
+        if case.divergence:
+            of_teacher = noisy(self._teacher(dtype, rounded))
+            parts = {"divergence": self._divergence(noisy(scores), of_teacher)}
+            weights = posed.advantages[posed.keep] if case.advantages == "token" else 1.0
+            objective = (parts["divergence"] * weights).sum() / max(len(scores), 1)
+            values = {"loss": objective, "entropy": values["entropy"], **parts}
+        elif case.of_loss:
             values, objective = self._loss(values)
         else:
             values = {name: x for name, x in values.items() if name in case.outputs}
@@ -242,6 +252,27 @@ class Judge:
         return Found({name: x.detach() for name, x in values.items()}, gradients)
 
     _dlogits: Tensor
+
+    def _teacher(self, dtype: torch.dtype, rounded: torch.dtype | None) -> Tensor:
+        """Return the teacher's (T, V) scores, or (T, k) log-probabilities of its ids."""
+        problem = self.problem
+        if self.case.top_k:
+            return problem.teacher["topk_logprobs"][problem.keep].to(dtype)
+        teacher = dict(problem.teacher)
+        if self.case.autocast:
+            for name in ("hidden", "weight"):
+                teacher[name] = teacher[name] + _rounding(teacher[name])
+        return replace(problem, teacher=teacher).teacher_scores(dtype, rounded)
+
+    def _divergence(self, scores: Tensor, of_teacher: Tensor) -> Tensor:
+        case, problem = self.case, self.problem
+        if not case.top_k:
+            logp, teacher = scores.log_softmax(-1), of_teacher.log_softmax(-1)
+        else:
+            logp = oracle.with_tail(scores, problem.teacher["topk_indices"][problem.keep])
+            left = -of_teacher.double().exp().sum(-1, keepdim=True).clamp(max=1)
+            teacher = torch.cat([of_teacher, torch.log1p(left).to(scores.dtype)], -1)
+        return oracle.divergence(logp, teacher, case.divergence, case.beta)
 
     def _sizes_of(
         self,

@@ -6,6 +6,7 @@ the eager implementation whose error is the yardstick. Sequences are looped over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -109,12 +110,22 @@ class LinearHead:
         logits = logits.to(dtype) + more
         if narrow is not None and logits.requires_grad:
             logits.register_hook(lambda gradient: _narrowed(gradient, *narrow))
-        scores = logits * self.logit_scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if isinstance(self.temperature, Tensor):
-            return scores / self.temperature.to(dtype)[:, None]
-        return scores / self.temperature
+        return transformed(logits, self.logit_scale, self.softcap, self.temperature)
+
+
+def transformed(
+    logits: Tensor,  # (T, V)
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float | Tensor,
+) -> Tensor:
+    """Return the (T, V) scores of raw logits."""
+    scores = logits * logit_scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if isinstance(temperature, Tensor):
+        return scores / temperature.to(scores.dtype)[:, None]
+    return scores / temperature
 
 
 def _narrowed(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
@@ -145,6 +156,39 @@ def statistics(
         members = members.scatter(-1, target[:, None], True)
         found["masked_logprobs"] = own - scores.masked_fill(~members, -torch.inf).logsumexp(-1)
     return found
+
+
+LEAST = -1e4  # an id of probability 0 counts as one of exp(LEAST)
+
+
+def _at_least(logp: Tensor) -> Tensor:
+    """Return the same, at least ``LEAST``; unlike that of a clamp, the gradient passes."""
+    held = logp.clone()
+    with torch.no_grad():
+        held.clamp_(min=LEAST)
+    return held
+
+
+def with_tail(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return the (T, k + 1) log-probabilities of some ids, and of all others as one."""
+    rest = scores.scatter(-1, ids, -torch.inf)
+    empty = (rest == -torch.inf).all(-1, keepdim=True)
+    tail = rest.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+    return torch.cat([scores.gather(-1, ids), tail], -1).log_softmax(-1)
+
+
+def divergence(logp: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
+    """Return the (T,) divergence of (T, N) log-probabilities from the teacher's."""
+    logp, teacher = _at_least(logp), teacher.clamp(min=LEAST)
+    to_student, to_teacher = logp, teacher
+    if kind == "jsd":
+        mean = torch.logaddexp(math.log1p(-beta) + logp, math.log(beta) + teacher)
+        to_student = to_teacher = mean
+    of_teacher = (teacher.exp() * (teacher - to_student)).sum(-1)
+    of_student = (logp.exp() * (logp - to_teacher)).sum(-1)
+    shares = {"forward_kl": (1.0, 0.0), "reverse_kl": (0.0, 1.0), "jsd": (beta, 1 - beta)}
+    share_of_teacher, share_of_student = shares[kind]
+    return share_of_teacher * of_teacher + share_of_student * of_student
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,10 +371,10 @@ def _surrogate(
 
 
 def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the divergence of two coins that show this token, by their log-probabilities."""
-    p, q = p.clamp(min=-80.0), q.clamp(min=-80.0)
-    rest, other = ((-torch.expm1(lp)).clamp(min=1e-8) for lp in (p, q))
-    return p.exp() * (p - q) + rest * torch.log(rest / other)
+    """Return KL of two coins that show this token, sum p log(p / q), by their log-probabilities."""
+    p, q = p.double().exp(), q.double().exp()
+    sides = (p, q.clamp(min=math.exp(-80))), ((1 - p).clamp(min=1e-8), (1 - q).clamp(min=1e-8))
+    return sum(torch.xlogy(this, this / other) for this, other in sides)
 
 
 def _gated(

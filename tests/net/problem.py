@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,13 @@ class Problem:
     rollout: Rollout  # of the valid tokens
     temperature: float | Tensor
     embedded: Tensor | None = None  # ids whose rows of the weight are the hidden states
+    # of a divergence: hidden, weight and bias, or topk_logprobs and topk_indices
+    teacher: dict[str, Tensor] = field(default_factory=dict)
 
     def head(self, case: Case) -> LinearHead:
         """Return the oracle's head of the leaves."""
         leaves = self.leaves
-        lora = (leaves["a"], leaves["b"], 0.75) if case.lora else None
+        lora = (leaves["a"], leaves["b"], case.scaling) if case.lora else None
         return LinearHead(
             weight=leaves["weight"],
             bias=leaves.get("bias"),
@@ -44,21 +48,47 @@ class Problem:
             temperature=self.temperature,
         )
 
+    def teacher_scores(
+        self, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the (T, V) scores of the teacher's valid rows."""
+        head = LinearHead(
+            weight=self.teacher["weight"],
+            bias=self.teacher.get("bias"),
+            temperature=self.temperature,
+        )
+        return head.scores(self.rows(self.teacher["hidden"]), dtype, rounded)
+
     def rows(self, hidden: Tensor) -> Tensor:
         """Return the (T, D) rows of valid tokens."""
         return hidden.reshape(-1, hidden.shape[-1])[self.keep]
 
-    def posed(self, names: tuple[str, ...], dtype: torch.dtype | None = None) -> Problem:
+    def posed(
+        self,
+        names: tuple[str, ...],
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Problem:
         """Return the same with fresh leaves, of which those named need a gradient."""
-        leaves = {name: _leaf(x, dtype, name in names) for name, x in self.leaves.items()}
+        moved = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
+        leaves = {
+            name: _leaf(x, dtype or x.dtype, device).requires_grad_(name in names)
+            for name, x in self.leaves.items()
+        }
         if self.embedded is not None:
-            leaves["hidden"] = leaves["weight"][self.embedded]
-        return replace(self, leaves=leaves)
+            leaves["hidden"] = leaves["weight"][moved["embedded"]]
+        return Problem(**moved | {"leaves": leaves})
 
 
-def _leaf(x: Tensor, dtype: torch.dtype | None, trained: bool) -> Tensor:
-    strided = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype)
-    return strided.copy_(x.detach()).requires_grad_(trained)
+def _leaf(x: Tensor, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    strided = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+    return strided.copy_(x.detach())
+
+
+def _moved(x: Any, device: str | torch.device) -> Any:
+    if isinstance(x, dict):
+        return {name: _moved(value, device) for name, value in x.items()}
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def trained_names(case: Case) -> tuple[str, ...]:
@@ -102,7 +132,7 @@ def make_problem(case: Case) -> Problem:
         leaves["bias"] = bias.to(dtype).to(factors).to(dtype).to(factors)
     if case.lora:
         a = normal(case.lora, case.depth, scale=0.5 / hidden_scale)
-        b = normal(case.vocab, case.lora, scale=0.5)
+        b = normal(case.vocab, case.lora, scale=case.factor_size)
         leaves["a"], leaves["b"] = (x.to(dtype).to(factors).to(dtype).to(factors) for x in (a, b))
     embedded = None
     if case.tied:
@@ -132,7 +162,10 @@ def make_problem(case: Case) -> Problem:
         temperature=temperature[keep] if isinstance(temperature, Tensor) else temperature,
         embedded=embedded,
     )
-    problem = replace(problem, fields=_logprobs(case, problem, normal))
+    if case.divergence:
+        problem = replace(problem, teacher=_teacher(case, problem, normal, generator))
+    if case.of_loss:
+        problem = replace(problem, fields=_logprobs(case, problem, normal))
     return replace(problem, rollout=_rollout(case, problem))
 
 
@@ -160,12 +193,33 @@ def _advantages(case: Case, shape: tuple[int, ...], normal) -> Tensor:
     return values.float()
 
 
+def _teacher(
+    case: Case, problem: Problem, normal: Callable, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return the hidden states and the head of another model, or its first ids of each token."""
+    dtype = getattr(torch, case.dtype)
+    spread = _SPREAD.get(case.logits, 1.5) / math.sqrt(case.teacher_depth)
+    hidden = normal(len(problem.keep), case.teacher_depth).clamp(-2, 2)
+    weight = normal(case.vocab, case.teacher_depth, scale=spread)
+    teacher = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
+    if case.logits == "minus_inf":
+        absent = torch.rand(case.vocab, generator=generator) < 0.5
+        absent[0] = False
+        teacher["bias"] = torch.where(absent, -torch.inf, 0.0).to(dtype)
+    if not case.top_k:
+        return teacher
+    found = replace(problem, teacher=teacher).teacher_scores().log_softmax(-1).topk(case.top_k)
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    shape = len(problem.keep), case.top_k
+    logprobs, indices = torch.full(shape, torch.nan, dtype=wide), torch.full(shape, -1)
+    logprobs[problem.keep], indices[problem.keep] = found.values.to(wide), found.indices
+    return {"topk_logprobs": logprobs, "topk_indices": indices}
+
+
 def _logprobs(case: Case, problem: Problem, normal) -> dict[str, Tensor]:
     """Return old, reference and rollout log-probabilities around the policy's own."""
     hidden = problem.leaves["hidden"].flatten(0, -2)
     head = problem.head(case)
-    if isinstance(head.temperature, Tensor):
-        return {}
     with torch.no_grad():
         scores = head.scores(hidden)
         found = statistics(scores, problem.target.flatten(), problem.members)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
     Bounded,
@@ -22,6 +21,7 @@ from grpo_kernels import (
     TokenBatch,
     Transform,
     VocabShard,
+    linear_divergence,
     linear_logprobs,
     linear_policy_loss,
     policy_loss,
@@ -31,8 +31,9 @@ from tests.net.cases import Case
 from tests.net.problem import IGNORED, Problem, trained_names
 from tests.net.ranks import SequenceRanks, VocabRanks, on_ranks
 from tests.net.results import SCALE, Found, bits, objective_of
-from tests.support.memory import offloaded
+from tests.support.memory import checkpointed, offloaded
 
+Rows = slice | Tensor
 TOLERANCE = 2e-2  # of a bounded backward
 
 
@@ -52,13 +53,23 @@ def run(case: Case, problem: Problem) -> Found:
 
 def _run(case: Case, problem: Problem, ranks: VocabRanks | SequenceRanks | None = None) -> Found:
     names = trained_names(case)
-    posed = problem.posed(names)
+    posed = problem.posed(names, device=case.device)
     buffer = _main_grad(case, posed)
     shared = {} if ranks is None else ranks.options(posed)
-    computed = case.twist == "offload"
-    memory = offloaded(posed.leaves) if computed else contextlib.nullcontext(posed.leaves)
-    with autocast(case), memory as leaves:
-        values, objective = _call(case, replace(posed, leaves=leaves), buffer, shared)
+    tensors = posed.leaves | {f"teacher_{name}": x for name, x in posed.teacher.items()}
+
+    def call(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        leaves = {name: tensors[name] for name in posed.leaves}
+        teacher = {name: tensors[f"teacher_{name}"] for name in posed.teacher}
+        return _call(case, replace(posed, leaves=leaves, teacher=teacher), buffer, shared)
+
+    with autocast(case):
+        if case.twist == "offload":
+            values, objective = offloaded(call, tensors)
+        elif case.twist == "checkpoint" and buffer is None:
+            values, objective = checkpointed(call, tensors)
+        else:
+            values, objective = _call(case, posed, buffer, shared)
     gradients = {}
     if names and objective.requires_grad:
         leaves = [posed.leaves[name] for name in names]
@@ -72,33 +83,25 @@ def _run(case: Case, problem: Problem, ranks: VocabRanks | SequenceRanks | None 
                 buffer /= 2
     if buffer is not None:
         gradients["weight"] = buffer
-    return Found({name: x.detach() for name, x in values.items()}, gradients)
+    return Found(
+        {name: x.detach().cpu() for name, x in values.items()},
+        {name: x.cpu() for name, x in gradients.items()},
+    )
 
 
 def _main_grad(case: Case, posed: Problem) -> Tensor | None:
     if not case.main_grad:
         return None
     wide = torch.float64 if case.dtype == "float64" else torch.float32
-    return torch.zeros(posed.leaves["weight"].shape, dtype=wide)
+    return torch.zeros(posed.leaves["weight"].shape, dtype=wide, device=case.device)
 
 
 def _call(
     case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, Any]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the values by name, and what is to be differentiated."""
-    if case.outputs:
-        return logprobs(case, posed, shared=shared)
-    if case.twist == "checkpoint" and buffer is None:
-        kept: dict[str, Tensor] = {}
-
-        def function(*leaves: Tensor) -> Tensor:
-            again = replace(posed, leaves=dict(zip(posed.leaves, leaves, strict=True)))
-            out = _loss(case, again, None, shared)
-            kept.update(out.metrics.items())
-            return out.loss
-
-        loss = checkpoint(function, *posed.leaves.values(), use_reentrant=False)
-        return {"loss": loss} | kept, loss
+    if not case.of_loss:
+        return of_rows(case, posed, shared=shared)
     out = _loss(case, posed, buffer, shared)
     return {"loss": out.loss} | dict(out.metrics.items()), out.loss
 
@@ -111,8 +114,10 @@ def _options(case: Case) -> dict[str, Any]:
         backend=case.backend,
         max_workspace_bytes=size,
         batch_invariant=case.batch_invariant,
-        activation_bytes=case.activation_bytes,
     )
+    if case.divergence:  # whose workspace is that of both models
+        return found | dict(max_workspace_bytes=size and size * (1 if case.top_k else 2))
+    found["activation_bytes"] = case.activation_bytes
     if case.bounded:
         found["backward"] = Bounded(tolerance=TOLERANCE, exact_weight=case.seed % 2 == 0)
     if case.of_loss:
@@ -123,10 +128,10 @@ def _options(case: Case) -> dict[str, Any]:
 def _lora(case: Case, posed: Problem) -> HeadLoRA | None:
     if not case.lora:
         return None
-    return HeadLoRA(a=posed.leaves["a"], b=posed.leaves["b"], scaling=0.75)
+    return HeadLoRA(a=posed.leaves["a"], b=posed.leaves["b"], scaling=case.scaling)
 
 
-def _head(case: Case, posed: Problem, shard: VocabShard | None = None) -> Head:
+def head_of(case: Case, posed: Problem, shard: VocabShard | None = None) -> Head:
     transform = Transform(case.logit_scale, case.softcap)
     leaves = posed.leaves
     return Head(leaves["weight"], leaves.get("bias"), transform, _lora(case, posed), shard)
@@ -149,10 +154,11 @@ def _layer(case: Case, posed: Problem) -> FusedHead:
     return FusedHead(layer, logit_scale=case.logit_scale, softcap=case.softcap)
 
 
-def _sampling_mask(members: Tensor | None) -> SamplingMask | None:
+def sampling_mask_of(members: Tensor | None) -> SamplingMask | None:
     if members is None:
         return None
-    return SamplingMask.from_lists([row.nonzero()[:, 0].tolist() for row in members])
+    ids = [row.nonzero()[:, 0].tolist() for row in members]
+    return SamplingMask.from_lists(ids, device=members.device)
 
 
 def _fields(posed: Problem) -> dict[str, Any]:
@@ -167,12 +173,12 @@ def _fields(posed: Problem) -> dict[str, Any]:
             gradient_accumulation_steps=x.steps,
         )
     assert x.prompt_tokens is not None
-    prompts = torch.tensor(x.prompt_tokens)
-    return fields | dict(sampling_mask=_sampling_mask(posed.members), prompt_tokens=prompts)
+    prompts = torch.tensor(x.prompt_tokens, device=posed.target.device)
+    return fields | dict(sampling_mask=sampling_mask_of(posed.members), prompt_tokens=prompts)
 
 
-def _batch(case: Case, posed: Problem, group: dict[str, Any]) -> TokenBatch:
-    given, fields = (posed.target, posed.advantages), _fields(posed) | group
+def _batch(case: Case, posed: Problem, **more: Any) -> TokenBatch:
+    given, fields = (posed.target, posed.advantages), _fields(posed) | more
     if case.packed:
         return TokenBatch.from_packed(*given, posed.cu_seqlens, posed.mask, **fields)
     return TokenBatch.from_padded(*given, posed.mask, **fields)
@@ -202,47 +208,87 @@ def _loss(case: Case, posed: Problem, buffer: Tensor | None, shared: dict[str, A
             **_fields(posed),
         )
     group = {n: x for n, x in shared.items() if n == "sequence_group"}
-    batch, config = _batch(case, posed, group), LossConfig(**settings)
+    batch, config = _batch(case, posed, **group), LossConfig(**settings)
     if _by_layer(case):
         return _layer(case, posed).policy_loss(hidden, batch, config, **options)
     if case.entry == "composed":
         name = "masked_logprobs" if case.sampling_mask else "logprobs"
         found = linear_logprobs(
             hidden,
-            _head(case, posed),
+            head_of(case, posed),
             posed.target.masked_fill(~posed.mask, IGNORED),
             temperature=config.temperature,
             outputs=(name, "entropy"),
-            sampling_mask=_sampling_mask(posed.members),
+            sampling_mask=sampling_mask_of(posed.members),
             **{n: x for n, x in options.items() if n not in ("schedule", "metric_rows")},
         )
         return policy_loss(getattr(found, name), batch, config, found.entropy)
     shard = shared.get("vocab_shard")
     function = _entry(case, linear_policy_loss)
-    return function(hidden, _head(case, posed, shard), batch, config, **options)
+    return function(hidden, head_of(case, posed, shard), batch, config, **options)
 
 
-def logprobs(
-    case: Case, posed: Problem, rows: slice = slice(None), shared: dict[str, Any] | None = None
+def of_rows(
+    case: Case, posed: Problem, rows: Rows = slice(None), shared: dict[str, Any] | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the values of some packed rows, and what is to be differentiated."""
+    call = _divergence if case.divergence else _logprobs
+    return call(case, posed, rows, (shared or {}).get("vocab_shard"))
+
+
+def _temperature(case: Case, posed: Problem, rows: Rows) -> float | Tensor:
+    if not case.row_temperature:
+        return posed.temperature
+    ones = torch.ones(posed.target.shape, device=posed.target.device)
+    return ones.masked_scatter(posed.mask, posed.temperature)[rows]
+
+
+def _divergence(
+    case: Case, posed: Problem, rows: Rows, shard: VocabShard | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    x = posed.teacher
+    teacher: dict[str, Any]
+    if case.top_k:
+        teacher = {"teacher_topk": (x["topk_logprobs"][rows], x["topk_indices"][rows])}
+    else:
+        head = Head(x["weight"], x.get("bias"), shard=shard)
+        teacher = {"teacher_hidden": x["hidden"][rows], "teacher_head": head}
+    out = linear_divergence(
+        posed.leaves["hidden"][rows],
+        head_of(case, posed, shard),
+        **teacher,
+        kind=case.divergence,
+        beta=case.beta,
+        temperature=_temperature(case, posed, rows),
+        weights=posed.advantages[rows] if case.advantages == "token" else None,
+        mask=posed.mask[rows] if case.masked else None,
+        **_options(case),
+    )
+    keep = posed.keep[rows]
+    for name in ("divergence", "entropy"):
+        assert not getattr(out, name)[~keep].any(), f"{name}: expected 0 outside of the mask"
+        assert not getattr(out, name).requires_grad, f"{name}: expected no gradient"
+    values = {name: getattr(out, name)[keep] for name in ("divergence", "entropy")}
+    return {"loss": out.loss, **values}, out.loss
+
+
+def _logprobs(
+    case: Case, posed: Problem, rows: Rows, shard: VocabShard | None
 ) -> tuple[dict[str, Tensor], Tensor]:
     target = posed.target.masked_fill(~posed.mask, IGNORED)[rows]
-    temperature: Any = posed.temperature
-    if case.row_temperature:
-        temperature = torch.ones(posed.target.shape).masked_scatter(posed.mask, temperature)[rows]
     options = dict(
         outputs=case.outputs,
-        temperature=temperature,
+        temperature=_temperature(case, posed, rows),
         top_k=min(5, case.vocab) if any("topk" in name for name in case.outputs) else None,
-        sampling_mask=None if posed.members is None else _sampling_mask(posed.members[rows]),
+        sampling_mask=None if posed.members is None else sampling_mask_of(posed.members[rows]),
         **_options(case),
     )
     hidden = posed.leaves["hidden"][rows]
     if _by_layer(case):
         out = _layer(case, posed)(hidden, target, **options)
     else:
-        shard = (shared or {}).get("vocab_shard")
         function = _entry(case, linear_logprobs)
-        out = function(hidden, _head(case, posed, shard), target, **options)
+        out = function(hidden, head_of(case, posed, shard), target, **options)
     keep = posed.keep[rows]
     values = {name: getattr(out, name)[keep] for name in case.outputs}
     for name in ("logprobs", "entropy", "masked_logprobs"):
@@ -259,4 +305,6 @@ def _entry(case: Case, function: Callable) -> Callable:
 
 
 def autocast(case: Case) -> contextlib.AbstractContextManager:
-    return torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
+    if not case.autocast:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(case.device).type, torch.bfloat16)

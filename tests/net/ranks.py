@@ -80,7 +80,8 @@ class VocabRanks:
     def part(self, rank: int) -> Problem:
         ids = slice(self.cuts[rank], self.cuts[rank + 1])
         leaves = {n: x[ids] if n in self.parts else x for n, x in self.problem.leaves.items()}
-        return replace(self.problem, leaves=leaves)
+        teacher = {n: x[ids] if n in self.parts else x for n, x in self.problem.teacher.items()}
+        return replace(self.problem, leaves=leaves, teacher=teacher)
 
     def options(self, posed: Problem) -> dict[str, Any]:
         return {"vocab_shard": VocabShard.of(dist.group.WORLD, posed.leaves["weight"])}

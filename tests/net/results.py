@@ -25,10 +25,10 @@ class Found:
 
 def objective_of(values: dict[str, Tensor]) -> Tensor:
     """Return a sum of outputs, each row with another weight."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(values.values())).device)
     for place, name in enumerate(DIFFERENTIABLE):
         if name in values:
-            steps = torch.arange(len(values[name]), dtype=torch.float64)
+            steps = torch.arange(len(values[name]), dtype=torch.float64, device=total.device)
             total = total + (values[name] * torch.cos(steps + 2 * place)).sum()
     return total
 

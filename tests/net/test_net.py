@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_backends
-from tests.fuzz import ON_CPUS, WITHOUT_REFERENCE, Coverage, find
+from tests.fuzz import ON_CPUS, ON_GPUS, WITHOUT_REFERENCE, Coverage, find
 from tests.net.cases import Case, cases
 from tests.net.problem import make_problem
 from tests.net.product import run
@@ -22,13 +22,13 @@ def assert_none_fails(number: int, count: int, *of: Any, **kind: Any) -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_generated_cases(number: int) -> None:
-    assert_none_fails(number, 150, ON_CPUS)
+    assert_none_fails(number, 170, ON_CPUS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(6, 12))
 def test_more_generated_cases(number: int) -> None:
-    assert_none_fails(number, 150, ON_CPUS)
+    assert_none_fails(number, 170, ON_CPUS)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -55,9 +55,15 @@ def test_ties_between_ranks(ranked: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_cases_compiled(number: int) -> None:
     assert_none_fails(number, 12, WITHOUT_REFERENCE, compiled=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_cases_on_a_gpu(number: int) -> None:
+    assert_none_fails(number, 150, ON_GPUS, device="cuda")
 
 
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
