@@ -37,7 +37,7 @@ if [ "$found" != "$commit" ]; then
     exit 1
 fi
 
-[ $# -gt 0 ] || set -- --every-kernel tests/net/calls.py tests/emulated/stores.py \
+[ $# -gt 0 ] || set -- --every-kernel tests/net/test_calls.py tests/emulated/stores.py \
     tests/backends/test_anchored.py tests/backends/test_codegen.py tests/backends/test_divergence.py \
     tests/backends/test_entries.py tests/backends/test_linear.py tests/backends/test_logp_gradient.py \
     tests/backends/test_packing.py \
