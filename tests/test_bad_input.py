@@ -27,7 +27,9 @@ from grpo_kernels import (
     Transform,
     context_parallel_rows,
     explain,
+    explain_divergence,
     explain_logprobs,
+    linear_divergence,
     linear_logprobs,
     linear_policy_loss,
     next_token_targets,
@@ -86,6 +88,20 @@ def right(name: str) -> dict[str, Any]:
         "schedule": "auto",
         "metric_rows": "all",
     }
+    models = {
+        "hidden": leaf(2, 3, 4),
+        "head": leaf(9, 4),
+        "teacher_hidden": torch.randn(2, 3, 5),
+        "teacher_head": torch.randn(9, 5),
+        "kind": "jsd",
+        "beta": 0.5,
+        "vocab_size": 8,
+        **{name: head[name] for name in ("precision", "backend", "max_workspace_bytes")},
+        "batch_invariant": False,
+    }
+    tokens = {
+        "temperature": torch.ones(2, 3), "weights": torch.ones(2, 3), "mask": torch.ones(2, 3),
+    }  # fmt: skip
     flat = {"target": target.flatten(), "mask": torch.ones(6), "sampling_mask": None}
     flat |= {f"{name}_logprobs": -torch.rand(6) for name in ("old", "ref", "rollout")}
     return {
@@ -97,6 +113,8 @@ def right(name: str) -> dict[str, Any]:
         "linear_policy_loss": rows
         | loss
         | {"main_grad": torch.zeros(9, 4)},
+        "linear_divergence": models | tokens,
+        "explain_divergence": models,
         "explain": rows | loss,
         "explain_logprobs": rows,
         "policy_loss": {
@@ -125,6 +143,8 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "from_packed": TokenBatch.from_packed,
     "linear_logprobs": linear_logprobs,
     "linear_policy_loss": linear_policy_loss,
+    "linear_divergence": linear_divergence,
+    "explain_divergence": explain_divergence,
     "explain": explain,
     "explain_logprobs": explain_logprobs,
     "policy_loss": policy_loss,
@@ -144,12 +164,34 @@ ACCEPTED = {
     ("from_padded", "prompt_tokens"): {"ids too large"},  # of tokens that are elsewhere
     ("from_packed", "prompt_tokens"): {"ids too large"},
     ("linear_logprobs", "temperature"): {"integers"},
+    ("linear_divergence", "temperature"): {"integers"},
+    ("linear_divergence", "weights"): {"integers"},
+    ("linear_divergence", "mask"): {"NaN"},  # whatever is not 0 counts
     ("warm_up", "weight"): {"another device"},
     ("LossConfig", "max_completion_length"): {"1.5"},
     ("LossConfig", "entropy_coef"): {"-1"},
     ("LossConfig", "off_policy_mask_threshold"): {"-1"},
 }
-VALUES_ARE_NOT_READ = ("hidden", "weight", "bias", "lora", "logprobs", "entropy", "main_grad")
+# how messages of linear_divergence call what they find within these
+NAMED = {
+    "head": ("weight",),
+    "teacher_head": ("teacher_weight",),
+    "teacher_hidden": ("teacher_temperature", "teacher_weight"),
+    "hidden": ("weight",),
+}
+VALUES_ARE_NOT_READ = (
+    "hidden",
+    "weight",
+    "bias",
+    "lora",
+    "logprobs",
+    "entropy",
+    "main_grad",
+    "head",
+    "teacher_hidden",
+    "teacher_head",
+    "weights",
+)
 NAN_IS_UNKNOWN = ("rollout_logprobs",)
 ANY_SIZE = (
     "max_workspace_bytes",
@@ -233,7 +275,8 @@ def test_every_argument(function: str, name: str) -> None:
             FUNCTIONS[function](**arguments | {name: wrong.value})
         said = str(error.value).partition(": ")[0].partition(".")[0]
         # of two that do not fit together it may be the other
-        assert said == name or (said in arguments and isinstance(wrong.value, Tensor)), wrong.kind
+        fits = said in arguments and isinstance(wrong.value, Tensor)
+        assert fits or said in (name, *NAMED.get(name, ())), wrong.kind
     for x, (value, grad) in zip(tensors, before, strict=True):
         torch.testing.assert_close(x.detach(), value, rtol=0, atol=0)
         assert grad is None or torch.equal(x.grad, grad)
@@ -271,6 +314,16 @@ def buffered(buffer: Tensor, **options: object) -> object:
     return loss(weight=leaf(9, 4), main_grad=buffer, **options)
 
 
+def divergence(**overrides: object) -> object:
+    given = right("linear_divergence")
+    named = ("hidden", "head", "teacher_hidden", "teacher_head")
+    return linear_divergence(**{name: given[name] for name in named} | overrides)
+
+
+def of_topk(logprobs: Tensor, ids: Tensor) -> object:
+    return divergence(teacher_hidden=None, teacher_head=None, teacher_topk=(logprobs, ids))
+
+
 def _without_options(name: str, function: Callable, also: str, overrides: dict) -> object:
     given = right(name)
     return function(
@@ -285,6 +338,8 @@ FAR, NONE = SamplingMask.from_lists([[53]] * 6), SamplingMask.from_lists([[]] * 
 HOT = Head(WEIGHT, transform=Transform(temperature=2.0))
 ENTROPY, GATED = LossConfig(entropy_coef=0.1), LossConfig(top_entropy_quantile=0.5)
 PROMPTS = LossConfig(loss_aggregation="prompt_mean")
+FIRST = torch.tensor([-0.7, -1.6, -2.3]).expand(2, 3, 3), torch.tensor([4, 0, 7]).expand(2, 3, 3)
+LOGPROBS, LISTED = "teacher_topk log-probabilities", "teacher_topk ids"
 
 # call -> the argument that is named, and what makes the case
 CASES: list[tuple[Callable[[], object], str, str]] = [
@@ -345,6 +400,38 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         "backward",
         "'exact' for masked_logprobs",
     ),
+    # a divergence
+    (lambda: divergence(kind="kl"), "kind", "forward_kl, jsd, reverse_kl; got 'kl'"),
+    (lambda: divergence(kind="jsd", beta=1.0), "beta", r"a number in \(0, 1\), got 1.0"),
+    (lambda: divergence(vocab_size=10), "vocab_size", r"1 to 9 \(ids of head\), got 10"),
+    (lambda: divergence(teacher_topk=FIRST), "teacher_topk", "None beside teacher_hidden"),
+    (lambda: divergence(teacher_hidden=None), "teacher_hidden", "where there is no teacher_topk"),
+    (lambda: divergence(teacher_head=WEIGHT[:8]), "teacher_hidden", r"to match weight"),
+    (
+        lambda: divergence(teacher_head=torch.randn(8, 5)),
+        "teacher_head",
+        "the student's vocabulary of 9 ids, got 8; .* padding",
+    ),
+    (lambda: divergence(teacher_head=leaf(9, 5)), "teacher_hidden, teacher_head", "no gradient"),
+    (
+        lambda: divergence(
+            teacher_hidden=torch.randn(2, 3, 5).double(), teacher_head=torch.randn(9, 5).double()
+        ),
+        "teacher_hidden",
+        "fp64 with fp64 hidden",
+    ),
+    (
+        lambda: divergence(teacher_hidden=None, teacher_head=None, teacher_topk=FIRST[0]),
+        "teacher_topk",
+        r"\(log-probabilities, ids\)",
+    ),
+    (lambda: of_topk(FIRST[0], FIRST[1].int()), LISTED, "a torch.int64 tensor"),
+    (lambda: of_topk(FIRST[0][:1], FIRST[1]), LOGPROBS, "expected shape"),
+    (lambda: of_topk(FIRST[0].flip(-1), FIRST[1]), LOGPROBS, "descending"),
+    (lambda: of_topk(FIRST[0], FIRST[1] * 0), LISTED, "each once"),
+    (lambda: of_topk(FIRST[0], FIRST[1] + 9), LISTED, r"ids in \[0, 9\)"),
+    (lambda: of_topk(FIRST[0] + 5, FIRST[1]), LOGPROBS, "1 at most"),
+    (lambda: of_topk(*(x[..., :0] for x in FIRST)), "teacher_topk", r"1 to 8 ids \(V - 1\), got 0"),
     # a loss
     (lambda: loss(batch=batch(target=TARGET.abs())), "target", r"in \[0, 9\) .* 100"),
     (lambda: loss(config=LossConfig(beta=0.1)), "ref_logprobs", "got None"),
