@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import HeadLoRA, LossConfig, available_backends, warm_up
+from tests.support.memory import Largest
 
 D, V = 24, 70
 ALL = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -37,26 +37,12 @@ def test_leaves_nothing_behind(gradients: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Sizes(TorchDispatchMode):
-    """The most bytes of any tensor with values that an op makes."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.place, self.largest = weight.data_ptr(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if type(out) is Tensor and out.untyped_storage().data_ptr() != self.place:
-            self.largest = max(self.largest, out.untyped_storage().nbytes())
-        return out
-
-
 @triton
 def test_makes_no_tensor_of_the_size_of_the_weight() -> None:
     weight = leaf(V, 4096)
-    with Sizes(weight) as seen:
+    with Largest() as seen:
         warm_up(weight, LossConfig(), inputs=("old_logprobs",), backend="triton")
-    assert 0 < seen.largest <= weight.nbytes // 2
+    assert 0 < seen.elements <= weight.numel() // 2
 
 
 @triton

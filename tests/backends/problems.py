@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import RowStats, StatsGrad
+from grpo_kernels.backends.base import EXTRAS, STATS
 from grpo_kernels.head import Head, Transform
+from tests.net import oracle
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -103,26 +105,19 @@ def logits_of(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:
     return logits
 
 
+def scores_of(logits: Tensor, transform: Transform) -> Tensor:
+    """Return the scores of raw logits in their dtype."""
+    return oracle.transformed(
+        logits, transform.logit_scale, transform.softcap, transform.temperature
+    )
+
+
 def statistics(logits: Tensor, target: Tensor, transform: Transform) -> RowStats:
     """Return the statistics of raw logits in their dtype, differentiable."""
-    temperature = transform.temperature
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(logits.dtype)[:, None]
-    scores = transform.logit_scale * logits
-    if transform.softcap is not None:
-        scores = transform.softcap * torch.tanh(scores / transform.softcap)
-    scores = scores / temperature
-    logps = scores.log_softmax(-1)
-    probs = logps.exp()
-    return RowStats(
-        logps.gather(-1, target[:, None])[:, 0],
-        -(probs * torch.where(probs > 0, logps, 0.0)).sum(-1),
-        scores.logsumexp(-1),
-        logits.argmax(-1) == target,
-        probs.square().sum(-1),
-        scores.amax(-1),
-        scores.amin(-1),
-    )
+    found = oracle.statistics(scores_of(logits, transform), target)
+    names = (*STATS, *EXTRAS)
+    is_top1 = logits.argmax(-1) == target
+    return RowStats(**{name: found.get(name, is_top1) for name in names})
 
 
 def dlogits(

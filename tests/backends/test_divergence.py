@@ -11,6 +11,7 @@ from grpo_kernels.backends import KINDS, Backend, Divergence, Pair, Tile, output
 from grpo_kernels.head import Transform
 from grpo_kernels.testing import assert_as_exact_as
 from tests.backends.conftest import Kernels
+from tests.backends.problems import scores_of
 
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CAPPED = Transform(1.5, 4.0, 0.7)
@@ -62,8 +63,8 @@ def exact_and_eager(pair: Pair, divergence: Divergence) -> list[dict]:
     eager = {}
     for dtype in (torch.float32, torch.float64):
         student = pair.student.logits.detach().to(dtype).requires_grad_()
-        logp = scores(student, pair.student.transform).log_softmax(-1)
-        teacher = scores(pair.teacher.logits.to(dtype), pair.teacher.transform).log_softmax(-1)
+        logp = scores_of(student, pair.student.transform).log_softmax(-1)
+        teacher = scores_of(pair.teacher.logits.to(dtype), pair.teacher.transform).log_softmax(-1)
         each, pull = divergence.terms(logp, teacher)
         coefficient = torch.linspace(-1, 2, len(pair.lse)).to(logp)
         coefficient[1] = 0
@@ -74,14 +75,6 @@ def exact_and_eager(pair: Pair, divergence: Divergence) -> list[dict]:
     for name, value in exact.items():  # the gradient is that of the definition
         torch.testing.assert_close(value, eager[torch.float64][name], rtol=1e-9, atol=1e-10)
     return [exact, eager[torch.float32]]
-
-
-def scores(logits: torch.Tensor, transform: Transform) -> torch.Tensor:
-    cap, temperature = transform.softcap, transform.temperature
-    logits = logits * transform.logit_scale
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature[:, None]
-    return (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
 
 
 def check(kernels: Kernels, pair: Pair, divergence: Divergence, out: torch.Tensor) -> None:

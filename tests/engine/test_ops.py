@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from grpo_kernels import Bounded, SamplingMask, available_backends
+from grpo_kernels import Bounded, HeadLoRA, SamplingMask, available_backends
 from grpo_kernels.backends import OutputSpec
 from grpo_kernels.engine import (
     Rows,
@@ -20,7 +20,7 @@ from grpo_kernels.engine import (
 )
 from grpo_kernels.engine.compiled_logprobs import op_call
 from grpo_kernels.head import Head, Transform
-from tests.support.lora_problems import lora_problem
+from grpo_kernels.testing import make_problem
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ CALLS = {
 )
 def test_opcheck(backend: str, name: str) -> None:
     call = CALLS[name]
-    posed = lora_problem(sequences=1, length=5).to("cpu", torch.float32, torch.float32)
-    problem = posed.problem
-    transform, lora = Transform(temperature=1.5), posed.lora if call.adapter else None
+    problem = make_problem(sequences=1, length=5).to("cpu", torch.float32)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((3, 16), (53, 3)))
+    transform, lora = Transform(temperature=1.5), HeadLoRA(a=a, b=b) if call.adapter else None
     members = SamplingMask.from_lists([[], [7], [52, 3, 3], list(range(53)), [0]])
     rows = Rows(
         hidden=problem.hidden[0],

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, linear_policy_loss
+from grpo_kernels import HeadLoRA, LossConfig, linear_policy_loss
 from grpo_kernels.testing import Problem, make_problem, relative_error
-from tests.support.lora_problems import largest_allocation, lora_problem
+from tests.support.memory import Largest
 
 SCHEDULES = ("one_pass", "two_pass")
 CONFIG = LossConfig(
@@ -73,7 +73,7 @@ def test_no_second_tensor_of_the_size_of_the_weight(
     problem = make_problem(2, 4, depth, columns).to("cpu", dtype)
     buffer = torch.zeros(columns, depth) if given else None
     options = dict(schedule="two_pass", main_grad=buffer, max_workspace_bytes=columns * 4 * 3)
-    with largest_allocation() as seen:
+    with Largest() as seen:
         loss_of(problem, **options).backward()
     assert (seen.elements < columns * depth) == given
 
@@ -82,9 +82,11 @@ def test_no_second_tensor_of_the_size_of_the_weight(
 @both
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_none_for_an_adapter_on_a_frozen_base(schedule: str, dtype: torch.dtype) -> None:
-    posed = lora_problem(sequences=1, length=3, hidden_size=64, vocab_size=999, rank=4)
-    posed = posed.to("cpu", dtype, torch.float32).frozen()
-    with largest_allocation() as seen:
-        loss_of(posed.problem, lora=posed.lora, schedule=schedule).backward()
-    assert posed.lora.a.grad is not None and posed.lora.b.grad is not None
-    assert 0 < seen.elements < posed.problem.weight.numel() / 2
+    problem = make_problem(sequences=1, length=3, hidden_size=64, vocab_size=999).to("cpu", dtype)
+    for x in (problem.weight, problem.bias):
+        x.requires_grad_(False)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((4, 64), (999, 4)))
+    with Largest() as seen:
+        loss_of(problem, lora=HeadLoRA(a=a, b=b), schedule=schedule).backward()
+    assert a.grad is not None and b.grad is not None
+    assert 0 < seen.elements < problem.weight.numel() / 2

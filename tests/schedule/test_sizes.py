@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import grpo_kernels.batch.host as host
+from tests.conftest import DEVICES
 from tests.net.cases import Case
 from tests.net.checks import check
 from tests.net.test_net import ON_CPUS, assert_none_fails
@@ -57,6 +58,23 @@ def test_a_sequence_beside_its_tile(
         schedule=schedule,
     )
     check(case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "backend,dtype,schedule,vocab",  # Gemma 3 1B, an odd one, 4B
+    [
+        ("auto", "bfloat16", "one_pass", 262_145),
+        ("auto", "float32", "two_pass", 262_208),
+        ("chunked", "float16", "two_pass", 262_144),
+    ],
+)
+def test_a_large_vocabulary(
+    backend: str, dtype: str, schedule: str, vocab: int, device: str
+) -> None:
+    """In two chunks."""
+    of_head = dict(vocab=vocab, depth=8, trained="weight", tile_rows=4)
+    check(Case(dtype=dtype, backend=backend, schedule=schedule, device=device, **of_head))
 
 
 @pytest.mark.parametrize("schedule", ("one_pass", "two_pass"))
