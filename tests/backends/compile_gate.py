@@ -2,7 +2,7 @@
 
 ``python -m tests.backends.compile_gate TARGET``, in a process without ``TRITON_INTERPRET``, prints
 the kernels of the package and then one JSON object per compiled variant; ``--table`` in place of
-the target, a table of all targets by kernel; ``--row-loops`` after it, the instructions of loops.
+the target, a table of all targets by kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,20 @@ def kernels() -> dict[str, JITFunction]:
     return found
 
 
-def compile_case(case: Case, target: str) -> dict[str, Any]:
-    """Compile one variant for one target; return registers, stack, spills, shared memory."""
+def compile_case(case: Case, target: str) -> Iterator[dict[str, Any]]:
+    """Compile one variant for one target; yield registers, stack, spills, shared memory, and on
+    sm_90 the instructions of a loop that reads rows."""
     compiled = _compiled(case, target)
     usage = cuda_usage if TARGETS[target].backend == "cuda" else _hip_usage
-    return {
+    yield {
         "kernel": case.kernel.__name__,
         "case": case.label,
         "shared": compiled.metadata.shared,
         "shared_limit": SHARED_LIMITS[target],
         **usage(compiled.asm),
     }
+    if target == "sm_90" and case.kernel is _row_stats_kernel:
+        yield _row_loops(case, compiled.asm)
 
 
 def _compiled(case: Case, target: str) -> Any:
@@ -123,13 +127,11 @@ def _exp_loops(asm: dict[str, Any]) -> list[list[str]]:
     return [body for body in bodies if any("MUFU.EX2" in text for text in body)]
 
 
-def report_row_loops(target: str) -> None:
-    """Print how often each instruction is in the loops of the kernel that reads rows."""
-    for case in cases(target):
-        if case.kernel is _row_stats_kernel:
-            texts = itertools.chain(*_exp_loops(_compiled(case, target).asm))
-            counts = Counter(re.sub(r"^@!?\w+ +", "", text).split()[0] for text in texts)
-            print(json.dumps({"case": case.label, "aligned": case.aligned, "counts": counts}))
+def _row_loops(case: Case, asm: dict[str, Any]) -> dict[str, Any]:
+    """Return how often each instruction is in the loops of the kernel that reads rows."""
+    texts = itertools.chain(*_exp_loops(asm))
+    counts = Counter(re.sub(r"^@!?\w+ +", "", text).split()[0] for text in texts)
+    return {"case": case.label, "aligned": case.aligned, "counts": counts}
 
 
 def _within(inner: range, whole: range) -> bool:
@@ -187,7 +189,8 @@ def _hip_usage(asm: dict[str, Any]) -> dict[str, int]:
 def report(target: str) -> None:
     print(json.dumps({"kernels": sorted(kernels())}))
     for case in cases(target):
-        print(json.dumps(compile_case(case, target)), flush=True)
+        for line in compile_case(case, target):
+            print(json.dumps(line), flush=True)
 
 
 def command(*arguments: str) -> list[str]:
@@ -202,9 +205,9 @@ def print_table() -> None:
     for target in TARGETS:
         run = subprocess.run(command(target), stdout=subprocess.PIPE, text=True, check=True)
         results: dict[str, list[dict[str, Any]]] = {}
-        for line in run.stdout.splitlines()[1:]:
-            result = json.loads(line)
-            results.setdefault(result["kernel"], []).append(result)
+        for result in map(json.loads, run.stdout.splitlines()[1:]):
+            if "counts" not in result:
+                results.setdefault(result["kernel"], []).append(result)
         for kernel, variants in results.items():
             names = ("registers", "stack", "spilled", "shared", "shared_limit")
             most = [str(max(variant[name] for variant in variants)) for name in names]
@@ -233,7 +236,5 @@ def fits(result: dict[str, Any]) -> bool:
 if __name__ == "__main__":
     if sys.argv[1] == "--table":
         print_table()
-    elif "--row-loops" in sys.argv:
-        report_row_loops(sys.argv[1])
     else:
         report(sys.argv[1])

@@ -19,11 +19,6 @@ from tests.backends.compile_gate import command, fits
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LINEAR = {"linear_stats_kernel": 1, "_merge_splits_kernel": 1}
-FUSED = {"_pointwise_kernel": 2, "_dlogits_kernel": 1}
-FUSED |= {"_scale_kernel": 2}  # of gradients in bf16, and of sums in fp32
-# exponentials, and what repairs them
-FUSED |= {"_target_logits_kernel": 1, "anchored_kernel": 1, "_moved_kernel": 1}
-REPAIRS = Counter({"linear_stats_kernel": 1, "_merge_splits_kernel": 1})
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -52,22 +47,22 @@ def test_kernels_compile(target: str) -> None:
         command(target), capture_output=True, text=True, env=environment(), cwd=ROOT
     )
     assert run.returncode == 0, run.stderr
-    listed, *results = map(json.loads, run.stdout.splitlines())
+    listed, *lines = map(json.loads, run.stdout.splitlines())
+    results = [line for line in lines if "counts" not in line]
     compiled = {result["kernel"] for result in results}
     assert set(listed["kernels"]) <= compiled, "a kernel without a case in gate_cases.py"
     for result in results:
         assert fits(result), result
         if target == "sm_90" and result["case"].startswith("anchored_kernel tensordesc"):
             assert result["registers"] <= 188, result  # half of a multiprocessor's are accumulators
+    if target == "sm_90":
+        check_row_loops([line for line in lines if "counts" in line])
 
 
-def test_rows_are_summed_within_threads_and_stored_in_vectors() -> None:
-    run = subprocess.run(
-        command("sm_90", "--row-loops"), capture_output=True, text=True, env=environment(), cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr
-    stores_of = {True: set(), False: set()}
-    for loop in map(json.loads, run.stdout.splitlines()):
+def check_row_loops(loops: list[dict[str, Any]]) -> None:
+    """Rows are summed within threads, and stored in vectors."""
+    stores_of: dict[bool, set[str]] = {True: set(), False: set()}
+    for loop in loops:
         counts = loop["counts"]
         stores = {name for name in counts if name.startswith("STG")}
         stores_of[loop["aligned"]] |= stores
@@ -92,18 +87,14 @@ def test_warm_up_compiles_what_steps_of_any_number_of_rows_launch() -> None:
 def test_one_process_of_a_machine_compiles_for_all(tmp_path: Path) -> None:
     first, second = two_processes(tmp_path, "works")
     assert first is not None and first["error"] is None
-    assert Counter(first["compiled"]) == Counter({**LINEAR, **FUSED}) + REPAIRS
+    assert Counter(first["compiled"]) == Counter(LINEAR)
     assert second is not None and second["error"] is None
     assert second["compiled"] == [] and set(second["found"]) == set(first["compiled"])
 
 
-@pytest.mark.parametrize(
-    ("fate", "error"),
-    [("gets a bad argument", "schedule: expected one of"), ("cannot compile", "no compiler")],
-)
-def test_nobody_waits_for_a_process_that_failed(tmp_path: Path, fate: str, error: str) -> None:
-    first, second = two_processes(tmp_path, fate)
-    assert first is not None and first["error"].startswith(error) and first["compiled"] == []
+def test_nobody_waits_for_a_process_that_failed(tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path, "cannot compile")
+    assert first is not None and first["error"] == "no compiler" and first["compiled"] == []
     assert second is not None and second["error"] is None
     assert Counter(second["compiled"]) == Counter(LINEAR)
 

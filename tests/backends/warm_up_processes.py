@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from grpo_kernels import LossConfig, warm_up
 from tests.backends import fake_driver
-from tests.backends.warm_up_steps import CASES
+from tests.backends.warm_up_steps import CASES, inputs_of, posed
+from tests.net.product import head_of
 
 _TIMEOUT = datetime.timedelta(seconds=60)  # nobody waits longer for the other
 
@@ -39,12 +40,18 @@ def main(folder: str, rank: int, fate: str) -> Outcome:
     store.set(f"start{rank}", "")
     store.wait(["start0", "start1"])
     asked = fake_driver.install_compiler()
-    options = {} if rank else _prepared(fate)
-    head, inputs = CASES["plain"].head(), CASES["plain"].inputs
-    options = {"backend": "triton", "gradients": fate == "works", **options}
-    error = None
+    if not rank:
+        _meet(fate)
+    problem, error = posed(CASES["plain"], 4), None
     try:
-        warm_up(head, LossConfig(), inputs=inputs, group=dist.group.WORLD, **options)
+        warm_up(
+            head_of(CASES["plain"], problem),
+            LossConfig(),
+            inputs=inputs_of(problem),
+            group=dist.group.WORLD,
+            backend="triton",
+            gradients=False,  # two kernels
+        )
     except Exception as caught:
         error = str(caught)
     # who fails lives on, so that the other hears nothing of it
@@ -54,8 +61,8 @@ def main(folder: str, rank: int, fate: str) -> Outcome:
     return Outcome(asked.compiled, asked.found, error)
 
 
-def _prepared(fate: str) -> dict[str, Any]:
-    """Let this process meet its fate; return options of ``warm_up``."""
+def _meet(fate: str) -> None:
+    """Let this process meet its fate."""
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no compiler")
@@ -64,9 +71,6 @@ def _prepared(fate: str) -> dict[str, Any]:
         JITFunction._do_compile = lambda *_, **__: os._exit(9)
     elif fate == "cannot compile":
         JITFunction._do_compile = broken
-    elif fate == "gets a bad argument":
-        return {"schedule": "three_pass"}
-    return {}
 
 
 if __name__ == "__main__":

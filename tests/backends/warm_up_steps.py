@@ -10,97 +10,44 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from grpo_kernels import (
-    Head,
-    HeadLoRA,
-    LossConfig,
-    SamplingMask,
-    TokenBatch,
-    Transform,
-    explain,
-    linear_policy_loss,
-    warm_up,
-)
+from grpo_kernels import Head, LossConfig, TokenBatch, explain, linear_policy_loss, warm_up
 from grpo_kernels.head import leading_dim
 from tests.backends import fake_driver
+from tests.net.cases import Case
+from tests.net.problem import Problem, make_problem, trained_names
+from tests.net.product import autocast, head_of, sampling_mask_of
 
 ROWS = (1, 2, 3, 4, 5, 64, 1000)
 _TILE_ROWS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A head, a loss and what its batches have."""
-
-    dtype: torch.dtype = torch.bfloat16
-    columns: int = 512
-    depth: int = 64
-    loss: dict[str, Any] = field(default_factory=dict)
-    inputs: tuple[str, ...] = ("old_logprobs",)
-    frozen: bool = False
-    bias: bool = False
-    lora: bool = False
-    softcap: float | None = None
-    master: torch.dtype | None = None  # of the weight, under autocast
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def head(self) -> Head:
-        dtype = self.master or self.dtype
-
-        def leaf(*shape: int) -> Tensor:
-            return torch.randn(shape).to(dtype).requires_grad_(not self.frozen)
-
-        lora = HeadLoRA(a=leaf(4, self.depth), b=leaf(self.columns, 4)) if self.lora else None
-        bias = leaf(self.columns) if self.bias else None
-        transform = Transform(softcap=self.softcap)
-        return Head(leaf(self.columns, self.depth), bias, transform, lora)
-
-    def batch(self, rows: int) -> TokenBatch:
-        """Return sequences of up to three tokens, of which every third has no advantage."""
-        lengths = [min(3, rows - start) for start in range(0, rows, 3)]
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        advantages = torch.randn(len(lengths))
-        advantages[2::3] = 0.0
-        given: dict[str, Any] = {
-            name: -torch.rand(rows) for name in self.inputs if name != "sampling_mask"
-        }
-        target = torch.randint(self.columns, (rows,))
-        if "sampling_mask" in self.inputs:
-            given["sampling_mask"] = SamplingMask.from_padded(target[:, None])
-        active = [n if advantages[i] else 0 for i, n in enumerate(lengths)]
-        return TokenBatch.from_packed(
-            target, advantages, bounds, lengths=lengths, active_lengths=active, **given
-        )
-
+_PLAIN = Case(dtype="bfloat16", vocab=512, depth=64, packed=True)
 
 CASES = {
-    "plain": Case(),
-    "on policy": Case(inputs=()),
-    "penalty": Case(loss={"beta": 0.1}, inputs=("old_logprobs", "ref_logprobs")),
-    "entropy": Case(loss={"entropy_coef": 0.01}),
-    "sequences": Case(loss={"loss_type": "gspo"}),
-    "correction": Case(inputs=("old_logprobs", "rollout_logprobs")),
-    "gate": Case(loss={"top_entropy_quantile": 0.2}),
-    "fp16": Case(dtype=torch.float16),
-    "fp32": Case(dtype=torch.float32),
-    "input": Case(options={"precision": "input"}),
-    "masks": Case(inputs=("old_logprobs", "sampling_mask")),
-    "lora": Case(lora=True, bias=True),
-    "frozen": Case(frozen=True, softcap=20.0),
-    "autocast": Case(master=torch.float32),
-    "invariant": Case(options={"batch_invariant": True}),
-    "odd": Case(columns=5003, depth=56),
-    "unaligned": Case(columns=1001, depth=61),
-    "two passes": Case(options={"schedule": "two_pass"}),
-    "one pass": Case(options={"schedule": "one_pass"}),
-    "kept logits": Case(bias=True, options={"activation_bytes": 1 << 30}),
-    "nothing kept": Case(frozen=True, options={"activation_bytes": 0}),
+    "plain": _PLAIN,
+    "on policy": replace(_PLAIN, drift="none"),
+    "penalty": replace(_PLAIN, settings={"beta": 0.1}),
+    "entropy": replace(_PLAIN, settings={"entropy_coef": 0.01}),
+    "sequences": replace(_PLAIN, loss_type="gspo"),
+    "correction": replace(_PLAIN, rollout="given"),
+    "gate": replace(_PLAIN, settings={"top_entropy_quantile": 0.2}),
+    "fp16": replace(_PLAIN, dtype="float16"),
+    "fp32": replace(_PLAIN, dtype="float32"),
+    "input": replace(_PLAIN, precision="input"),
+    "masks": replace(_PLAIN, sampling_mask=True),
+    "lora": replace(_PLAIN, lora=4, bias=True),
+    "frozen": replace(_PLAIN, trained="hidden", softcap=20.0),
+    "autocast": replace(_PLAIN, dtype="float32", autocast=True),
+    "invariant": replace(_PLAIN, batch_invariant=True),
+    "odd": replace(_PLAIN, vocab=5003, depth=56),
+    "unaligned": replace(_PLAIN, vocab=1001, depth=61),
+    "two passes": replace(_PLAIN, schedule="two_pass"),
+    "one pass": replace(_PLAIN, schedule="one_pass"),
+    "kept logits": replace(_PLAIN, bias=True, activation_bytes=1 << 30),
+    "nothing kept": replace(_PLAIN, trained="hidden", activation_bytes=0),
 }
 
 
@@ -112,18 +59,56 @@ class Found:
     unused: dict[str, int]  # compiled by warm_up for no step
 
 
+def posed(case: Case, rows: int) -> Problem:
+    """Return the problem of sequences of up to three tokens; every third has no advantage."""
+    lengths = tuple(min(3, rows - start) for start in range(0, rows, 3))
+    problem = make_problem(replace(case, lengths=lengths)).posed(trained_names(case))
+    problem.advantages[2::3] = 0.0
+    return problem
+
+
+def batch_of(problem: Problem) -> TokenBatch:
+    """Return the batch of all tokens, built without a mask, with lengths that the host knows."""
+    lengths = problem.cu_seqlens.diff()
+    return TokenBatch.from_packed(
+        problem.target,
+        problem.advantages,
+        problem.cu_seqlens,
+        lengths=lengths.tolist(),
+        active_lengths=(lengths * (problem.advantages != 0)).tolist(),
+        sampling_mask=sampling_mask_of(problem.members),
+        **problem.fields,
+    )
+
+
+def inputs_of(problem: Problem) -> tuple[str, ...]:
+    """Return what the batches have."""
+    masks = () if problem.members is None else ("sampling_mask",)
+    return (*problem.fields, *masks)
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Return the dtype of the hidden states."""
+    return torch.bfloat16 if case.autocast else getattr(torch, case.dtype)
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    names = ("precision", "batch_invariant", "schedule", "activation_bytes")
+    return {"backend": "triton", **{name: getattr(case, name) for name in names}}
+
+
 def run(case: Case, found: fake_driver.Variants) -> Found:
-    torch.manual_seed(0)
-    head, config = case.head(), LossConfig(**case.loss)
-    options = {"backend": "triton", **case.options}
-    with torch.autocast("cpu", case.dtype, enabled=case.master is not None):
+    problem, config = posed(case, 4), LossConfig(loss_type=case.loss_type, **case.settings)
+    head = head_of(case, problem)
+    with autocast(case):
         found.clear()
-        warm_up(head, config, dtype=case.dtype, inputs=case.inputs, **options)
+        inputs = inputs_of(problem)
+        warm_up(head, config, dtype=dtype_of(case), inputs=inputs, **options_of(case))
         warm = dict(found)
         assert warm and all(x is None or x.grad is None for x in head.tensors)
         launched: fake_driver.Variants = {}
         missing = {}
-        for call, variants in _calls(case, head, config, options, found):
+        for call, variants in _calls(case, head, config, found):
             more = [name for digest, name in variants.items() if digest not in warm]
             if more:
                 missing[call] = more
@@ -133,23 +118,20 @@ def run(case: Case, found: fake_driver.Variants) -> Found:
 
 
 def _calls(
-    case: Case,
-    head: Head,
-    config: LossConfig,
-    options: dict[str, Any],
-    found: fake_driver.Variants,
+    case: Case, head: Head, config: LossConfig, found: fake_driver.Variants
 ) -> Iterator[tuple[str, fake_driver.Variants]]:
     """Yield calls and what each launches: every number of rows, schedule and size of a tile."""
-    sizes = (None, _TILE_ROWS * case.columns * 4)
+    options = options_of(case)
     for rows in ROWS:
-        batch = case.batch(rows)
-        hidden = torch.randn(rows, case.depth).to(case.dtype).requires_grad_()
-        for size in sizes:
+        problem = posed(case, rows)
+        batch = batch_of(problem)
+        hidden = problem.leaves["hidden"].detach().to(dtype_of(case)).requires_grad_()
+        for size in (None, _TILE_ROWS * case.vocab * 4):
             asked = {**options, "max_workspace_bytes": size}
             plan = explain(hidden, head, batch, config, **asked)
             schedules = {"two_pass"} if plan.why_two_passes else {"one_pass", "two_pass"}
-            if options.get("schedule", "auto") != "auto":
-                schedules = {options["schedule"]}
+            if case.schedule != "auto":
+                schedules = {case.schedule}
             for schedule in sorted(schedules):
                 found.clear()
                 asked["schedule"] = schedule
