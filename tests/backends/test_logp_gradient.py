@@ -56,8 +56,10 @@ def posed(device: torch.device, rows: tuple[Tensor, Tensor], name: str = "plain"
 
 
 # of 3000 columns in fp32 rows begin at odd places, and those of their gradients do not
-@pytest.mark.parametrize("columns", (1, 5, 1007, 3000, 4096 + 77))
-@pytest.mark.parametrize("scale", [0.3, 30.0, 300.0])
+@pytest.mark.parametrize(
+    "columns,scale",
+    [(1, 30.0), (5, 30.0), (1007, 0.3), (1007, 300.0), (3000, 30.0), (4096 + 77, 300.0)],
+)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_gradient(device: torch.device, columns: int, scale: float, dtype: torch.dtype) -> None:
     """At the larger scales targets lie hundreds of nats below the peak, and the anchor rises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -92,11 +93,16 @@ def check(
     return stats
 
 
-SHAPES = [(0, 5), (1, 17), (5, 1), (5, 2), (5, 1007), (5, 2048), (3, 4096 + 77), (3, 151936)]
+# rows and columns: every size, and every pair of dtypes where there is more than one tile
+SHAPES = [
+    *(((rows, columns), (FP32, BF16)) for rows, columns in (
+        (0, 5), (1, 17), (5, 1), (5, 2), (5, 2048), (3, 151936)
+    )),
+    *((shape, dtypes) for shape in ((5, 1007), (3, 4096 + 77)) for dtypes in PAIRS),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape,dtypes", SHAPES, ids=str)
 def test_matches_fp64(kernels, shape, dtypes):
     count, columns = shape
     if columns > 10_000:
@@ -105,17 +111,18 @@ def test_matches_fp64(kernels, shape, dtypes):
     check(kernels, tile, dtypes[1])
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("place,name", enumerate(TRANSFORMS))
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_transforms(kernels, name, dtypes, with_entropy):
-    transform = transform_of(name, 12, kernels.device)
-    tile = tile_of(kernels, *random_rows(12, 1007, dtypes[0], spread=8.0), transform)
+def test_transforms(kernels, name, place, with_entropy):
+    """Of one pair of dtypes with the gradient of an entropy, of the next without."""
+    dtypes = PAIRS[(place + with_entropy) % len(PAIRS)]
+    rows = kernels.size(12, 4)
+    transform = transform_of(name, rows, kernels.device)
+    tile = tile_of(kernels, *random_rows(rows, 1007, dtypes[0], spread=8.0), transform)
     check(kernels, tile, dtypes[1], with_entropy)
 
 
-@pytest.mark.parametrize("kind", SPECIAL_ROWS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind,temperature", zip(SPECIAL_ROWS, itertools.cycle((1.0, 0.7))))
 def test_special_rows(kernels, kind, temperature):
     tile = tile_of(kernels, *SPECIAL_ROWS[kind](), Transform(temperature=temperature))
     exact = statistics(tile.logits.double(), tile.target, tile.transform).logprobs

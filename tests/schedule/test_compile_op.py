@@ -1,4 +1,7 @@
-"""Inside torch.compile: one graph, the bits of eager, no recompilation for a new batch."""
+"""Inside torch.compile: one graph, the bits of eager, no recompilation for a new batch.
+
+The parts of a call are in ``tests/net``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from grpo_kernels import (
-    HeadLoRA,
     LossConfig,
     PolicyLossOutput,
-    SamplingMask,
     available_backends,
     linear_logprobs,
     linear_policy_loss,
@@ -64,8 +65,7 @@ def assert_same_bits(
     return got
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule,dtype", zip(SCHEDULES, DTYPES, strict=True))
 def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> None:
     """Other lengths, another loss and another coefficient need no new graph."""
     function = whole(loss_of)
@@ -77,44 +77,8 @@ def test_loss_compiled_is_the_eager_one(schedule: str, dtype: torch.dtype) -> No
     assert graphs() <= (2 if torch.__version__ >= "2.13" else 4)  # older ones compile each loss
 
 
-def sampled_from(problem: Problem) -> SamplingMask:
-    return SamplingMask.from_padded(torch.randint(0, 53, (*problem.target.shape, 5)))
-
-
-PARTS: dict[str, Callable[[Problem], tuple[dict, dict, dict]]] = {  # settings, batch, options
-    "skipped": lambda p: ({}, {"advantages": p.advantages * torch.tensor([0, 1, 0, 1])}, {}),
-    "measured": lambda p: ({}, {"advantages": p.advantages * 0}, {"metric_rows": "active"}),
-    "gated and skipped": lambda p: (
-        {"top_entropy_quantile": 0.5},
-        {"advantages": p.advantages * torch.tensor([0, 1, 0, 1])},
-        {"schedule": "two_pass"},
-    ),
-    "gated": lambda p: ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, {}, {}),
-    "tiles": lambda p: ({}, {}, {"max_workspace_bytes": 53 * 4 * 3, "backend": "chunked"}),
-    "sampling mask": lambda p: ({}, {"sampling_mask": sampled_from(p)}, {}),
-    "adapter": lambda p: (
-        {},
-        {},
-        {"lora": HeadLoRA(a=torch.randn(3, 16), b=torch.randn(53, 3), scaling=0.3)},
-    ),
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_of_a_loss_compiled(part: str) -> None:
-    problem = make_problem().to("cpu", torch.float32)
-    settings, fields, options = PARTS[part](problem)
-    config, leaves = LossConfig(**settings), {"hidden": problem.hidden, "weight": problem.weight}
-    if part == "adapter":
-        lora = options["lora"]
-        leaves |= {"a": lora.a.requires_grad_(), "b": lora.b.requires_grad_()}
-    batch = problem.batch(**fields)
-    assert_same_bits(whole(loss_of), loss_of, problem, config, batch, leaves=leaves, **options)
-
-
 @pytest.mark.skipif("triton" not in available_backends(), reason="no Triton on this machine")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["gspo", "dapo"])
+@pytest.mark.parametrize("schedule,name", zip(SCHEDULES, ("gspo", "dapo"), strict=True))
 def test_loss_compiled_on_triton(name: str, schedule: str) -> None:
     """A loss with sums over sequences, and one in a generated kernel."""
     problem = make_problem().to("cpu", torch.float32)

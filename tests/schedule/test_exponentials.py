@@ -49,15 +49,15 @@ def plan_of(problem: Problem, config: LossConfig, backend: str, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    "name,settings",
+    "name,settings,options",
     [
-        ("dapo", {}),
-        ("dapo", {"beta": 0.05}),
-        ("gspo", {}),  # its ratio is one of sequences
-        ("dapo", {"top_entropy_quantile": 0.4}),  # its gate is one of the batch
+        ("dapo", {}, {}),
+        ("dapo", {"beta": 0.05}, {"logit_scale": 1.5}),
+        ("gspo", {}, {}),  # its ratio is one of sequences
+        ("dapo", {"top_entropy_quantile": 0.4}, {"logit_scale": 1.5}),  # its gate: of the batch
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"logit_scale": 1.5}], ids=str)
 def test_values_and_gradients(
     name: str,
     settings: dict,
@@ -78,8 +78,7 @@ def test_values_and_gradients(
     assert calls == [plan.tokens]
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name,frozen", [("dapo", False), ("gspo", True)])
 def test_chunks(
     name: str, frozen: bool, backend: str, device: torch.device, calls: list[int]
 ) -> None:
@@ -107,8 +106,7 @@ SPARSE_WAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name,frozen", [("dapo", False), ("gspo", True)])
 @pytest.mark.parametrize("options,keeps", SPARSE_WAYS, ids=str)
 def test_sparse_gradients(
     options: dict,
