@@ -19,13 +19,13 @@ _BARRIER = "    tl.debug_barrier()"
 MUTATIONS = [
     ("dlogits", _BARRIER + "\n    y = ", "    y = ", "test_rows.py narrowing"),
     ("dlogits", _BARRIER + "  # the target's", "    pass  # the target's", "test_rows.py matches"),
-    ("row_stats", "mask_v = columns < end", "mask_v = columns <= end", "test_rows.py matches"),
+    ("row_stats", "else columns < end", "else columns <= end", "test_rows.py matches"),
     ("row_stats", "tl.sum(moment, axis=0)", "tl.max(moment, axis=0)", "test_rows.py matches"),
     ("row_stats", "row * stride_row", "row * num_columns", "test_rows.py matches"),
     ("common", "return depth * (THREADS * VECTOR)", "return depth * THREADS",
      "test_rows.py matches"),
-    ("dlogits", "mask = columns < end", "mask = columns < end + 1", "test_rows.py matches"),
-    ("linear_stats", "mask_x & mask_d, mask_w & mask_d", "mask_x, mask_w",
+    ("dlogits", "else columns < end", "else columns < end + 1", "test_rows.py matches"),
+    ("linear_tile", "mask_x & mask_d, mask_w & mask_d", "mask_x, mask_w",
      "test_linear.py matches"),
     ("linear_stats", "tl.where(mask_v[None, :], y,", "tl.where(mask_v[None, :] | True, y,",
      "test_linear.py matches"),
@@ -33,9 +33,13 @@ MUTATIONS = [
     ("linear_stats", "for _ in range(0, num_splits)", "for _ in range(1, num_splits)",
      "test_linear.py matches"),
     ("sums", "mask=tokens < end", "mask=tokens <= end", "test_triton.py sum"),
-    ("sums", "mask_k = entries < end", "mask_k = entries <= end",
-     "test_entries.py matmul"),
+    ("sums", "mask_k = at < end", "mask_k = at <= end", "test_entries.py matmul"),
 ]  # fmt: skip
+
+
+def path_of(name: str, root: Path = ROOT) -> Path:
+    """Return the file of some kernels."""
+    return root / f"grpo_kernels/backends/triton/{name}.py"
 
 
 def outcome(name: str, before: str, after: str, where: str) -> str:
@@ -45,9 +49,8 @@ def outcome(name: str, before: str, after: str, where: str) -> str:
         for part in ("grpo_kernels", "tests", "benchmarks", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, Path(folder) / part)
-        path = Path(folder) / f"grpo_kernels/backends/triton/{name}.py"
+        path = path_of(name, Path(folder))
         text = path.read_text()
-        assert text.count(before) >= 1, (name, before)
         path.write_text(text.replace(before, after))
         arguments = ["-p", "tests.emulated.plugin", "-x", "-q", "-o", "addopts=", "-k"]
         command = [sys.executable, "-m", "pytest", *arguments, f"(triton or cpu) and {words}"]
