@@ -315,8 +315,16 @@ def test_tail_sums(kernels, columns):
     assert (got[6] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap", "temperature"])
-@pytest.mark.parametrize("given", ["nothing", "dlogp", "dentropy"])
+@pytest.mark.parametrize(
+    "name,given",
+    [
+        ("plain", "nothing"),
+        ("temperature", "nothing"),
+        ("softcap", "dlogp"),
+        ("plain", "dentropy"),
+        ("softcap", "dentropy"),
+    ],
+)
 def test_all_rows_share_a_cut_for_their_error(kernels, name, given):
     rows, columns, share = kernels.size(200, 30), 3000, 1e-2
     tile = tile_of(kernels, logits_of(rows, columns), transform_of(name, rows, torch.device("cpu")))

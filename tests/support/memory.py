@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,12 +57,13 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {
-            x.untyped_storage().data_ptr()
-            for x in tree_leaves((args, kwargs or {}))
-            if isinstance(x, Tensor)
-        }
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+        given = {x.untyped_storage().data_ptr() for x in _with_values((args, kwargs or {}))}
+        for x in _with_values(out):
+            if x.untyped_storage().data_ptr() not in given:
                 self.elements = max(self.elements, x.numel())
         return out
+
+
+def _with_values(tree: Any) -> list[Tensor]:
+    """Return the tensors that are no traced ones."""
+    return [x for x in tree_leaves(tree) if type(x) in (Tensor, nn.Parameter)]
