@@ -100,7 +100,7 @@ JOBS = (
         "tests-ops",
         "Whether the losses and log-probabilities are right on this GPU, and never wait for it.",
         150,
-        *("tests/test_linear_policy_loss.py", "tests/test_linear_logprobs.py"),
+        *("tests/net", "tests/test_linear_calls.py"),
         *("tests/gpu/test_waiting.py", "tests/schedule"),
     ),
     _tests(
