@@ -14,7 +14,7 @@ from grpo_kernels.linear_divergence import LinearDivergence, linear_divergence
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
-from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay, remove_overlay
 
 HeadFn = Callable[[Tensor, Head], Any]
 
@@ -53,7 +53,7 @@ class FusedHead(ForwardOverlay, nn.Module):
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
         if not isinstance(layer, FusedHead):
-            _swap_class(lay_over, layer)
+            _swap_class(apply_overlay, layer)
         return layer  # type: ignore[return-value]
 
     def __init__(
@@ -145,7 +145,7 @@ def scored(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLog
 
 def unfuse(head: FusedHead) -> None:
     """Make the layer what it was, unless somebody has made a class of their own of it (FSDP2)."""
-    if _swap_class(take_off, head):
+    if _swap_class(remove_overlay, head):
         del head._transform, head._vocab_size
 
 

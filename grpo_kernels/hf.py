@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.fused_head import FusedHead, HeadFn
 from grpo_kernels.head import Head, layer_in_use, project
-from grpo_kernels.overlay import ForwardOverlay, lay_over
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -75,7 +75,7 @@ def add_fused_head(model: PreTrainedModel) -> None:
     fused_head(model, anew=True)
     if "forward" in vars(model):  # it would hide that of a class
         vars(model)[_PATCHED] = vars(model).pop("forward")
-    lay_over(_TakesHeadFn, model)
+    apply_overlay(_TakesHeadFn, model)
 
 
 def is_patched(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""Classes that are laid over the class of an object that exists, to change what it does.
+"""Mixins put above an existing object's class, to change what it does.
 
 The object stays the same one. A method acts on whatever it is called on, so copies, pickles and
 those that wrap and unwrap a forward are right; a function set on an object would act on that object
@@ -13,52 +13,57 @@ from typing import Any
 
 
 class ForwardOverlay:
-    """Base of such classes for modules, whose ``super()`` is the object's own class.
+    """Base of such mixins for modules: ``super()`` is the module's own class.
 
-    Name and signature, which others look at, stay those of that class and its forward.
+    The module's class keeps its name, and its forward keeps its signature.
     """
 
     forward: Any
-    _prefix = ""  # of the name
+    _prefix = ""  # of the name of the class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        found: Any = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
         layers = _layers(type(self))
-        # one is somebody's subclass, such as FSDP2's
-        return found if len(layers) == 1 else (_bare, layers, *found[2:])
+        if len(layers) == 1:  # somebody's subclass, such as FSDP2's
+            return reduced
+        return (_make_empty, layers, *reduced[2:])
 
 
-def lay_over(overlay: type[ForwardOverlay], it: Any) -> None:
-    """Lay ``overlay`` over the class of ``it``; doing it twice is harmless."""
-    if not isinstance(it, overlay):
-        it.__class__ = _made(type(it), overlay)  # type: ignore[arg-type]
+def apply_overlay(overlay: type[ForwardOverlay], module: Any) -> None:
+    """Put ``overlay`` above the class of ``module``; doing it twice is harmless."""
+    if not isinstance(module, overlay):
+        module.__class__ = _combine(type(module), overlay)  # type: ignore[arg-type]
 
 
-def take_off(overlay: type[ForwardOverlay], it: Any) -> bool:
-    """Undo :func:`lay_over`; return whether it could: another class may lie over that."""
-    is_top = _layers(type(it))[-1] is overlay
+def remove_overlay(overlay: type[ForwardOverlay], module: Any) -> bool:
+    """Undo :func:`apply_overlay`; return False if another class is above that overlay."""
+    is_top = _layers(type(module))[-1] is overlay
     if is_top:
-        _, it.__class__ = type(it).__bases__
+        module.__class__ = type(module).__bases__[1]
     return is_top
 
 
 def _layers(cls: type) -> tuple[Any, ...]:
-    """Return the object's own class and the overlays on it, from the bottom."""
+    """Return the module's own class and the overlays on it, from the bottom."""
     return vars(cls).get("_layers", (cls,))
 
 
 @functools.cache
-def _made(under: Any, overlay: type[ForwardOverlay]) -> Any:
+def _combine(base: Any, overlay: type[ForwardOverlay]) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return overlay.forward(self, *args, **kwargs)
 
     # no `__wrapped__`, by which accelerate would find, and put back, the forward below
-    forward.__signature__ = inspect.signature(under.forward)  # type: ignore[attr-defined]
-    members = {name: getattr(under, name) for name in ("__qualname__", "__module__")}
-    members |= {"forward": forward, "_layers": (*_layers(under), overlay)}
-    return type(f"{overlay._prefix}{under.__name__}", (overlay, under), members)
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    members = {
+        "__qualname__": base.__qualname__,
+        "__module__": base.__module__,
+        "forward": forward,
+        "_layers": (*_layers(base), overlay),
+    }
+    return type(f"{overlay._prefix}{base.__name__}", (overlay, base), members)
 
 
-def _bare(*layers: Any) -> Any:
+def _make_empty(*layers: Any) -> Any:
     """Make an object that has no state yet, for copies and pickles."""
-    return object.__new__(functools.reduce(_made, layers))
+    return object.__new__(functools.reduce(_combine, layers))

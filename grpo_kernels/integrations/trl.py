@@ -28,7 +28,7 @@ from grpo_kernels.integrations.probe import (
 )
 from grpo_kernels.integrations.switch import HOSTS, Switch, alive, claim
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
-from grpo_kernels.overlay import ForwardOverlay, lay_over
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,7 +143,7 @@ def add_fused_lm_head(
         keep_head_in_fp32(model)
     claim(model, "trl")
     add_fused_head(model)
-    lay_over(_ScoresLabels, model)
+    apply_overlay(_ScoresLabels, model)
     asked = tuple(_OUTPUTS[name] for name in {"log_probs", *outputs})
     model._grpo_scores = {"temperature": temperature, "outputs": asked}
 

@@ -24,7 +24,7 @@ from grpo_kernels.integrations.sum_losses import summed_loss
 from grpo_kernels.integrations.switch import HOSTS, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.overlay import ForwardOverlay, lay_over
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +71,7 @@ def patch_forward_with_backends(
         )
     claim(model, "verl")
     add_fused_head(model)
-    lay_over(_TakesTemperature, model)
+    apply_overlay(_TakesTemperature, model)
 
 
 class _TakesTemperature(ForwardOverlay):

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from grpo_kernels import Head, Metrics
 from grpo_kernels.hf import EXPERTS_PER_TOKEN, TOLERANCE
 from grpo_kernels.losses import Stat
-from grpo_kernels.overlay import ForwardOverlay, lay_over
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 from grpo_trainer.data import Column, MicroBatch, Sample
 
 NO_EXPERT = -1  # of a token that is routed by the policy itself
@@ -47,10 +47,10 @@ def add_routing_replay(model: PreTrainedModel) -> None:
         raise _unsupported(model, "no layer with one module whose class is named ...Router")
     for number, layer in enumerate(layers):
         for router in routers[number]:
-            lay_over(_ReplayingRouter, router)
-            lay_over(_ReplayingLayer, layer)
+            apply_overlay(_ReplayingRouter, router)
+            apply_overlay(_ReplayingLayer, layer)
             layer.number = number
-    lay_over(_ReplayingModel, model)
+    apply_overlay(_ReplayingModel, model)
 
 
 def check_experts(config: PretrainedConfig) -> int:

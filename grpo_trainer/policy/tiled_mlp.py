@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from grpo_kernels.hf import TOKEN_WISE_MLPS
-from grpo_kernels.overlay import ForwardOverlay, lay_over, take_off
+from grpo_kernels.overlay import ForwardOverlay, apply_overlay, remove_overlay
 
 
 def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
@@ -31,11 +31,11 @@ def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
     """
     for module in model.modules():
         if isinstance(module, _Tiled):
-            take_off(_Tiled, module)
+            remove_overlay(_Tiled, module)
     if tokens is None:
         return
     for mlp in [_mlp_of(layer, model) for layer in _layers_of(model)]:
-        lay_over(_Tiled, mlp)
+        apply_overlay(_Tiled, mlp)
         mlp.tile_tokens = tokens
 
 
