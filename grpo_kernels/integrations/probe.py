@@ -1,7 +1,7 @@
-"""Compares what an adapter needs of a host with what the installed version of it has.
+"""Compares what an adapter needs of a host with what its installed version has.
 
-Names come first: what is replaced, called or read has to be there, with the parameters that ours
-takes. Then numbers: the host's own functions and ours, on a few tokens on the CPU.
+First names: what is replaced, called or read has to exist, with the parameters that ours takes.
+Then numbers: the host's own functions and ours, on a few tokens on the CPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOCK = threading.RLock()  # of probes and switches
-TOLERANCE, FLOOR = 1e-3, 1e-6  # of the largest of some numbers in fp32, and where these are small
+TOLERANCE = 1e-3  # of the largest of some numbers in fp32
+FLOOR = 1e-6  # where these are small
+_REGISTER_PARAMETER = nn.Module.register_parameter
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A package that an adapter was written for, and the versions that it was tested with."""
+    """A package that an adapter was written for, and the versions it was tested with."""
 
     package: str  # as pip knows it
-    tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
+    tested: tuple[str, ...]  # prefixes of versions: "1.16" stands for every 1.16.x
 
     def installed(self) -> str:
         """Return the version that is installed; raise ImportError for none."""
@@ -65,22 +69,23 @@ class Replacement(NamedTuple):
     more: tuple[str, ...] = ()  # parameters of it that theirs need not have
 
     def differences(self) -> Iterator[str]:
-        """Yield what is not as ours needs it: the attribute itself, or its parameters."""
-        place = f"{self.owner.replace(':', '.')}.{self.name}"
-        try:
-            theirs = getattr(find(self.owner), self.name)
-        except (ImportError, AttributeError) as error:
-            yield f"{place}: missing{_why(error)}"
+        """Yield how the host's attribute and its parameters differ from what ours needs."""
+        if difference := missing(self.place):
+            yield difference
             return
+        theirs = find(self.place)
         ours = self.like or (self.ours(theirs) if self.wraps else self.ours)
-        if not inspect.isclass(ours):
-            if callable(ours):
-                yield from unlike_parameters(place, theirs, ours, self.more)
-            return
-        inside = f"{self.owner}{'.' if ':' in self.owner else ':'}{self.name}"
-        for name, method in vars(ours).items():
-            if inspect.isfunction(method):
-                yield from Replacement(inside, name, method, more=self.more).differences()
+        if inspect.isclass(ours):
+            for name, method in vars(ours).items():
+                if inspect.isfunction(method):
+                    yield from Replacement(self.place, name, method, more=self.more).differences()
+        elif callable(ours):
+            yield from unlike_parameters(_dotted(self.place), theirs, ours, self.more)
+
+    @property
+    def place(self) -> str:
+        """Where it is, as for :func:`find`."""
+        return f"{self.owner}{'.' if ':' in self.owner else ':'}{self.name}"
 
 
 class Use(NamedTuple):
@@ -92,20 +97,19 @@ class Use(NamedTuple):
     attributes: tuple[str, ...] = ()  # of the objects of a class: its methods have to use them
 
     def differences(self) -> Iterator[str]:
-        """Yield what is not as ours needs it."""
-        place = self.place.replace(":", ".")
-        try:
-            theirs = find(self.place)
-        except (ImportError, AttributeError) as error:
-            yield f"{place}: missing{_why(error)}"
+        """Yield how it differs from what ours needs."""
+        if difference := missing(self.place):
+            yield difference
             return
+        theirs = find(self.place)
         if self.parameters:
-            yield from self._unlike_parameters(place, theirs)
+            yield from self._unlike_parameters(theirs)
         if self.attributes:
             for name in sorted(set(self.attributes) - _names_used_by(theirs)):
-                yield f"{place}: no attribute {name!r}"
+                yield f"{_dotted(self.place)}: no attribute {name!r}"
 
-    def _unlike_parameters(self, place: str, theirs: Any) -> Iterator[str]:
+    def _unlike_parameters(self, theirs: Any) -> Iterator[str]:
+        place = _dotted(self.place)
         known = _parameters(theirs)
         takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
         for name in self.parameters:
@@ -127,14 +131,15 @@ class Probe:
     # runs the host's functions and ours where they can run on a CPU, and yields what differs; it
     # must not wait for other processes, which may not run it
     compare: Callable[[], Iterable[str]] = tuple
-    override: str = "enable(any_version=True)"  # what tries it nevertheless; "": nothing does
+    override: str = "enable(any_version=True)"  # what tries it anyway; "": nothing does
 
+    @torch.compiler.disable
     def check(self, any_version: bool = False) -> None:
-        """Compare, once per process and version; a version that was not tested is logged.
+        """Compare once per process and version; log a version that was not tested.
 
         Raises:
             ImportError: the host is not installed, or it differs; all differences are listed. With
-                ``any_version`` these are a warning.
+                ``any_version`` differences are a warning.
         """
         installed = self.host.installed()
         with LOCK:
@@ -157,9 +162,13 @@ class Probe:
 
 @functools.cache
 def differences(probe: Probe, installed: str) -> tuple[str, ...]:
-    """Return what an installed version has otherwise; numbers are compared where names agree."""
+    """Return how an installed version differs; numbers are compared only if names agree."""
     needed: tuple[Replacement | Use, ...] = (*probe.replacements(), *probe.uses)
-    unlike_ours = [each for part in needed for each in part.differences()] or _unlike_numbers(probe)
+    unlike_ours = [each for part in needed for each in part.differences()]
+    if not unlike_ours:
+        # modes of torch belong to a thread: a default device, autocast, fake tensors
+        with ThreadPoolExecutor(1) as thread:
+            unlike_ours = thread.submit(_unlike_numbers, probe).result()
     if not unlike_ours and not probe.host.was_tested(installed):
         _log.warning(
             "%s %s was not tested (tested: %s); the probe passed: it has the functions and numbers "
@@ -181,16 +190,17 @@ def _unlike_numbers(probe: Probe) -> list[str]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Run on the CPU in fp32 with gradients, and leave torch's state as it was."""
+    """Compute in fp32 whatever the process has set, and leave its state as it was."""
+    # without ZeRO-3, under which transformers takes parameters for parts of some
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    zero3 = "_hf_deepspeed_config_weak_ref"
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
+        nullcontext() if deepspeed is None else patch.object(deepspeed, zero3, None),
+        # which accelerate's init_empty_weights replaces
+        patch.object(nn.Module, "register_parameter", _REGISTER_PARAMETER),
         warnings.catch_warnings(),
-        _without_zero3(),
     ):
         warnings.simplefilter("ignore")  # of the host's code, on tokens that nobody trains
         torch.set_default_dtype(torch.float32)
@@ -200,22 +210,6 @@ def _undisturbed() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-@contextmanager
-def _without_zero3() -> Iterator[None]:
-    """Let transformers know of no ZeRO-3, under which it takes parameters for parts of some."""
-    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
-    if deepspeed is None:  # nobody has told it of one
-        yield
-        return
-    name = "_hf_deepspeed_config_weak_ref"
-    known = getattr(deepspeed, name)
-    setattr(deepspeed, name, None)
-    try:
-        yield
-    finally:
-        setattr(deepspeed, name, known)
-
-
 def find(place: str) -> Any:
     """Return what is at "package.module" or "package.module:name.name"."""
     module, _, path = place.partition(":")
@@ -223,12 +217,23 @@ def find(place: str) -> Any:
     return attrgetter(path)(owner) if path else owner
 
 
+def missing(place: str) -> str:
+    """Say that there is nothing at a place of :func:`find`; "" where there is something."""
+    try:
+        find(place)
+    except ImportError as error:
+        return f"{_dotted(place)}: missing ({error})"
+    except AttributeError:
+        return f"{_dotted(place)}: missing"
+    return ""
+
+
 def unlike_parameters(
     place: str, theirs: Any, ours: Any, more: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield what differs between the parameters of a host's function and of ours.
+    """Yield differences between the parameters of a host's function and of ours.
 
-    Those of ours that ``more`` names may be missing in theirs, or have another default there.
+    Theirs may lack the parameters in ``more``, or have other defaults for them.
     """
     own, known = _parameters(ours), _parameters(theirs)
     if any(x.kind in _VARIADIC for x in (*known.values(), *own.values())):
@@ -243,11 +248,8 @@ def unlike_parameters(
         elif name not in more and repr(parameter.default) != repr(known[name].default):
             expected, got = _written(parameter), _written(known[name])
             yield f"{place}: expected parameter {expected}, got {got}"
-    both = own.keys() & known.keys()
-    order, expected_order = (
-        [(name, x.kind) for name, x in each.items() if name in both] for each in (known, own)
-    )
-    if order != expected_order:
+    expected_order = [(name, x.kind) for name, x in own.items() if name in known]
+    if expected_order != [(name, x.kind) for name, x in known.items() if name in own]:
         written = ", ".join(str(x.replace(annotation=x.empty)) for x in known.values())
         yield f"{place}: expected parameters in the order of {', '.join(own)}; got {written}"
 
@@ -255,16 +257,15 @@ def unlike_parameters(
 def unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Yield which tensors and numbers differ by more than rounding; None: there is none.
 
-    Allowed are :data:`TOLERANCE` times the largest of theirs, and :data:`FLOOR`.
+    :data:`TOLERANCE` times the largest of theirs and :data:`FLOOR` are allowed.
     """
-    for name in sorted(theirs.keys() | ours.keys()):
-        pair = theirs.get(name), ours.get(name)
-        missing = [value is None for value in pair]
-        if any(missing):
-            if not all(missing):
-                yield f"{what}: {name}: only {'ours' if missing[0] else 'theirs'} has it"
-            continue
-        expected, got = (torch.as_tensor(value).detach().double() for value in pair)
+    theirs = {name: value for name, value in theirs.items() if value is not None}
+    ours = {name: value for name, value in ours.items() if value is not None}
+    for name in sorted(theirs.keys() ^ ours.keys()):
+        yield f"{what}: {name}: only {'ours' if name in ours else 'theirs'} has it"
+    for name in sorted(theirs.keys() & ours.keys()):
+        expected = torch.as_tensor(theirs[name]).detach().double()
+        got = torch.as_tensor(ours[name]).detach().double()
         if expected.shape != got.shape:
             yield f"{what}: {name}: theirs has shape {(*expected.shape,)}, ours {(*got.shape,)}"
             continue
@@ -275,13 +276,13 @@ def unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Ite
 
 
 def gradients(loss: Tensor, **leaves: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of leaves by what :func:`unlike` calls them."""
+    """Return the gradients of leaves, with names for :func:`unlike`."""
     values = torch.autograd.grad(loss, list(leaves.values()))
     return {f"gradient of {name}": x for name, x in zip(leaves, values, strict=True)}
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """Return the gradient of all parameters as one vector, and forget it."""
+    """Return the gradient of all parameters as one vector, and clear it."""
     joined = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
     model.zero_grad()
     return joined
@@ -290,7 +291,7 @@ def gradient(model: nn.Module) -> Tensor:
 def tiny_model() -> PreTrainedModel:
     """Return a causal LM of fixed random weights, with a bias, a scale and a softcap of logits.
 
-    It is of no family of transformers, which somebody may have patched for GPUs.
+    It belongs to no family of transformers: somebody may have patched that for GPUs.
     """
     transformers = import_module("transformers")
     output = import_module("transformers.modeling_outputs").BaseModelOutput
@@ -319,7 +320,8 @@ def tiny_model() -> PreTrainedModel:
 
     config = transformers.PretrainedConfig(vocab_size=19)
     config.logit_scale, config.final_logit_softcapping = 0.7, 3.0
-    model, g = Model(config), torch.Generator().manual_seed(0)
+    model = Model(config)
+    g = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         weight.data = torch.randn(weight.shape, generator=g)
     return model
@@ -330,8 +332,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def _why(error: Exception) -> str:
-    return f" ({error})" if isinstance(error, ImportError) else ""
+def _dotted(place: str) -> str:
+    return place.replace(":", ".")
 
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:

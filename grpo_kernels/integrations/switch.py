@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from grpo_kernels.integrations.probe import LOCK, Host, Probe, Replacement, find
+from grpo_kernels.integrations.probe import LOCK, Host, Probe, Replacement, find, missing
 
 # by adapter; of those that score logits which are not formed, by host
 HOSTS = {
@@ -131,7 +131,7 @@ def claim(model: Any, adapter: str) -> None:
     first = vars(model).setdefault("_grpo_adapter", adapter)
     if first != adapter:
         raise ValueError(
-            f"model: expected one for {adapter} alone, got one that {first} has changed already; "
+            f"model: expected one that only {adapter} changes, got one that {first} has changed; "
             "load the model again"
         )
 
@@ -149,13 +149,16 @@ def alive(cls: type) -> list[Any]:
 
 def _place(replacement: Replacement) -> _Place | None:
     """Return where a replacement goes, None if the host has no such attribute."""
-    try:
-        owner = find(replacement.owner)
-        theirs = getattr(owner, replacement.name)
-    except (ImportError, AttributeError):  # the probe says so
+    if missing(replacement.place):  # the probe says so
         return None
-    ours = replacement.ours(theirs) if replacement.wraps else replacement.ours
-    return _Place(owner, replacement.name, theirs, ours, replacement.everywhere)
+    theirs = find(replacement.place)
+    return _Place(
+        owner=find(replacement.owner),
+        name=replacement.name,
+        theirs=theirs,
+        ours=replacement.ours(theirs) if replacement.wraps else replacement.ours,
+        everywhere=replacement.everywhere,
+    )
 
 
 def _put(place: _Place, old: Any, new: Any) -> None:
