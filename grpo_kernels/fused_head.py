@@ -22,11 +22,11 @@ HeadFn = Callable[[Tensor, Head], Any]
 class FusedHead(ForwardOverlay, nn.Module):
     """An LM head whose forward, given targets, forms no logits.
 
-    ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which from then on is a FusedHead
-    besides what it was: parameters, hooks, ``isinstance`` and whoever refers to it stay as they
-    are. Doing it twice is harmless. What wraps modules (FSDP1, FSDP2, DeepSpeed's ZeRO-3,
-    accelerate's hooks) gathers or moves the parameters of a module when it is *called*, and reduces
-    their gradients. A weight that is only read passes these by.
+    ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which is also a FusedHead from
+    then on: its parameters, hooks, ``isinstance`` and the references to it stay the same. Doing it
+    twice is harmless. Wrappers of modules (FSDP1, FSDP2, DeepSpeed's ZeRO-3, accelerate's hooks)
+    gather or move the parameters of a module when it is *called*, and reduce their gradients. They
+    do not see a weight that is only read.
 
     ::
 
@@ -37,14 +37,14 @@ class FusedHead(ForwardOverlay, nn.Module):
 
     Args:
         layer: an ``nn.Linear``, or PEFT's wrapper of one (LoRA, ``modules_to_save``,
-            ``trainable_token_indices``), whose active adapters are looked up in each call.
-        logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`; ``head(hidden)`` gives
+            ``trainable_token_indices``); each call looks up its active adapters.
+        logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`; ``head(hidden)`` returns
             logits without them.
-        vocab_size: the ids in use, where the weight has further rows of padding; None: all.
+        vocab_size: the number of ids in use, if the weight has further rows of padding; None: all.
 
     Raises:
-        ValueError: ``layer`` is no module, or has a forward of its own besides its class's. In a
-            call: the layer is not linear, is quantized, or has an adapter that is not plain LoRA.
+        ValueError: ``layer`` is not a module, or its forward is not that of its class. In a call:
+            the layer is not linear, is quantized, or has an adapter that is not plain LoRA.
     """
 
     _prefix = "Fused"
@@ -88,14 +88,14 @@ class FusedHead(ForwardOverlay, nn.Module):
                 :class:`Head`, whose result is something that hooks find tensors in: a tensor, a
                 tuple, a list, a dict or a ``ModelOutput``.
         """
-        # of what hooks cast, move or count there are the hidden states alone
+        # hooks cast, move or count only the hidden states
         if isinstance(target, Tensor):
             ids = target
             return super().__call__(
-                hidden, lambda hidden, head: scored(hidden, head, ids.to(hidden.device), **options)
+                hidden, lambda hidden, head: score(hidden, head, ids.to(hidden.device), **options)
             )
         if target is None:
-            # who takes the call is not a module: no hook runs before the head is needed
+            # LazyLogits are made without a call of the module: no hook runs before they are scored
             instead = vars(self).get("_instead_of_logits")
             return super().__call__(hidden, **options) if instead is None else instead(self, hidden)
         return super().__call__(hidden, target, **options)
@@ -137,10 +137,10 @@ class FusedHead(ForwardOverlay, nn.Module):
         return fn(hidden, head, **options)
 
 
-def scored(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLogprobs:
+def score(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLogprobs:
     """Return ``linear_logprobs`` without views: changed in place, they would lose FSDP2's hooks."""
-    found = linear_logprobs(hidden, head, ids, **options)
-    return LinearLogprobs(*(None if x is None else x.clone() for x in found))
+    outputs = linear_logprobs(hidden, head, ids, **options)
+    return LinearLogprobs(*(None if x is None else x.clone() for x in outputs))
 
 
 def unfuse(head: FusedHead) -> None:
@@ -150,9 +150,9 @@ def unfuse(head: FusedHead) -> None:
 
 
 def _swap_class(change: Callable[[type[ForwardOverlay], nn.Module], Any], layer: nn.Module) -> Any:
-    """Lay FusedHead over a layer or take it off, also within accelerate's hooks."""
-    kept = vars(layer).get("_old_forward")  # by these hooks
-    hooked = hasattr(layer, "_hf_hook") and getattr(kept, "__func__", None) is type(layer).forward
+    """Apply or remove FusedHead, also within accelerate's hooks."""
+    inside = getattr(vars(layer).get("_old_forward"), "__func__", None)  # that these hooks call
+    hooked = hasattr(layer, "_hf_hook") and inside is type(layer).forward
     if "forward" in vars(layer) and not hooked:
         raise ValueError(
             "layer: expected one with the forward of its class, or accelerate's hooks around that, "

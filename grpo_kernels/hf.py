@@ -1,5 +1,5 @@
-"""Fused heads inside transformers models: in the forward, so that wrappers and hooks fire, with the
-scale and softcap of the model's config; and a check of that idea of a model by its own logits."""
+"""Fused heads inside transformers models: in the forward, so that wrappers and hooks run, with the
+scale and softcap of the model's config; and a check of these against the model's own logits."""
 
 from __future__ import annotations
 
@@ -106,13 +106,14 @@ class _TakesHeadFn(ForwardOverlay):
         routers = None
         if kwargs.get("output_router_logits"):
             routers = moe_aux_loss(self, outputs, router_mask)
-        head, hidden = fused_head(self), outputs.last_hidden_state
+        head = fused_head(self)
+        hidden = outputs.last_hidden_state
         if runs_in_fp32(self):
             with torch.autocast(hidden.device.type, enabled=False):
-                found = head(hidden, lambda x, head: head_fn(x.to(head.weight.dtype), head))
+                result = head(hidden, lambda x, head: head_fn(x.to(head.weight.dtype), head))
         else:
-            found = head(hidden, head_fn)
-        return _output_class()(aux_loss=routers, head=found)
+            result = head(hidden, head_fn)
+        return _output_class()(aux_loss=routers, head=result)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -136,9 +137,10 @@ def _output_class() -> type:
 
 
 def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
-    """Return the head to call, or FSDP1's wrapper of it: made a FusedHead, as the config describes
-    it, if it is none (wrappers may have replaced that), or ``anew``."""
-    config, layer = model.config.get_text_config(), model.get_output_embeddings()
+    """Return the head to call, or FSDP1's wrapper of it. It becomes a FusedHead, with settings of
+    the config if it is not one (wrappers may have replaced that), or with ``anew``."""
+    config = model.config.get_text_config()
+    layer = model.get_output_embeddings()
     inner = getattr(layer, "_fsdp_wrapped_module", layer)
     if anew or not isinstance(inner, FusedHead):
         FusedHead(

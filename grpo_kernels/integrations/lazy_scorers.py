@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from grpo_kernels.fused_head import FusedHead, scored, unfuse
+from grpo_kernels.fused_head import FusedHead, score, unfuse
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.integrations.probe import (
     Probe,
     Replacement,
     Use,
-    find,
     gradients,
     normal,
     unlike,
@@ -33,129 +32,131 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CASTS = (torch.float32, torch.bfloat16, torch.float16)
-_DESCRIBING = ("shape", "size", "ndim", "dim", "numel", "device")  # known without real logits
-# shared by logits and views of them, which are of no use any more once one is changed in place
-_Memory = functools.partial(SimpleNamespace, changed=False)
+
+
+@dataclass
+class _Memory:
+    """What logits and their views share."""
+
+    changed: bool = False  # in place, after which these handles are of no use
 
 
 @dataclass(eq=False)
 class LazyLogits:
-    """Logits (..., V) that are formed when somebody needs them as such. No tensor.
+    """A handle for logits (..., V) that are not formed. It is not a tensor.
 
-    Rows of it, casts and scales are remembered. All else is done with real logits.
+    It can be scored, sliced by rows, cast, and scaled by a positive number. Everything else takes
+    real logits, from :meth:`form_logits`; torch's functions call that themselves.
     """
 
     layer: Any  # a FusedHead
     hidden: Tensor  # (..., D)
     dtype: Any = None  # None: that of the hidden states
-    temperature: float = 1.0  # what they are divided by
-    memory: SimpleNamespace = field(default_factory=_Memory)
-    real: Tensor | None = None  # once these are formed
+    temperature: float = 1.0  # what the logits are divided by
     recorded: bool = field(default_factory=torch.is_grad_enabled)  # a gradient, by autograd
+    memory: _Memory = field(default_factory=_Memory)
 
     requires_grad = False  # whoever asks would hook on to it
 
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.hidden.dtype
 
-    def logprobs(self, ids: Tensor) -> Tensor:
-        """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
-        return self._scored(ids, "logprobs")
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.layer.out_features))
 
-    def entropy(self) -> Tensor:
-        """Return the entropy (...) in nats, fp32, differentiable."""
-        ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-        return self._scored(ids, "entropy")
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
 
-    def formed(self) -> Tensor:
-        """Return real logits; from then on these stand for such."""
-        with self._in_use():
-            if self.real is None:
-                logits = nn.Module.__call__(self.layer, self.hidden).to(self.dtype)
-                self.real = logits if self.temperature == 1 else logits / self.temperature
-        return self.real
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DESCRIBING:
-            shape = (*self.hidden.shape[:-1], self.layer.out_features)
-            return getattr(self.hidden[..., :1].expand(shape), name)
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(f"LazyLogits: no attribute {name!r}")
-        if callable(getattr(Tensor, name)):
-            return functools.partial(self._call, name)
-        return getattr(self.formed(), name)
+        raise AttributeError(
+            f"LazyLogits: no attribute {name!r}; call form_logits() for real logits"
+        )
+
+    def logprobs(self, ids: Tensor) -> Tensor:
+        """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
+        return self._score(ids, "logprobs")
+
+    def entropy(self) -> Tensor:
+        """Return the entropy (...) in nats, fp32, differentiable."""
+        ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        return self._score(ids, "entropy")
+
+    def form_logits(self) -> Tensor:
+        """Return real logits."""
+        with self._gradients_as_recorded():
+            logits = nn.Module.__call__(self.layer, self.hidden).to(self.dtype)
+            return logits if self.temperature == 1 else logits / self.temperature
+
+    def __getitem__(self, index: Any) -> LazyLogits | Tensor:
+        """Return some rows, not formed; for an index of anything else real logits."""
+        rows = index if isinstance(index, tuple) else (index,)
+        if len(rows) == len(self.shape) and rows[-1] == slice(None):
+            rows = rows[:-1]
+        if len(rows) < len(self.shape) and all(type(x) in (int, slice) for x in rows):
+            return replace(self, hidden=self.hidden[rows])
+        return self.form_logits()[index]
+
+    def squeeze(self, dim: int) -> LazyLogits:
+        """Drop a dimension of one row."""
+        return replace(self, hidden=self.hidden.squeeze(dim))
+
+    def float(self) -> LazyLogits:
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast to a dtype of 16 or 32 bits; anything else gives real logits."""
+        if kwargs or len(args) != 1 or args[0] not in _CASTS:
+            return self.form_logits().to(*args, **kwargs)
+        return self if args[0] == self.dtype else replace(self, dtype=args[0], memory=_Memory())
+
+    def __truediv__(self, other: Any) -> Any:
+        if not _is_scale(other):
+            return self.form_logits() / other
+        return replace(self, temperature=self.temperature * other, memory=_Memory())
+
+    def __mul__(self, other: Any) -> Any:
+        if not _is_scale(other):
+            return self.form_logits() * other
+        return replace(self, temperature=self.temperature / other, memory=_Memory())
+
+    def div_(self, other: Any) -> LazyLogits:
+        """Divide in place. Other handles that share the memory are of no use from then on."""
+        if not _is_scale(other):
+            raise ValueError(f"div_: expected a number > 0 or form_logits() first, got {other!r}")
+        self.memory.changed = True
+        self.memory = _Memory()
+        self.temperature *= other
+        return self
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map(
-            lambda x: x.formed() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
+            lambda x: x.form_logits() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method: of real logits, unless the result can be described without these."""
-        with self._in_use():
-            found = self._unformed(name, *args, *kwargs.values())
-        if found is not None:
-            return found
-        real = self.formed()
-        if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
-            self._leave_views()  # they are changed in place
-        return getattr(real, name)(*args, **kwargs)
-
-    def _unformed(self, name: str, operand: Any = None, *more: Any) -> Any:
-        """Return what a method gives without forming them; None: it needs real logits."""
-        if more or self.real is not None:
-            return None
-        positive = isinstance(operand, int | float) and 0 < operand < float("inf")
-        match name:
-            case "__getitem__":
-                rows = operand if isinstance(operand, tuple) else (operand,)
-                if len(rows) == self.ndim and rows[-1] == slice(None):
-                    rows = rows[:-1]
-                if len(rows) < self.ndim and all(type(x) in (int, slice) for x in rows):
-                    return replace(self, hidden=self.hidden[rows])
-            case "squeeze" if operand in range(-self.ndim, self.ndim - 1) and operand != -1:
-                return replace(self, hidden=self.hidden.squeeze(operand))
-            case "float":
-                return self.to(torch.float32)
-            case "to" if isinstance(operand, torch.dtype) and operand in _CASTS:
-                same = operand == self.dtype
-                return self if same else replace(self, dtype=operand, memory=_Memory())
-            case "__truediv__" if positive:
-                return replace(self, temperature=self.temperature * operand, memory=_Memory())
-            case "__mul__" if positive:
-                return replace(self, temperature=self.temperature / operand, memory=_Memory())
-            case "div_" | "__itruediv__" if positive:
-                self._leave_views()
-                self.temperature *= operand
-                return self
-        return None
-
-    def _leave_views(self) -> None:
-        """Be changed in place: others that share the memory do not see the change."""
-        self.memory.changed = True
-        self.memory = _Memory()
-
-    def _in_use(self) -> Any:
-        """Raise RuntimeError for one of no use; else record gradients if the forward did."""
+    def _gradients_as_recorded(self) -> Any:
+        """Record a gradient only if the forward did; raise RuntimeError for an unusable handle."""
         if self.memory.changed:
             raise RuntimeError(
-                "LazyLogits: expected logits that nobody has changed since, got some that share "
-                "memory with others which were changed in place; call formed() on these first"
+                "LazyLogits: expected logits whose views were not changed in place, got some that "
+                "were; call form_logits() before"
             )
         if not isinstance(self.layer, FusedHead):
-            raise RuntimeError(
-                "LazyLogits: expected a head that returns them still, got one after disable()"
-            )
+            raise RuntimeError("LazyLogits: expected an enabled head, got one after disable()")
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded)
 
-    def _scored(self, ids: Tensor, output: str) -> Tensor:
+    def _score(self, ids: Tensor, output: str) -> Tensor:
         """Call the head, as a module, so that FSDP2 knows, for an output of ``linear_logprobs``."""
 
         def fn(hidden: Tensor, head: Head) -> LinearLogprobs:
@@ -165,20 +166,18 @@ class LazyLogits:
                     f"got vocab_size={head.weight.shape[0]}"
                 )
             head = replace(head, transform=Transform())  # logits are without it
-            return scored(hidden, head, ids, temperature=self.temperature, outputs=(output,))
+            return score(hidden, head, ids, temperature=self.temperature, outputs=(output,))
 
-        with self._in_use():
+        with self._gradients_as_recorded():
             return getattr(self.layer(self.hidden, fn), output)
 
 
-_ARITHMETIC = ("truediv", "itruediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg", "pow")
-for _name in ("getitem", *_ARITHMETIC, "gt", "ge", "lt", "le"):  # __getattr__ is not asked for
-    _name = f"__{_name}__"
-    setattr(LazyLogits, _name, functools.partialmethod(LazyLogits._call, _name))
+def _is_scale(number: Any) -> bool:
+    return isinstance(number, int | float) and 0 < number < float("inf")
 
 
 def _selective_log_softmax(logits: LazyLogits, index: Tensor) -> Any:
-    if index.dim() == logits.dim() - 1:
+    if index.dim() == len(logits.shape) - 1:
         return logits.logprobs(index)
     return logits.logprobs(index.squeeze(-1))[..., None] if index.shape[-1] == 1 else None
 
@@ -203,8 +202,8 @@ def _entropy(
 
 
 _OPTIONS = ("requires_grad", "attention_mask", "chunk_size", "temperature", "inplace_backward")
-# by host: where its scorers are, and by the name of each what does the same for LazyLogits. That
-# gets its arguments by name, and returns None where the host's own has to.
+# by host: the module of its scorers, and by the name of each what does the same for LazyLogits, or
+# returns None where the host's own has to do it
 _MODULES = {
     "trl": "trl.trainer.utils",
     "openrlhf": "openrlhf.models.utils",
@@ -219,21 +218,38 @@ _SCORERS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def _replacements(host: str) -> Iterator[Replacement]:
     for name, ours in _SCORERS[host].items():
-        both = functools.partial(_taking_both, ours=ours)
         yield Replacement(
-            _MODULES[host], name, both, everywhere=True, wraps=True, like=ours, more=_OPTIONS
+            _MODULES[host],
+            name,
+            functools.partial(_taking_both, ours=ours),
+            everywhere=True,
+            wraps=True,
+            like=ours,
+            more=_OPTIONS,
         )
 
 
-def _uses(host: str) -> tuple[Use, ...]:
-    """Return what has to import the scorers by their names: without it ours are never called."""
-    callers = {"trl": "trl.trainer.grpo_trainer"}
-    return tuple(Use(f"{callers[host]}:{name}") for name in _SCORERS[host] if host in callers)
+def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scorer of tensors and of LazyLogits."""
+    known = inspect.signature(ours).parameters
+
+    @functools.wraps(theirs)
+    def score_both(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, LazyLogits):
+            return theirs(logits, *args, **kwargs)
+        call = inspect.signature(theirs).bind(logits, *args, **kwargs)
+        scores = None
+        if call.arguments.keys() <= known.keys():  # else it is of another version
+            call.apply_defaults()
+            scores = ours(**{name: x for name, x in call.arguments.items() if name in known})
+        return theirs(logits.form_logits(), *args, **kwargs) if scores is None else scores
+
+    return score_both
 
 
-def _compare(host: str) -> Iterator[str]:
-    for name, ours in _SCORERS[host].items():
-        theirs = find(f"{_MODULES[host]}:{name}")
+def _compare_trl() -> Iterator[str]:
+    for name, ours in _SCORERS["trl"].items():
+        theirs = getattr(import_module(_MODULES["trl"]), name)
         lazy = _scores_of(_taking_both(theirs, ours), lazy=True)
         yield from unlike(name, _scores_of(theirs), lazy)
 
@@ -251,35 +267,21 @@ def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]
     return {"scores": scores, **gradients(scores.sum(), hidden=hidden, weight=layer.weight)}
 
 
-def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    known = inspect.signature(ours).parameters
-
-    @functools.wraps(theirs)
-    def score(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, LazyLogits):
-            return theirs(logits, *args, **kwargs)
-        given = inspect.signature(theirs).bind(logits, *args, **kwargs)
-        # theirs alone knows what another version takes; where they are formed, somebody needed it
-        if logits.real is not None or given.arguments.keys() - known:
-            return theirs(logits.formed(), *args, **kwargs)
-        given.apply_defaults()
-        found = ours(**{name: x for name, x in given.arguments.items() if name in known})
-        return theirs(logits.formed(), *args, **kwargs) if found is None else found
-
-    return score
+def _switch(host: str, **more: Any) -> Switch:
+    replacements = functools.partial(_replacements, host)
+    return Switch(Probe(host=HOSTS[f"lazy_scorers, {host}"], replacements=replacements, **more))
 
 
 SWITCHES = {
-    name: Switch(
-        Probe(
-            host=HOSTS[f"lazy_scorers, {name}"],
-            replacements=functools.partial(_replacements, name),
-            uses=_uses(name),
-            # the others score by kernels of FlashAttention where that is installed, or compile
-            compare=functools.partial(_compare, name) if name == "trl" else tuple,
-        )
-    )
-    for name in _SCORERS
+    "trl": _switch(
+        "trl",
+        # without these imports ours would not be called
+        uses=tuple(Use(f"trl.trainer.grpo_trainer:{name}") for name in _SCORERS["trl"]),
+        compare=_compare_trl,
+    ),
+    # these score by kernels of FlashAttention where that is installed, or compile: no numbers
+    "openrlhf": _switch("openrlhf"),
+    "skyrl": _switch("skyrl"),
 }
 _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWITCHES}
 

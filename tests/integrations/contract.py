@@ -186,12 +186,18 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 
 def assert_alike(found: Any, theirs: Any) -> None:
     """Compare what two steps gave in fp32."""
-    rtol, atol = 2e-5, 1e-5
     if isinstance(theirs, Run):
-        torch.testing.assert_close(found.weights, theirs.weights, rtol=0, atol=2e-6)
-        found, theirs = found.log, theirs.log
-        rtol, atol = 1e-4, 2e-6
-    torch.testing.assert_close(found, theirs, rtol=rtol, atol=atol, equal_nan=True)
+        assert_same_run(found, theirs)
+    else:
+        torch.testing.assert_close(found, theirs, rtol=2e-5, atol=1e-5, equal_nan=True)
+
+
+def assert_same_run(
+    found: Run, theirs: Run, atol: float = 2e-6, weights_atol: float = 2e-6
+) -> None:
+    """Compare two trainings in fp32: what they have logged, and their weights at the end."""
+    torch.testing.assert_close(found.log, theirs.log, rtol=1e-4, atol=atol, equal_nan=True)
+    torch.testing.assert_close(found.weights, theirs.weights, rtol=0, atol=weights_atol)
 
 
 def assert_as_exact_as_theirs(found: Any, theirs: Any, exact: Any) -> None:
@@ -238,12 +244,12 @@ def _columns(log: list[dict[str, Any]]) -> dict[str, Tensor]:
 @contextmanager
 def unformed(rows: int = 0) -> Iterator[None]:
     """Fail where LazyLogits of more ``rows`` than these are formed, with gradients or without."""
-    form = LazyLogits.formed
+    form = LazyLogits.form_logits
 
-    def formed(self: Any) -> Tensor:
+    def form_logits(self: Any) -> Tensor:
         assert self.hidden.shape[-2] <= rows
         return form(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LazyLogits, "formed", formed)
+        patch.setattr(LazyLogits, "form_logits", form_logits)
         yield

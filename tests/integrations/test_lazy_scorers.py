@@ -74,6 +74,7 @@ def test_several_ids_of_a_token_and_logits_that_were_formed() -> None:
         logits = model(IDS).logits
         found = utils.selective_log_softmax(logits, several)
         torch.testing.assert_close(found, expected.detach())
+        assert torch.equal(logits.form_logits(), model(IDS).logits.form_logits())
         logits.div_(0.5)
         found = utils.selective_log_softmax(logits, IDS)
     expected = utils.selective_log_softmax(model(IDS).logits / 0.5, IDS)
@@ -104,14 +105,11 @@ LAZY = {
     "in place": lambda x: x[:, 1:].div_(0.5),
 }
 FORMED = {
-    "one id": lambda x: x[:, :, :9],
+    "some ids": lambda x: x[:, :, :9],
     "a learned scale": lambda x: x * torch.tensor(2.0),
+    "a learned temperature": lambda x: x / torch.tensor(2.0),
     "a function": lambda x: torch.tanh(x),
-    "a method": lambda x: x.clamp(max=1.0),
-    "an operator": lambda x: 1 - x,
-    "in place": lambda x: x[:, 1:].mul_(0.5),
     "a cast": lambda x: x.to(torch.float64),
-    "without a gradient": lambda x: x.detach().tanh(),
 }
 
 
@@ -150,14 +148,17 @@ def test_what_is_formed(name: str) -> None:
 def test_what_is_of_no_use_any_more() -> None:
     model = tiny_model("qwen2")
     with on(model):
-        for change in (LAZY["in place"], FORMED["in place"]):
-            logits = model(IDS).logits
-            change(logits)
-            with pytest.raises(RuntimeError, match="LazyLogits: expected logits that nobody has"):
-                logits.logprobs(IDS)
         logits = model(IDS).logits
-    with pytest.raises(RuntimeError, match="LazyLogits: expected a head that returns them still"):
-        logits[:].formed()
+        LAZY["in place"](logits)
+        with pytest.raises(RuntimeError, match="LazyLogits: expected .* not changed in place"):
+            logits.logprobs(IDS)
+        logits = model(IDS).logits
+        with pytest.raises(AttributeError, match=r"no attribute 'clamp'; call form_logits\(\)"):
+            logits.clamp(max=1.0)
+        with pytest.raises(ValueError, match="div_: expected a number > 0"):
+            logits.div_(torch.tensor(0.5))
+    with pytest.raises(RuntimeError, match=r"expected an enabled head, got one after disable\(\)"):
+        logits[:].form_logits()
 
 
 def test_generation_is_as_before() -> None:
