@@ -88,7 +88,7 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> training
         return step, leaves
 
     def headless() -> Tensor:
-        with patch("grpo_kernels.integrations.trl.linear_logprobs", _headless):
+        with patch("grpo_kernels.integrations.trl_head.linear_logprobs", _headless):
             return step()
 
     return headless, leaves

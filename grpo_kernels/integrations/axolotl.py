@@ -1,4 +1,4 @@
-"""Axolotl's GRPO on our kernels, with ``async_prefetch`` and without, as a plugin of its config."""
+"""Axolotl's GRPO on our kernels, with or without ``async_prefetch``: a plugin for its config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_kernels.integrations.probe import Probe, Use
 from grpo_kernels.integrations.switch import HOSTS
 
 _PLUGIN = "axolotl.integrations.base:BasePlugin"
-# numbers are those of Liger's module, which liger compares
+# the numbers are those of Liger's module, which liger.py compares
 PROBE = Probe(
     host=HOSTS["axolotl"],
     uses=(
@@ -20,11 +20,11 @@ PROBE = Probe(
     ),
     override="a subclass of GRPOKernelsPlugin with any_version = True",
 )
-_OF_GRPO = ("grpo", "gdpo")  # what Axolotl has TRL's GRPO trainer for
+_OF_GRPO = ("grpo", "gdpo")  # Axolotl uses TRL's GRPO trainer for these
 
 
 class GRPOKernelsPlugin(BasePlugin):
-    """Put our loss into the trainer once it is built, and refuse configs that it would not serve.
+    """Put our loss into the trainer once it is built, and reject configs that do not use it.
 
     Nothing outside of that trainer is changed. A subclass may set ``any_version``.
     """
@@ -46,7 +46,7 @@ class GRPOKernelsPlugin(BasePlugin):
             )
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Replace the loss module; raise for settings and heads that it is not told of."""
+        """Replace the loss module; raise for settings and heads that Liger's interface lacks."""
         if getattr(trainer, "liger_loss", None) is None:
             raise ValueError(
                 "trainer: expected one of TRL's GRPO trainers with use_liger_kernel, got "

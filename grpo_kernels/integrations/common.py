@@ -1,14 +1,26 @@
-"""What several hosts have alike: a weight beside hidden states, distillation by a beta."""
+"""What several hosts share: a weight next to hidden states, distillation, summed losses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, autocast_dtype
 from grpo_kernels.linear_divergence import LinearDivergence, linear_divergence
+from grpo_kernels.losses import (
+    LossConfig,
+    Metrics,
+    PolicyLossOutput,
+    Weights,
+    check_loss_inputs,
+    loss_stats,
+    weighted_loss,
+)
 
 _AT_THE_ENDS: dict[float, str] = {0: "forward_kl", 1: "reverse_kl"}
 
@@ -21,15 +33,46 @@ def in_dtype_of(hidden: Tensor, head: Head) -> Head:
 
 
 def divergence_of(
-    beta: float, hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher: Head, **options: Any
+    beta: float,
+    *,
+    hidden: Tensor,
+    head: Head,
+    teacher_hidden: Tensor,
+    teacher: Head,
+    **options: Any,
 ) -> LinearDivergence:
-    """Compute the generalised JSD of a ``beta``, arXiv:2306.13649, from a teacher that is fixed.
+    """Compute the generalized JSD of a ``beta``, arXiv:2306.13649, from a fixed teacher.
 
-    At its ends, where that is 0, hosts have KL(teacher, student) for 0 and the reverse for 1.
+    At the ends, where that is 0, hosts use KL(teacher, student) for 0 and the reverse for 1.
     """
     kind = _AT_THE_ENDS.get(beta)
     options |= {"kind": "jsd", "beta": beta} if kind is None else {"kind": kind}
+    teacher = in_dtype_of(teacher_hidden, teacher)
     bias = None if teacher.bias is None else teacher.bias.detach()
-    teacher = replace(teacher, weight=teacher.weight.detach(), bias=bias)
-    heads = in_dtype_of(hidden, head), in_dtype_of(teacher_hidden, teacher)
-    return linear_divergence(hidden, heads[0], teacher_hidden.detach(), heads[1], **options)
+    return linear_divergence(
+        hidden,
+        in_dtype_of(hidden, head),
+        teacher_hidden.detach(),
+        replace(teacher, weight=teacher.weight.detach(), bias=bias),
+        **options,
+    )
+
+
+def summed_loss(
+    logprobs: Tensor, batch: TokenBatch, config: LossConfig, weights: Tensor | None = None
+) -> PolicyLossOutput:
+    """Compute the loss as a sum over the T tokens, for hosts that normalize by themselves.
+
+    The aggregation of ``config`` is not used. ``logprobs``, fp32 or fp64, and the optional factors
+    ``weights`` on the tokens' losses are laid out as ``batch`` was built. Inputs that the loss
+    needs and ``batch`` lacks are a ValueError.
+    """
+    check_loss_inputs(batch, config)
+    logprobs = batch.of_tokens("logprobs", logprobs)
+    factors = torch.ones_like(logprobs)
+    if weights is not None:
+        factors = batch.of_tokens("weights", weights).to(logprobs.dtype)
+    loss, gate = weighted_loss(logprobs, batch, config, None, Weights(factors, None))
+    known = logprobs.detach()
+    metrics = Metrics(partial(loss_stats, known, None, batch, config, gate), known)
+    return PolicyLossOutput(loss, metrics)

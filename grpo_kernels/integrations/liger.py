@@ -1,8 +1,7 @@
 """Liger's loss modules on our kernels, for trainers that call them.
 
-That of GRPO is called by ms-swift and TRL before 1.12, that of distillation by TRL's experimental
-trainers and ms-swift. ``enable()`` lets trainers that are built from then on make ours, which need
-no Liger.
+ms-swift and TRL before 1.12 call that of GRPO; TRL's experimental trainers and ms-swift call that
+of distillation. Trainers built after ``enable()`` make ours, which do not need Liger.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
 
-# theirs: a host's settings of other losses do not come here
+# Liger's: hosts do not pass it their settings of other losses
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
@@ -37,15 +36,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. What differs from Liger's, docs/guides/liger.md says. Settings and their errors are
-    those of :class:`grpo_kernels.LossConfig`.
+    tokens. docs/guides/liger.md says what differs from Liger's. Settings and their errors are those
+    of :class:`grpo_kernels.LossConfig`.
     """
 
     def __init__(
         self,
         beta: float = 0.04,
         compiled: bool = True,  # without effect, as chunk_size: one kernel, in chunks of its own
-        use_ref_model: bool = True,  # False: the policy is its own reference, one given is unread
+        use_ref_model: bool = True,  # False: the policy is its own reference
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
         epsilon_high: float = 0.2,
@@ -63,15 +62,20 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
-        given = {**locals(), "epsilon": epsilon_low, "rollout_correction_mode": None}
+        arguments = {
+            **locals(),
+            "beta": beta if use_ref_model else 0.0,
+            "epsilon": epsilon_low,
+            "rollout_correction_mode": None,
+        }
         check_name("loss_type", loss_type, _LOSSES)
         own = LOSSES[loss_type].settings
         if delta is not None and "delta" not in own:
             raise ValueError(f"delta: expected None for loss_type {loss_type!r}, got {delta}")
-        given["beta"] = beta if use_ref_model else 0.0
-        names = given.keys() & {*LossConfig.__dataclass_fields__, *own}
-        self.config = LossConfig(**{name: given[name] for name in names})
-        self.beta, self.use_ref_model = beta, use_ref_model
+        names = arguments.keys() & {*LossConfig.__dataclass_fields__, *own}
+        self.config = LossConfig(**{name: arguments[name] for name in names})
+        self.beta = beta
+        self.use_ref_model = use_ref_model
 
     def forward(
         self,
@@ -94,47 +98,50 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         cu_seqlens: Tensor | None = None,  # (B + 1,) where sequences without padding begin and end
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss and its metrics; a ValueError may name our own argument."""
-        ids, config = selected_token_ids.long(), self.config
+        config = self.config
+        ids = selected_token_ids.long()
         hidden = _input.reshape(*ids.shape, _input.shape[-1])
         head = in_dtype_of(hidden, Head(lin_weight, bias))
-        reference = ref_per_token_logps if config.beta != 0 else None
-        if config.beta != 0 and reference is None and not (ref_input is None or ref_weight is None):
+        reference = ref_per_token_logps
+        if config.beta == 0:
+            reference = None
+        elif reference is None and ref_input is not None and ref_weight is not None:
+            ref_hidden = ref_input.reshape(*ids.shape, -1)
             with torch.no_grad():
                 reference = linear_logprobs(
-                    ref_input.reshape(*ids.shape, -1), ref_weight, ids, bias=ref_bias,
-                    temperature=config.temperature,
-                ).logprobs  # fmt: skip
-        counted = ids != IGNORE_INDEX if attention_mask is None else attention_mask
-        ratio = vllm_is_ratio
+                    ref_hidden, ref_weight, ids, bias=ref_bias, temperature=config.temperature
+                ).logprobs
+        mask = ids != IGNORE_INDEX if attention_mask is None else attention_mask
         make: Any = TokenBatch.from_padded
         if cu_seqlens is not None:
             make = functools.partial(TokenBatch.from_packed, cu_seqlens=cu_seqlens)
         batch = make(
             ids,
-            # one per token: what is clipped is then counted in tokens, at every ratio level
+            # one per token: clipping is then counted in tokens, at every ratio level
             _per_token("advantages", advantages, ids, cu_seqlens),
-            mask=counted,
+            mask=mask,
             old_logprobs=old_per_token_logps,
             ref_logprobs=reference,
-            rollout_weights=_per_token("vllm_is_ratio", ratio, ids, cu_seqlens),
-            num_items_in_batch=_tokens_per_process(counted, num_items_in_batch),
+            rollout_weights=_per_token("vllm_is_ratio", vllm_is_ratio, ids, cu_seqlens),
+            num_items_in_batch=_tokens_per_process(mask, num_items_in_batch),
         )
-        if ratio is not None and ratio.shape != ids.shape and config.surrogate.uses_rollout_weight:
-            # a loss that multiplies a sequence's weights takes its own from the first token alone
+        per_sequence = vllm_is_ratio is not None and vllm_is_ratio.shape != ids.shape
+        if per_sequence and config.surrogate.uses_rollout_weight:
+            # a loss that multiplies a sequence's weights takes its own only from the first token
             places = torch.arange(batch.num_tokens, device=ids.device)
             first = torch.isin(places, batch.cu_seqlens[:-1])
             batch = replace(batch, rollout_weights=batch.rollout_weights.where(first, 1.0))
         loss, metrics = linear_policy_loss(hidden, head, batch, config)
-        kl = [_mean(metrics, ["kl"], loss)] if self.beta != 0 else []
-        return loss, (*kl, _mean(metrics, _CLIPPED, loss))
+        clipped = _mean(metrics, _CLIPPED, loss)
+        return loss, (clipped,) if self.beta == 0 else (_mean(metrics, ["kl"], loss), clipped)
 
 
 class LigerFusedLinearJSDLoss(nn.Module):
     """Compute what Liger's module of this name does, same arguments.
 
-    Over the tokens whose label is not ``ignore_index`` the loss is ``weight_hard_loss`` times the
-    labels' mean cross-entropy, at temperature 1, plus ``weight_soft_loss`` times the mean
-    divergence: for ``beta`` 0 KL(teacher, student), for 1 KL(student, teacher), else the JSD.
+    The loss is ``weight_hard_loss`` times the labels' mean cross-entropy, at temperature 1, plus
+    ``weight_soft_loss`` times the mean divergence, over the tokens whose label is not
+    ``ignore_index``: for ``beta`` 0 KL(teacher, student), for 1 KL(student, teacher), else the JSD.
     """
 
     def __init__(
@@ -149,8 +156,11 @@ class LigerFusedLinearJSDLoss(nn.Module):
         return_soft_hard_loss: bool = False,
     ) -> None:
         super().__init__()
-        self.weight_hard_loss, self.weight_soft_loss = weight_hard_loss, weight_soft_loss
-        self.beta, self.ignore_index, self.temperature = beta, ignore_index, temperature
+        self.weight_hard_loss = weight_hard_loss
+        self.weight_soft_loss = weight_soft_loss
+        self.beta = beta
+        self.ignore_index = ignore_index
+        self.temperature = temperature
         self.return_soft_hard_loss = return_soft_hard_loss
 
     def forward(
@@ -163,36 +173,42 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,  # (V,)
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, with ``return_soft_hard_loss`` also divergence and cross-entropy alone.
+        """Return the loss, with ``return_soft_hard_loss`` also the divergence and cross-entropy.
 
-        These have no gradient. A ValueError may name an argument of ``linear_divergence``.
+        The latter have no gradient. A ValueError may name an argument of ``linear_divergence``.
         """
-        counted = true_labels != self.ignore_index
-        student, teacher = Head(student_weight, student_bias), Head(teacher_weight, teacher_bias)
-        further = max(teacher.vocab_size - student.vocab_size, 0)
+        mask = true_labels != self.ignore_index
+        student = Head(student_weight, student_bias)
+        teacher = Head(teacher_weight, teacher_bias)
         soft = divergence_of(
-            self.beta, student_input, _padded(student, further), teacher_input, teacher,
-            mask=counted, temperature=self.temperature,
-        ).loss  # fmt: skip
+            self.beta,
+            hidden=student_input,
+            head=_padded(student, rows=max(teacher.vocab_size - student.vocab_size, 0)),
+            teacher_hidden=teacher_input,
+            teacher=teacher,
+            mask=mask,
+            temperature=self.temperature,
+        ).loss
         loss = self.weight_soft_loss * soft
         if not self.weight_hard_loss and not self.return_soft_hard_loss:
             return loss
-        ids = true_labels.masked_fill(~counted, IGNORE_INDEX)
-        found = linear_logprobs(student_input, in_dtype_of(student_input, student), ids)
-        assert found.logprobs is not None
-        hard = -found.logprobs.sum() / counted.sum().clamp(min=1)
+        ids = true_labels.masked_fill(~mask, IGNORE_INDEX)
+        logprobs = linear_logprobs(student_input, in_dtype_of(student_input, student), ids).logprobs
+        assert logprobs is not None
+        hard = -logprobs.sum() / mask.sum().clamp(min=1)
         loss = loss + self.weight_hard_loss * hard
         return (loss, soft.detach(), hard.detach()) if self.return_soft_hard_loss else loss
 
 
 def _padded(head: Head, rows: int) -> Head:
-    if not rows or head.weight.dim() != 2:  # which the divergence refuses
+    if not rows or head.weight.dim() != 2:  # which the divergence rejects
         return head
     bias = None if head.bias is None else nn.functional.pad(head.bias, (0, rows))
     return Head(nn.functional.pad(head.weight, (0, 0, 0, rows)), bias)
 
 
-_GRPO, _JSD = "liger_kernel.chunked_loss.grpo_loss", "liger_kernel.chunked_loss.jsd_loss"
+_GRPO = "liger_kernel.chunked_loss.grpo_loss"
+_JSD = "liger_kernel.chunked_loss.jsd_loss"
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -202,46 +218,57 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _too_late() -> str:
-    modules = [(each.name, find(f"{each.owner}:{each.name}")) for each in _replacements()]
-    names = [name for name, module in modules if alive(module)]
-    return f"expected no {names[0]} of Liger's yet, got one" if names else ""
+    for each in _replacements():
+        if alive(find(each.place)):
+            return f"expected no {each.name} of Liger's yet, got one"
+    return ""
 
 
 def _compare() -> Iterator[str]:
     theirs = import_module(_GRPO).LigerFusedLinearGRPOLoss
     for name in _LOSSES:
-        level = "sequence" if name == "luspo" else "token"  # at others Liger's counts padding
-        beta = 0.0 if name == "luspo" else 0.1
-        settings = {"loss_type": name, "importance_sampling_level": level, "beta": beta}
-        losses = (_grpo_loss(kind, settings) for kind in (theirs, LigerFusedLinearGRPOLoss))
-        yield from unlike(f"LigerFusedLinearGRPOLoss, {name}", *losses)
+        settings = {"loss_type": name, "beta": 0.1}
+        if name == "luspo":  # Liger's counts padding at the level of tokens, and in its KL
+            settings |= {"importance_sampling_level": "sequence", "beta": 0.0}
+        ours = _grpo_loss(LigerFusedLinearGRPOLoss, settings)
+        yield from unlike(f"LigerFusedLinearGRPOLoss, {name}", _grpo_loss(theirs, settings), ours)
     theirs = import_module(_JSD).LigerFusedLinearJSDLoss
     for beta in (0.0, 0.3, 1.0):
-        losses = (_jsd_loss(kind, beta) for kind in (theirs, LigerFusedLinearJSDLoss))
-        yield from unlike(f"LigerFusedLinearJSDLoss, beta {beta}", *losses)
+        ours = _jsd_loss(LigerFusedLinearJSDLoss, beta)
+        yield from unlike(f"LigerFusedLinearJSDLoss, beta {beta}", _jsd_loss(theirs, beta), ours)
 
 
 def _grpo_loss(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a module says of two sequences, and its gradients."""
+    """Return a module's loss and metrics of two sequences, and gradients."""
     hidden, weight, bias = normal(2, 3, 8), normal(11, 8, seed=1), normal(11, seed=2)
-    ids, mask = torch.tensor([[1, 5, 2], [7, 3, 10]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    old, reference = (normal(2, 3, seed=seed).detach() * 0.3 - 3 for seed in (3, 4))
-    settings = {"temperature": 0.7, "epsilon_high": 1.5, "max_completion_length": 4, **settings}
-    module = kind(compiled=False, **settings)
+    module = kind(
+        compiled=False, temperature=0.7, epsilon_high=1.5, max_completion_length=4, **settings
+    )
     loss, metrics = module(
-        hidden, weight, ids, mask, torch.tensor([1.0, -0.5]), bias,
-        ref_per_token_logps=reference, old_per_token_logps=old, num_items_in_batch=torch.tensor(7),
-    )  # fmt: skip
+        hidden,
+        weight,
+        torch.tensor([[1, 5, 2], [7, 3, 10]]),
+        torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        torch.tensor([1.0, -0.5]),
+        bias,
+        ref_per_token_logps=normal(2, 3, seed=4).detach() * 0.3 - 3,
+        old_per_token_logps=normal(2, 3, seed=3).detach() * 0.3 - 3,
+        num_items_in_batch=torch.tensor(7),
+    )
     named = {f"metric {number}": value for number, value in enumerate(metrics)}
     return {"loss": loss, **named, **gradients(loss, hidden=hidden, weight=weight, bias=bias)}
 
 
 def _jsd_loss(kind: Any, beta: float) -> dict[str, Any]:
     hidden, weight, bias = normal(5, 8), normal(11, 8, seed=1), normal(11, seed=2)
-    teacher, teacher_weight = normal(5, 6, seed=3).detach(), normal(11, 6, seed=4).detach()
-    labels = torch.tensor([1, -100, 3, 10, 2])
-    module = kind(beta=beta, temperature=0.7, compiled=False)
-    loss = module(hidden, weight, teacher, teacher_weight, labels, bias)
+    loss = kind(beta=beta, temperature=0.7, compiled=False)(
+        student_input=hidden,
+        student_weight=weight,
+        teacher_input=normal(5, 6, seed=3).detach(),
+        teacher_weight=normal(11, 6, seed=4).detach(),
+        true_labels=torch.tensor([1, -100, 3, 10, 2]),
+        student_bias=bias,
+    )
     return {"loss": loss, **gradients(loss, hidden=hidden, weight=weight, bias=bias)}
 
 
@@ -252,21 +279,23 @@ enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 def put_into(
     trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
 ) -> None:
-    """Put ours, with its settings, in the place of the module that a trainer has as ``attribute``.
+    """Replace a trainer's Liger module, its ``attribute``, by ours with the same settings.
 
     Raises:
-        ImportError: Liger is not installed, or differs from what ours stands in for.
-        ValueError: a setting of the trainer is not what ``off`` says, for ``why``; its model's
-            logits need more than the weight and bias of ``lm_head``, all that the module is handed;
-            or ours refuses a setting.
+        ImportError: Liger is not installed, or differs from what ours replaces.
+        ValueError: a setting of the trainer differs from ``off``, for the reason ``why``; its
+            model's logits need more than the weight and bias of ``lm_head``, which is all that the
+            module gets; or ours rejects a setting.
     """
     for name, expected in off.items():
         if (got := getattr(trainer, name, expected)) != expected:
             raise ValueError(f"{name}: expected {expected} {why}, got {got}")
     SWITCH.check(any_version)
-    theirs, model = getattr(trainer, attribute), trainer.accelerator.unwrap_model(trainer.model)
+    theirs = getattr(trainer, attribute)
+    model = trainer.accelerator.unwrap_model(trainer.model)
     config = model.config.get_text_config()
-    scale, cap = logit_scale(config), softcap(config)
+    scale = logit_scale(config)
+    cap = softcap(config)
     if scale != 1 or cap is not None:
         raise ValueError(
             "model: expected logits without scale and softcap, which Liger's module knows nothing "
@@ -277,7 +306,7 @@ def put_into(
             "model: expected lm_head without an adapter, whose weight Liger's module does not "
             "get; got LoRA or trainable_token_indices on it"
         )
-    if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # made while enable() was in force
+    if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # it is ours after enable()
         names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
         ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
         setattr(trainer, attribute, ours)
@@ -302,17 +331,17 @@ def _per_token(name: str, values: Any, ids: Tensor, cu_seqlens: Tensor | None) -
 
 
 def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
-    """Return the mean of the one that is there: 0 if none is, or where no token is valid."""
+    """Return the mean of the first name that there is; 0 if none is, or without valid tokens."""
     for stat in (metrics.stats[name] for name in names if name in metrics):
         return (stat.total / stat.count.clamp(min=1)).float()
     return torch.zeros_like(like.detach())
 
 
-def _tokens_per_process(counted: Tensor, given: Tensor | float | None) -> Tensor:
+def _tokens_per_process(mask: Tensor, num_items: Tensor | float | None) -> Tensor:
     """Return the mean over the processes of the tokens to divide by."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    tokens = counted.sum() if given is None else given
-    tokens = torch.as_tensor(tokens, dtype=torch.float64, device=counted.device)
-    if given is None and processes > 1:
+    tokens = mask.sum() if num_items is None else num_items
+    tokens = torch.as_tensor(tokens, dtype=torch.float64, device=mask.device)
+    if num_items is None and processes > 1:
         dist.all_reduce(tokens)
     return (tokens / processes).clamp(min=1)

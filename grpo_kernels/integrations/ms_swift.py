@@ -13,13 +13,13 @@ from grpo_kernels.integrations.probe import Probe, Replacement, Use
 from grpo_kernels.integrations.switch import HOSTS, Switch
 
 if __name__.startswith("_swift_external_"):
-    # the folder of a plugin goes to the front of sys.path, and here lie files named after hosts
+    # ms-swift puts a plugin's folder first in sys.path, and this one has files named after hosts
     raise ImportError(
         "external_plugins: expected a file of your own that calls ms_swift.enable(), got "
         f"{__file__}"
     )
 _WHY = (
-    "with use_liger_kernel, whose loss is not told of it (without use_liger_kernel "
+    "with use_liger_kernel, whose loss does not get it (without use_liger_kernel "
     "lazy_scorers.enable(model, 'trl') works with it)"
 )
 
@@ -33,13 +33,13 @@ def _with_ours(theirs: Any) -> Any:
     def prepare(self: Any) -> None:
         theirs(self)
         if self.use_liger_loss:
-            penalised = {"kl_in_reward": False} if self.beta != 0 else {}
-            liger.put_into(self, "liger_grpo_loss", {"overlong_filter": False, **penalised}, _WHY)
+            penalty = {"kl_in_reward": False} if self.beta != 0 else {}
+            liger.put_into(self, "liger_grpo_loss", {"overlong_filter": False, **penalty}, _WHY)
 
     return prepare
 
 
-# numbers are those of Liger's module, which liger compares
+# the numbers are those of Liger's module, which liger.py compares
 PROBE = Probe(
     host=HOSTS["ms_swift"],
     replacements=lambda: [Replacement(_TRAINER, "_prepare_liger_loss", _with_ours, wraps=True)],

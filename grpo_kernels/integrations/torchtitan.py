@@ -1,6 +1,6 @@
-"""Losses for torchtitan's RL trainer that are formed at the head, in place of its chunked loss.
+"""Losses for torchtitan's RL trainer, computed at the head in place of its chunked loss.
 
-Both have the settings, inputs and metrics of torchtitan's.
+They have the settings, inputs and metrics of torchtitan's.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DIFFERENT = 1e-6  # what torchtitan takes for a difference
 
 
 class DAPOLoss(ChunkedLossWrapper):
-    """Clipped policy loss with bounds of their own below and above (arXiv:2503.14476).
+    """Clipped policy loss with separate bounds below and above (arXiv:2503.14476).
 
-    The trainer sees a chunked loss: it hands over hidden states and sets the head, which is called
+    The trainer sees a chunked loss: it passes hidden states and sets the head, which is called
     once, as a module, so that FSDP2 knows.
     """
 
@@ -79,17 +79,20 @@ class DAPOLoss(ChunkedLossWrapper):
         """
         if self.lm_head is None:
             raise ValueError("lm_head: expected set_lm_head(lm_head) before the first call")
-        given = [name for name, x in loss_inputs.items() if x is not None or name not in _INPUTS]
-        if set(given) != set(_INPUTS):
-            raise ValueError(f"loss_inputs: expected {', '.join(_INPUTS)}, got {', '.join(given)}")
-        sampled, advantages, mask = (loss_inputs[name] for name in _INPUTS)
-        mask = mask & sampled.isfinite()
+        got = [name for name, x in loss_inputs.items() if x is not None or name not in _INPUTS]
+        if set(got) != set(_INPUTS):
+            raise ValueError(f"loss_inputs: expected {', '.join(_INPUTS)}, got {', '.join(got)}")
+        sampled = loss_inputs["generator_logprobs"]
+        mask = loss_inputs["loss_mask"] & sampled.isfinite()
         tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         tokens = torch.as_tensor(tokens, dtype=torch.float64, device=pred.device).clamp(min=1)
         batch = TokenBatch.from_padded(
-            labels, advantages, mask, old_logprobs=sampled.masked_fill(~mask, 0.0),
+            labels,
+            loss_inputs["advantages"],
+            mask,
+            old_logprobs=sampled.masked_fill(~mask, 0.0),
             num_items_in_batch=tokens,
-        )  # fmt: skip
+        )
         loss, metrics = self.lm_head.policy_loss(pred, batch, self.config)
         return loss, {"loss/mean": loss.detach(), **self._metrics(metrics, batch, tokens)}
 
@@ -107,9 +110,9 @@ class DAPOLoss(ChunkedLossWrapper):
             "bit_wise/ratio_tokens_different/mean": (difference.abs() > _DIFFERENT).sum(),
             "trainer/entropy/mean": metrics.entropy.sum(),
         }
-        found = {name: (value / tokens).float() for name, value in sums.items()}
+        means = {name: (value / tokens).float() for name, value in sums.items()}
         largest = torch.cat([difference.abs(), difference.new_zeros(1)]).max().float()
-        return found | {"bit_wise/logprob_diff/max": largest}
+        return means | {"bit_wise/logprob_diff/max": largest}
 
 
 class GRPOLoss(DAPOLoss):

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with the loss at the head, where three GEMMs give loss and gradients."""
+"""TRL's GRPOTrainer with the loss at the head: three GEMMs compute loss and gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head
 from grpo_kernels.integrations.probe import Probe, Use, gradient, normal, tiny_model, unlike
 from grpo_kernels.integrations.switch import HOSTS
-from grpo_kernels.integrations.trl import SWITCH, add_fused_lm_head
+from grpo_kernels.integrations.trl_head import SWITCH, add_fused_lm_head
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput
 
@@ -34,10 +34,10 @@ _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens;
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """``trl.GRPOTrainer``, by its arguments, whose policy loss is formed at the LM head.
+    """``trl.GRPOTrainer`` with the same arguments, whose policy loss is computed at the LM head.
 
-    The metrics are the same. Old and reference log-probabilities come from our head as well, which
-    may have a LoRA adapter. A subclass may set ``any_version``.
+    The metrics are the same. Old and reference log-probabilities also come from our head, which may
+    have a LoRA adapter. A subclass may set ``any_version``.
 
     Raises:
         ImportError: TRL differs from what this class overrides and reads; the message says where.
@@ -53,30 +53,30 @@ class FusedGRPOTrainer(GRPOTrainer):
             super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        config, batch = self._loss_config(), self._token_batch(inputs)
+        config = self._loss_config()
+        batch = self._token_batch(inputs)
         length = inputs["completion_ids"].shape[1]
 
         def loss_of(hidden: Tensor, head: Head) -> PolicyLossOutput:
             return linear_policy_loss(hidden[:, -length - 1 : -1], head, batch, config)
 
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
-        given = {name: inputs[name] for name in _OF_IMAGES if inputs.get(name) is not None}
+        model_inputs = {name: inputs[name] for name in _OF_IMAGES if inputs.get(name) is not None}
+        for name, ours in {"ids": "input_ids", "mask": "attention_mask"}.items():
+            both = [inputs[f"prompt_{name}"], inputs[f"completion_{name}"]]
+            model_inputs[ours] = torch.cat(both, dim=1)
         if self.aux_loss_enabled:
-            given["output_router_logits"] = True
+            model_inputs["output_router_logits"] = True
         with self.accelerator.autocast():
-            found = model(input_ids=ids, attention_mask=mask, head_fn=loss_of, **given)
-        loss, metrics = found.head
+            output = model(**model_inputs, head_fn=loss_of)
+        loss, metrics = output.head
         if self.use_adaptive_entropy and self._mode == "train":
             self._adapt_entropy_coef(metrics)
         self._log_metrics(metrics)
         if not self.aux_loss_enabled:
             return loss
-        aux_loss = self.accelerator.gather_for_metrics(found.aux_loss.detach()).mean()
+        aux_loss = self.accelerator.gather_for_metrics(output.aux_loss.detach()).mean()
         self._metrics[self._mode]["aux_loss"].append(aux_loss.item())
-        return loss + self.router_aux_loss_coef * found.aux_loss / self._steps
+        return loss + self.router_aux_loss_coef * output.aux_loss / self._steps
 
     @property
     def _mode(self) -> str:
@@ -89,20 +89,20 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     def _loss_config(self) -> LossConfig:
         """Return the loss as TRL's settings are now: callbacks may change them."""
-        args, own = self.args, LOSSES[self.loss_type].settings
-        known = {
+        args = self.args
+        settings = {
             name: getattr(self, name, getattr(args, name))
-            for name in (*LossConfig.__dataclass_fields__, *own)
+            for name in (*LossConfig.__dataclass_fields__, *LOSSES[self.loss_type].settings)
             if hasattr(args, name)
         }
         if self.use_adaptive_entropy:
-            known["entropy_coef"] = 1.0  # it is the factor of each batch
+            settings["entropy_coef"] = 1.0  # it is the factor of each batch
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return LossConfig(
             rollout_correction_mode=args.vllm_importance_sampling_mode if corrects else None,
             rollout_correction_max=args.vllm_importance_sampling_clip_max,
             rollout_correction_min=args.vllm_importance_sampling_clip_min,
-            **known,
+            **settings,
         )
 
     def _token_batch(self, inputs: dict[str, Any]) -> TokenBatch:
@@ -127,17 +127,21 @@ class FusedGRPOTrainer(GRPOTrainer):
         )
 
     def _adapt_entropy_coef(self, metrics: Metrics) -> None:
-        """Move the coefficient towards the target once a step, by the entropy of all its tokens."""
+        """Move the coefficient towards the target once per step, by the entropy of all tokens."""
         stat = metrics.stats.get("entropy_top", metrics.stats["entropy"])
-        seen = torch.stack([stat.total, stat.count])
+        sums = torch.stack([stat.total, stat.count])
         earlier = self._entropy_window_stats
-        self._entropy_window_stats = seen if earlier is None else earlier + seen
+        self._entropy_window_stats = sums if earlier is None else earlier + sums
         if not self.accelerator.sync_gradients:
             return
         total, count = self.accelerator.reduce(self._entropy_window_stats, "sum").tolist()
-        self._entropy_window_stats, self._last_world_entropy = None, total / max(count, 1)
-        args, below = self.args, self._last_world_entropy <= self.args.entropy_target
-        moved = self.entropy_coef + (args.entropy_coef_delta if below else -args.entropy_coef_delta)
+        self._entropy_window_stats = None
+        self._last_world_entropy = total / max(count, 1)
+        args = self.args
+        delta = args.entropy_coef_delta
+        if self._last_world_entropy > args.entropy_target:
+            delta = -delta
+        moved = self.entropy_coef + delta
         self.entropy_coef = min(max(moved, args.entropy_coef_min), args.entropy_coef_max)
 
     def _log_metrics(self, metrics: Metrics) -> None:
@@ -216,7 +220,7 @@ _LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 
 
 class _Inputs(dict[str, Any]):
-    """Inputs that remember what TRL reads of them."""
+    """Inputs that remember which names TRL reads."""
 
     def __init__(self) -> None:
         ids = torch.tensor([[3, 5, 1], [2, 7, 4]])
@@ -254,8 +258,8 @@ class _Inputs(dict[str, Any]):
 
 def _compare() -> Iterator[str]:
     inputs = _Inputs()
-    their_add = import_module("trl.trainer.utils").add_fused_lm_head
-    their_model, our_model = _scoring_model(their_add), _scoring_model(add_fused_lm_head)
+    their_model = _scoring_model(import_module("trl.trainer.utils").add_fused_lm_head)
+    our_model = _scoring_model(add_fused_lm_head)
     for loss_type in _LOSSES:
         theirs = _loss_of(GRPOTrainer, their_model, loss_type, inputs)
         for name in sorted(inputs.read - {*inputs, *_OF_IMAGES, *_NOT_READ}):
@@ -271,7 +275,7 @@ def _scoring_model(add: Any) -> Any:
 
 
 def _loss_of(kind: type[Any], model: Any, loss_type: str, inputs: _Inputs) -> dict[str, Any]:
-    """Return the loss that a trainer with no more than the state above has, and what it logs."""
+    """Return the loss, logs and gradient of a trainer that has only the state above."""
     config = {**_CONFIG, "loss_type": loss_type}
     trainer = object.__new__(kind)
     vars(trainer).update(
@@ -283,9 +287,9 @@ def _loss_of(kind: type[Any], model: Any, loss_type: str, inputs: _Inputs) -> di
     )
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    logged = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    logs = {name: values[0] for name, values in trainer._metrics["train"].items()}
     adapted = {"new entropy_coef": trainer.entropy_coef}
-    return {"loss": loss, **logged, **adapted, "gradient": gradient(model)}
+    return {"loss": loss, **logs, **adapted, "gradient": gradient(model)}
 
 
 PROBE = Probe(

@@ -1,6 +1,6 @@
 """verl's fused heads on ours: FSDP's (``impl_backend`` torch, liger or triton) and Megatron's.
 
-They are switched on in each worker, before models are built.
+Each worker enables them before it builds models.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
+from grpo_kernels.integrations.common import summed_loss
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.probe import Probe, Replacement, Use
-from grpo_kernels.integrations.sum_losses import summed_loss
 from grpo_kernels.integrations.switch import HOSTS, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
@@ -60,8 +60,8 @@ def patch_forward_with_backends(
 ) -> None:
     """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
 
-    Each backend of verl's is ours here. This object alone is changed, not the class of ``model``.
-    A head that ours cannot express and a model that another adapter has changed are ValueErrors.
+    All backends of verl's are ours here. Only this object is changed, not the class of ``model``. A
+    head that ours cannot express and a model that another adapter has changed are ValueErrors.
     """
     if not use_fused_kernels:
         return
@@ -81,7 +81,8 @@ class _TakesTemperature(ForwardOverlay):
         own_forward = super().forward
         if temperature is None:
             return own_forward(*args, **kwargs)
-        ids, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+        ids = kwargs.pop("shift_labels", None)
+        labels = kwargs.pop("labels", None)
         if ids is None:  # the token that follows each one, as in verl's forwards
             labels = kwargs.get("input_ids") if labels is None else labels
             if labels is None:
@@ -89,7 +90,7 @@ class _TakesTemperature(ForwardOverlay):
                     "input_ids: expected ids, labels or shift_labels to score, got None"
                 )
             ids = labels.roll(-1, -1)
-        score = functools.partial(_scored, ids=ids, temperature=temperature)
+        score = functools.partial(_score, ids=ids, temperature=temperature)
         log_probs, entropy = own_forward(*args, head_fn=score, **kwargs).head
         output = import_module("verl.models.transformers.dense_common").CausalLMOutputForPPO
         return output(log_probs=log_probs, entropy=entropy)
@@ -105,25 +106,24 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) and entropies (N,) of labels.
 
-    With more than one rank the gradients of ``hidden`` are, as verl's, parts that add up over them.
+    On several ranks the gradients of ``hidden`` are parts that add up over them, as verl's are.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     shard = None if dist_process_group is None else vocab_shard_of(weight, dist_process_group)
-    hidden = with_share_of_gradient(hidden, shard)
-    return _scored(hidden, weight, labels, temperature, shard)
+    hidden = with_share_of_gradient(hidden.reshape(-1, hidden.shape[-1]), shard)
+    return _score(hidden, weight, labels.reshape(-1), temperature, shard)
 
 
 def register_policy_loss(name: str, config: LossConfig) -> None:
-    """Make a loss of ours a ``loss_mode`` of verl's: ``actor.policy_loss.loss_mode=name``.
+    """Register our loss as a ``loss_mode`` of verl: ``actor.policy_loss.loss_mode=name``.
 
-    ``actor.loss_agg_mode`` has to be the aggregation that is part of the loss. Settings of verl's,
-    such as ``clip_ratio``, have no effect on it.
+    ``actor.loss_agg_mode`` has to be the loss's own aggregation. verl's settings, such as
+    ``clip_ratio``, have no effect on it.
 
     Raises:
-        ValueError: the name is taken, or the config has what verl adds itself, a KL penalty or an
-            entropy bonus.
+        ValueError: the name is taken, or the config has a KL penalty or an entropy bonus, which
+            verl adds itself.
     """
     registry = import_module(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
@@ -131,7 +131,7 @@ def register_policy_loss(name: str, config: LossConfig) -> None:
     for setting, off in {"beta": 0, "entropy_coef": 0, "top_entropy_quantile": 1}.items():
         if (value := getattr(config, setting)) != off:
             raise ValueError(
-                f"{setting}: expected {off}, as verl gives log-probabilities alone, got {value}"
+                f"{setting}: expected {off}, as verl passes only log-probabilities, got {value}"
             )
     registry[name] = functools.partial(_policy_loss, config)
 
@@ -152,21 +152,26 @@ def _policy_loss(
             f"loss_agg_mode: expected {expected!r}, the aggregation of {loss_config.loss_type}, "
             f"got {loss_agg_mode!r}"
         )
-    of_all = dict(getattr(config, "global_batch_info", {}))
-    length, own_length = of_all.get("loss_scale_factor"), loss_config.max_completion_length
+    batch_info = dict(getattr(config, "global_batch_info", {}))
+    length = batch_info.get("loss_scale_factor")
+    own_length = loss_config.max_completion_length
     if loss_config.aggregation.divides_by_max_length and length not in (None, own_length):
         raise ValueError(
             f"loss_scale_factor: expected None or max_completion_length = {own_length}, "
             f"got {length}"
         )
-    mask, of_all["loss_scale_factor"] = response_mask.bool(), own_length
+    batch_info["loss_scale_factor"] = own_length
+    mask = response_mask.bool()
     batch = TokenBatch.from_padded(
-        torch.where(mask, 0, -100), advantages, mask, old_logprobs=old_log_prob,
+        torch.where(mask, 0, -100),
+        advantages,
+        mask,
+        old_logprobs=old_log_prob,
         rollout_weights=rollout_is_weights,
-    )  # fmt: skip
-    with torch.enable_grad():  # what verl gives each token: its aggregation is linear
+    )
+    with torch.enable_grad():  # verl's weight of each token: its aggregation is linear
         ones = torch.ones_like(log_prob, dtype=torch.float64, requires_grad=True)
-        aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **of_all)
+        aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **batch_info)
     (weights,) = torch.autograd.grad(aggregated, ones)
     loss, metrics = summed_loss(log_prob.float(), batch, loss_config, weights)
     return loss, {f"actor/{name}": float(value) for name, value in metrics.items()}
@@ -174,10 +179,10 @@ def _policy_loss(
 
 def _fused_linear_for_ppo(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """Stand in for the forward of ``FusedLinearForPPO``."""
-    return _scored(hidden_states, vocab_weights, input_ids, temperature)
+    return _score(hidden_states, vocab_weights, input_ids, temperature)
 
 
-def _scored(
+def _score(
     hidden: Tensor,
     weight: Tensor | Head,
     ids: Tensor,
@@ -187,15 +192,19 @@ def _scored(
     if isinstance(temperature, Tensor) and temperature.shape != ids.shape:
         per_sample = temperature.reshape(-1, *[1] * (ids.dim() - 1))
         temperature = per_sample.expand(ids.shape).to(ids.device)
-    ids, outputs = ids.to(hidden.device, torch.int64), ("logprobs", "entropy")
-    found = linear_logprobs(
-        hidden, weight, ids, temperature=temperature, vocab_shard=shard, outputs=outputs
+    scores = linear_logprobs(
+        hidden,
+        weight,
+        ids.to(hidden.device, torch.int64),
+        temperature=temperature,
+        vocab_shard=shard,
+        outputs=("logprobs", "entropy"),
     )
-    return found.logprobs, found.entropy  # type: ignore[return-value]
+    return scores.logprobs, scores.entropy  # type: ignore[return-value]
 
 
 def _at_any_temperature(theirs: Any) -> Any:
-    """Return ``prepare_model_inputs`` that hands temperatures per sample to the fused head."""
+    """Return a ``prepare_model_inputs`` that passes temperatures per sample to the fused head."""
     utils = import_module(_TENSORDICT)
 
     @functools.wraps(theirs)

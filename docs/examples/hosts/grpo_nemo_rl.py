@@ -66,10 +66,10 @@ def from_parallel_hidden_states_to_logprobs(
     shard = vocab_shard_of(weight, tp_group, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else nullcontext():
         hidden = _whole_sequence(tensor_parallel_hidden_states, target.shape[1], tp_group)
-        found = linear_logprobs(hidden[:-1], weight, target[:, 1:].t(), vocab_shard=shard)
-        assert found.logprobs is not None
+        output = linear_logprobs(hidden[:-1], weight, target[:, 1:].t(), vocab_shard=shard)
+        assert output.logprobs is not None
         # no view: they divide it in place
-        return found.logprobs.t().clone(memory_format=torch.contiguous_format)
+        return output.logprobs.t().clone(memory_format=torch.contiguous_format)
 
 
 def _whole_sequence(hidden: Tensor, length: int, tp_group: Any) -> Tensor:

@@ -23,20 +23,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import TokenBatch, Transform, linear_logprobs
+from grpo_kernels import LossConfig, TokenBatch, Transform, linear_logprobs
 from grpo_kernels.head import head_of_layer
+from grpo_kernels.integrations.common import summed_loss
 from grpo_kernels.integrations.probe import Host, Probe, Replacement
-from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
 from grpo_kernels.integrations.switch import Switch
-from grpo_kernels.losses import LOSSES
+from grpo_kernels.losses import LOSSES, check_name
 
 # module: its head
 _LAYERS = "prime_rl.trainer.models.layers"
 _HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
-# prime-rl divides the sum of all samples by the loss tokens of the step
-_AGGREGATIONS = {"window_token_mean": "tokens of the step"}
-_OLD = "inference_logprobs are the old policy's here"
-_REFUSED = {f"rollout_correction_{name}": _OLD for name in ("mode", "min", "max")}
+# settings of LossConfig that prime-rl leaves no room for
+_OF_PRIME_RL = (
+    "temperature",
+    "loss_aggregation",  # the sum of all samples is divided by the loss tokens of the step
+    "max_completion_length",
+    "exclude_zero_variance",
+    "entropy_coef",  # a loss gets no entropies
+    "top_entropy_quantile",
+    "rollout_correction_mode",  # inference_logprobs are the old policy's
+    "rollout_correction_min",
+    "rollout_correction_max",
+)
 
 
 def _forward(
@@ -51,11 +59,11 @@ def _forward(
             raise ValueError(f"{name}: expected a tensor of shape (b, s), got None")
     assert labels is not None and temperature is not None
     head = head_of_layer(self, Transform(softcap=getattr(self, "softcap", None)))
-    found = linear_logprobs(
+    scores = linear_logprobs(
         hidden_states, head, labels, temperature=temperature, outputs=("logprobs", "entropy")
     )
     output = import_module(f"{_LAYERS}.lm_head").PrimeLmOutput
-    return output(logprobs=found.logprobs, entropy=found.entropy)
+    return output(logprobs=scores.logprobs, entropy=scores.entropy)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -80,12 +88,20 @@ def loss_fn(loss_type: str) -> Callable[..., Any]:
             does. In a call: a setting is unknown, out of range or cannot be honoured; ``beta`` is
             not 0 and there are no ``ref_logprobs``.
     """
-    host_aggregation(loss_type, _AGGREGATIONS, "prime-rl")
+    possible = [name for name, loss in LOSSES.items() if loss.aggregation == "window_token_mean"]
+    check_name("loss_type", loss_type, possible)
     return functools.partial(_loss, loss_type)
 
 
 def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
-    config = config_of(loss_type, settings, _REFUSED)
+    for name in _OF_PRIME_RL:
+        if name in settings:
+            raise ValueError(
+                f"{name}: expected none here, it is prime-rl's, got {settings[name]!r}"
+            )
+    # a sum has no aggregation, and this one needs nothing of a batch
+    fixed = {"loss_aggregation": "window_token_mean", "rollout_correction_mode": None}
+    config = LossConfig(loss_type=loss_type, **fixed, **settings)
     mask = inputs.loss_mask
     batch = TokenBatch.from_packed(
         torch.zeros_like(mask, dtype=torch.int64),  # ids, which no loss reads

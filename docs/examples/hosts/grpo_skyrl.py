@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenBatch, VocabShard, linear_logprobs
+from grpo_kernels.integrations.common import summed_loss
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.probe import Host, Probe, Replacement, Use, find
-from grpo_kernels.integrations.sum_losses import config_of, host_aggregation, summed_loss
 from grpo_kernels.integrations.switch import Switch
+from grpo_kernels.losses import LOSSES, check_name
 
 _HOST = Host("skyrl", ("0.3",))
 _REGISTRY = "skyrl.backends.skyrl_train.utils.ppo_utils:PolicyLossRegistry"
@@ -41,7 +42,15 @@ _REDUCTIONS = {
     "fixed_length": "seq_mean_token_sum_norm",
     "prompt_mean": "prompt_mean",
 }
-_REFUSED = {"beta": "SkyRL adds its own KL penalty, trainer.algorithm.use_kl_loss"}
+# settings of LossConfig that SkyRL leaves no room for
+_OF_SKYRL = (
+    "beta",  # use trainer.algorithm.use_kl_loss
+    "temperature",
+    "max_completion_length",
+    "exclude_zero_variance",
+    "entropy_coef",  # a loss gets no entropies
+    "top_entropy_quantile",
+)
 # of their off_policy_correction, those that switch something on
 _CORRECTIONS = (
     "tis_ratio_type",
@@ -112,10 +121,10 @@ def _scored(
     temperature: float = 1.0,
 ) -> Tensor:
     hidden = with_share_of_gradient(hidden.to(weight.dtype), shard)
-    found = linear_logprobs(
+    scores = linear_logprobs(
         hidden, weight, target, temperature=temperature, vocab_shard=shard, outputs=(output,)
     )
-    return getattr(found, output)
+    return getattr(scores, output)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -156,15 +165,27 @@ def register_policy_loss(
             ``rollout_correction_mode`` here).
     """
     _LOSSES.check(any_version)
-    reduction = host_aggregation(loss_type, _REDUCTIONS, "SkyRL", loss_aggregation)
-    config = config_of(loss_type, settings, _REFUSED)
+    check_name("loss_type", loss_type, LOSSES)
+    aggregation = loss_aggregation or LOSSES[loss_type].aggregation
+    check_name("loss_aggregation", aggregation, _REDUCTIONS)
+    for setting in _OF_SKYRL:
+        if setting in settings:
+            raise ValueError(
+                f"{setting}: expected none here, it is SkyRL's, got {settings[setting]!r}"
+            )
+    # a sum has no aggregation, and this one needs nothing of a batch
+    fixed = {"loss_aggregation": "window_token_mean"}
+    settings = {"rollout_correction_mode": None, **settings}
+    config = LossConfig(loss_type=loss_type, **fixed, **settings)
     if not config.surrogate.vanishes_at_zero_advantage:
         raise ValueError(
             "loss_type: expected a loss that is proportional to advantages, which SkyRL scales, "
             f"got {loss_type!r} with a penalty"
         )
     name = f"grpo_kernels.{loss_type}" if name is None else name
-    find(_REGISTRY).register(name, functools.partial(_policy_loss, config, reduction))
+    find(_REGISTRY).register(
+        name, functools.partial(_policy_loss, config, _REDUCTIONS[aggregation])
+    )
     return name
 
 
