@@ -200,6 +200,9 @@ def _undisturbed() -> Iterator[None]:
         nullcontext() if deepspeed is None else patch.object(deepspeed, zero3, None),
         # which accelerate's init_empty_weights replaces
         patch.object(nn.Module, "register_parameter", _REGISTER_PARAMETER),
+        # by which FlopCounterMode sees modules
+        patch.dict(nn.modules.module._global_forward_pre_hooks, clear=True),
+        patch.dict(nn.modules.module._global_forward_hooks, clear=True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of the host's code, on tokens that nobody trains

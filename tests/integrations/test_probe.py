@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import fields, make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels.integrations import liger, probe
 from grpo_kernels.integrations.switch import Switch
@@ -49,75 +53,49 @@ def drop(owner: Any, name: str) -> Change:
     return lambda patch: patch.delattr(owner, name)
 
 
-def signature(function: Any, **changes: Any) -> Any:
-    """Return a function that claims other parameters: another default or name, None to drop it."""
+def like(function: Any, call: Any = None, **changes: Any) -> Any:
+    """Return a function with other parameters: a default, a new name, or None to drop one."""
     parameters = dict(inspect.signature(function).parameters)
     for name, change in changes.items():
-        if change is None:
+        if isinstance(change, str):
+            parameters = {(change if x == name else x): y for x, y in parameters.items()}
+        elif change is None:
             del parameters[name]
-        elif name in parameters and isinstance(change, str):
-            parameters = {
-                (change if known == name else known): x for known, x in parameters.items()
-            }
         else:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters[name] = inspect.Parameter(name, kind, default=change)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return (call or function)(*args, **kwargs)
 
-    named = [x.replace(name=name) for name, x in parameters.items()]
-    changed.__signature__ = inspect.Signature(named)
+    changed.__signature__ = inspect.Signature([x.replace(name=y) for y, x in parameters.items()])
     return changed
 
 
-def reordered(
-    model: Any,
-    outputs: Any = ("log_probs",),
-    temperature: float = 1.0,
-    cast_lm_head_to_fp32: bool = False,
-) -> None: ...
+def larger(function: Any) -> Any:
+    """Return a function that multiplies what it returns, or the first of several, by 1.01."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return (result[0] * 1.01, *result[1:]) if isinstance(result, tuple) else result * 1.01
+
+    return like(function, call)
+
+
+def reordered(model, outputs=("log_probs",), temperature=1.0, cast_lm_head_to_fp32=False): ...
 
 
 def warmer(model: Any, temperature: float = 1.0, *args: Any, **kwargs: Any) -> None:
     ADD(model, temperature * 1.01, *args, **kwargs)
 
 
-warmer.__signature__ = inspect.signature(ADD)
-
-
-@functools.wraps(DIVERGENCE)
-def larger_divergence(*args: Any, **kwargs: Any) -> Any:
-    loss, entropy, count = DIVERGENCE(*args, **kwargs)
-    return loss * 1.01, entropy, count
-
-
-larger_divergence.__signature__ = inspect.signature(DIVERGENCE)
-
-
-@dataclass
-class WithoutTop1:
-    loss: Any = None
-    log_probs: Any = None
-    entropy: Any = None
-    log_sum_sq_probs: Any = None
-    mean_logits: Any = None
-    label_mask: Any = None
-    aux_loss: Any = None
-
-
-@dataclass
-class WithRanks(WithoutTop1):
-    is_top1: Any = None
-    rank: Any = None
-
-
 def fails(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("0 active drivers")
 
 
-fails.__signature__ = inspect.signature(ADD)
-
+FIELDS = [(field.name, Any, None) for field in fields(utils.FusedCausalLMOutput)]
+WITHOUT_TOP1 = [field for field in FIELDS if field[0] != "is_top1"]
+WITH_RANKS = [*FIELDS, ("rank", Any, None)]
 OF_TRL: dict[str, tuple[Change, str]] = {
     "renamed": (drop(utils, "add_fused_lm_head"), r"trl.trainer.utils.add_fused_lm_head: missing"),
     "not imported": (
@@ -129,19 +107,19 @@ OF_TRL: dict[str, tuple[Change, str]] = {
         r"trl.trainer.utils.maybe_gather_lm_head_ctx: missing",
     ),
     "an added parameter": (
-        put(utils, "add_fused_lm_head", signature(ADD, top_k=3)),
+        put(utils, "add_fused_lm_head", like(ADD, top_k=3)),
         r"add_fused_lm_head: new parameter 'top_k=3', which ours does not know",
     ),
     "a removed parameter": (
-        put(utils, "add_fused_lm_head", signature(ADD, outputs=None)),
+        put(utils, "add_fused_lm_head", like(ADD, outputs=None)),
         r"add_fused_lm_head: no parameter 'outputs'",
     ),
     "a renamed parameter": (
-        put(utils, "add_fused_lm_head", signature(ADD, temperature="tau")),
+        put(utils, "add_fused_lm_head", like(ADD, temperature="tau")),
         r"new parameter 'tau=1.0', .*\n.*add_fused_lm_head: no parameter 'temperature'",
     ),
     "another default": (
-        put(utils, "add_fused_lm_head", signature(ADD, temperature=2.0)),
+        put(utils, "add_fused_lm_head", like(ADD, temperature=2.0)),
         r"expected parameter 'temperature=1.0', got 'temperature=2.0'",
     ),
     "another order": (
@@ -149,27 +127,27 @@ OF_TRL: dict[str, tuple[Change, str]] = {
         r"expected parameters in the order of model, temperature, .* got model, outputs",
     ),
     "a parameter of distillation": (
-        put(distillation_trainer, "_chunked_divergence_loss", signature(DIVERGENCE, beta=None)),
+        put(distillation_trainer, "_chunked_divergence_loss", like(DIVERGENCE, beta=None)),
         r"_chunked_divergence_loss: no parameter 'beta'",
     ),
     "an output less": (
-        put(utils, "FusedCausalLMOutput", WithoutTop1),
+        put(utils, "FusedCausalLMOutput", make_dataclass("Less", WITHOUT_TOP1)),
         r"FusedCausalLMOutput: no parameter 'is_top1'",
     ),
     "an output more": (
-        put(utils, "FusedCausalLMOutput", WithRanks),
+        put(utils, "FusedCausalLMOutput", make_dataclass("More", WITH_RANKS)),
         r"FusedCausalLMOutput: new parameter 'rank=None'",
     ),
     "other numbers": (
-        put(utils, "add_fused_lm_head", warmer),
+        put(utils, "add_fused_lm_head", like(ADD, warmer)),
         r"add_fused_lm_head: log_probs differs by 0\.\d+ from ours \(allowed 0.00\d+\)",
     ),
     "other numbers of distillation": (
-        put(distillation_trainer, "_chunked_divergence_loss", larger_divergence),
+        put(distillation_trainer, "_chunked_divergence_loss", larger(DIVERGENCE)),
         r"_chunked_divergence_loss, beta 0.3: gradient of weight differs by",
     ),
     "not on a CPU": (
-        put(utils, "add_fused_lm_head", fails),
+        put(utils, "add_fused_lm_head", like(ADD, fails)),
         r"numbers could not be compared: RuntimeError: 0 active drivers",
     ),
 }
@@ -196,13 +174,19 @@ def check_rejected(switch: Switch, message: str, advice: str) -> None:
 
 
 def test_all_differences_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = signature(ADD, top_k=3, outputs=None)
+    changed = like(ADD, top_k=3, outputs=None)
     monkeypatch.setattr(utils, "add_fused_lm_head", changed)
     monkeypatch.delattr(grpo_trainer, "add_fused_lm_head")
     with pytest.raises(ImportError) as error:
         ours.enable()
     listed = [line for line in str(error.value).splitlines() if line.startswith("  * ")]
     assert len(listed) == 3
+
+
+def test_a_module_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    with pytest.raises(ImportError, match=r"\* trl.trainer.utils.add_fused_lm_head: missing \("):
+        ours.enable()
 
 
 def test_nothing_is_left_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,20 +200,11 @@ def test_nothing_is_left_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ours.SWITCH.on
 
 
-def claim(monkeypatch: pytest.MonkeyPatch, claimed: str) -> None:
-    monkeypatch.setattr(probe, "version", lambda name: claimed)
-
-
 def test_a_newer_trl_that_is_the_same(monkeypatch, caplog) -> None:
     compared = []
-    once = probe.Probe(
-        host=ours.PROBE.host,
-        replacements=ours.PROBE.replacements,
-        uses=ours.PROBE.uses,
-        compare=lambda: compared.append(1) or ours.PROBE.compare(),
-    )
-    switch = Switch(once)
-    claim(monkeypatch, "1.19.0")
+    compare = lambda: compared.append(1) or ours.PROBE.compare()  # noqa: E731
+    switch = Switch(replace(ours.PROBE, compare=compare))
+    monkeypatch.setattr(probe, "version", lambda name: "1.19.0")
     with caplog.at_level(logging.INFO), warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
@@ -240,10 +215,13 @@ def test_a_newer_trl_that_is_the_same(monkeypatch, caplog) -> None:
         len(said) == 1 and "trl 1.19.0 was not tested (tested: 1.16); the probe passed" in said[0]
     )
     assert compared == [1]  # once per version
-    claim(monkeypatch, "1.18.0")
+    monkeypatch.setattr(probe, "version", lambda name: "1.18.0")
     with switch.enabled():
         pass
     assert compared == [1, 1]
+
+
+PROBES = (ours.PROBE, trl_trainer.PROBE, liger.SWITCH.probe)
 
 
 def test_the_probe_leaves_the_state_of_torch_alone() -> None:
@@ -251,7 +229,7 @@ def test_the_probe_leaves_the_state_of_torch_alone() -> None:
     before = torch.random.get_rng_state()
     try:
         with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-            for each in (ours.PROBE, trl_trainer.PROBE, liger.SWITCH.probe):
+            for each in PROBES:
                 each.check()
                 assert torch.get_default_dtype() == torch.float64
             assert not torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
@@ -261,13 +239,36 @@ def test_the_probe_leaves_the_state_of_torch_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+MODES = {
+    "fake tensors": FakeTensorMode,
+    "counted operations": functools.partial(FlopCounterMode, display=False),
+    "empty weights": accelerate.init_empty_weights,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_do_not_disturb_the_numbers(mode: str) -> None:
+    with MODES[mode]():
+        for each in PROBES:
+            each.check()
+
+
+def test_a_compiled_function_may_probe() -> None:
+    def build(x: torch.Tensor) -> torch.Tensor:
+        for each in PROBES:
+            each.check()
+        return x + 1
+
+    torch.compile(build, backend="eager")(torch.ones(2))
+
+
 def test_a_warning_of_a_host_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def warned(*args: Any, **kwargs: Any) -> None:
         warnings.warn("it is going to change", DeprecationWarning, stacklevel=2)
         ADD(*args, **kwargs)
 
-    warned.__signature__ = inspect.signature(ADD)
-    monkeypatch.setattr(utils, "add_fused_lm_head", warned)
+    monkeypatch.setattr(utils, "add_fused_lm_head", like(ADD, warned))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours.PROBE.check()
@@ -286,7 +287,7 @@ def test_the_probe_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = SimpleNamespace(is_zero3=lambda: True)
     known = "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref"
     monkeypatch.setattr(known, lambda: stage)
-    for each in (ours.PROBE, trl_trainer.PROBE, liger.SWITCH.probe):
+    for each in PROBES:
         each.check()
     assert is_deepspeed_zero3_enabled()
 
@@ -301,24 +302,12 @@ def reading(read: Callable[[Any, Any], None]) -> Any:
     return compute
 
 
-def larger_loss(self: Any, model: Any, inputs: Any) -> Any:
-    return COMPUTE_LOSS(self, model, inputs) * 1.01
-
-
 def with_items(self: Any, model: Any, inputs: Any, num_items: Any = None) -> Any:
     return COMPUTE_LOSS(self, model, inputs)
 
 
 class OtherTrainer:
-    """One that has little of TRL's."""
-
     def _compute_loss(self, model: Any, inputs: Any) -> Any: ...
-
-
-@dataclass
-class OtherConfig:
-    beta: float = 0.0
-    loss_type: str = "dapo"
 
 
 LOSS = functools.partial(put, trl.GRPOTrainer, "_compute_loss")
@@ -328,7 +317,10 @@ OF_THE_TRAINER: dict[str, tuple[Change, str]] = {
         put(trl, "GRPOTrainer", OtherTrainer),
         r"trl.GRPOTrainer: no attribute 'use_adaptive_entropy'",
     ),
-    "settings": (put(trl, "GRPOConfig", OtherConfig), r"trl.GRPOConfig: no parameter 'delta'"),
+    "settings": (
+        put(trl, "GRPOConfig", make_dataclass("Config", ["beta", "loss_type"])),
+        r"trl.GRPOConfig: no parameter 'delta'",
+    ),
     "a new setting": (
         LOSS(reading(lambda trainer, inputs: trainer.args.length_penalty)),
         r"numbers could not be compared: AttributeError: .*'length_penalty'",
@@ -341,7 +333,7 @@ OF_THE_TRAINER: dict[str, tuple[Change, str]] = {
         LOSS(reading(lambda trainer, inputs: inputs.get("group_sizes"))),
         r"_compute_loss, dapo: input 'group_sizes', which ours does not know",
     ),
-    "numbers": (LOSS(larger_loss), r"_compute_loss, vespo: loss differs by"),
+    "numbers": (LOSS(larger(COMPUTE_LOSS)), r"_compute_loss, vespo: loss differs by"),
 }
 
 
@@ -367,26 +359,20 @@ def test_a_trainer_of_trl_that_differs(name: str, monkeypatch: pytest.MonkeyPatc
 FORWARD, INIT = Theirs.forward, Theirs.__init__
 
 
-def larger(self: Any, *args: Any, **kwargs: Any) -> Any:
-    loss, metrics = FORWARD(self, *args, **kwargs)
-    return loss * 1.01, metrics
-
-
-larger.__signature__ = inspect.signature(FORWARD)
 OF_LIGER: dict[str, tuple[Change, str]] = {
     "an added parameter": (
-        put(Theirs, "forward", signature(FORWARD, sequence_mask=0)),
+        put(Theirs, "forward", like(FORWARD, sequence_mask=0)),
         r"LigerFusedLinearGRPOLoss.forward: new parameter 'sequence_mask=0'",
     ),
     "a removed setting": (
-        put(Theirs, "__init__", signature(INIT, vespo_k_pos=None)),
+        put(Theirs, "__init__", like(INIT, vespo_k_pos=None)),
         r"LigerFusedLinearGRPOLoss.__init__: no parameter 'vespo_k_pos'",
     ),
     "another default": (
-        put(Theirs, "__init__", signature(INIT, beta=0.0)),
+        put(Theirs, "__init__", like(INIT, beta=0.0)),
         r"__init__: expected parameter 'beta=0.04', got 'beta=0.0'",
     ),
-    "other numbers": (put(Theirs, "forward", larger), r"GRPOLoss, cispo: loss differs by"),
+    "other numbers": (put(Theirs, "forward", larger(FORWARD)), r"GRPOLoss, cispo: loss differs by"),
 }
 
 

@@ -15,7 +15,7 @@ from tests.integrations.hosts import need
 
 need("trl_1_9")
 
-import grpo_kernels.integrations.trl as later_trl
+import grpo_kernels.integrations.trl_head as later_trl
 from grpo_kernels.integrations import lazy_scorers, liger
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run, contract_of, unformed

@@ -61,10 +61,13 @@ def imports(module: str) -> tuple[Import, ...]:
 
 
 def _imports(node: ast.AST, module: str) -> Iterator[Import]:
+    named: list[tuple[str, str | None]]
     if isinstance(node, ast.Import):
         named = [(alias.name, None) for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and not node.level:
         named = [(node.module or "", alias.name) for alias in node.names]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        named = [(x.value, None) for x in node.args if isinstance(x, ast.Constant)]
     else:
         assert not isinstance(node, ast.ImportFrom), f"{module}: imports are absolute"
         return
