@@ -1,7 +1,9 @@
-"""Liger's loss module and ours in its place give the same loss, gradients and metrics."""
+"""Liger's loss modules and ours in their place give the same losses, gradients and metrics."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from tests.integrations.contract import Adapter, assert_alike, contract_of
 from tests.support.tiny_models import tiny_model
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+their_jsd = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDLoss
 B, T, D, V = 3, 7, 8, 61
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -100,22 +103,24 @@ def step(
     return loss, gradients, [float(value) for value in metrics]
 
 
-def reference(given: str | None) -> dict[str, Any]:
-    """Return what the inputs become to have a reference by its scores, its own inputs, or none."""
-    other = make_inputs(1)
-    own = {"ref_input": other["_input"], "ref_weight": other["lin_weight"]}
-    change = {} if given == "ref_per_token_logps" else {"ref_per_token_logps": None}
-    return change | (own | {"ref_bias": other["bias"]} if given == "ref_input" else {})
-
-
+OTHER = make_inputs(1)
+NO_SCORES = {"ref_per_token_logps": None}
+REFERENCE_INPUTS = {
+    "scores": {},
+    "its own inputs": {
+        **NO_SCORES, "ref_input": OTHER["_input"], "ref_weight": OTHER["lin_weight"],
+        "ref_bias": OTHER["bias"],
+    },
+    "none": NO_SCORES,
+}  # fmt: skip
 REFERENCES = {
-    f"{more}, {given}, {used}": {
-        "use_ref_model": used, "change": reference(given), "temperature": 0.9, **more,
+    f"reference by {name}, used {used}, {more}": {
+        "use_ref_model": used, "change": change, "temperature": 0.9, **more,
     }
     for more in ({}, {"use_bias_correction_kl": True})
-    for given in ("ref_per_token_logps", "ref_input", None)
+    for name, change in REFERENCE_INPUTS.items()
     for used in (True, False)
-    if given or not used  # an error, theirs and ours
+    if name != "none" or not used  # an error, theirs and ours
 }  # fmt: skip
 WRONG: dict[str, dict[str, Any]] = {
     "loss_type: expected one of": {"loss_type": "ppo"},
@@ -143,8 +148,8 @@ def instead_of_theirs(family: str, adapter: bool = False) -> None:
     instead_of(theirs(), model)
 
 
-def enabled_too_late() -> None:
-    module = theirs(compiled=False)
+def enabled_too_late(kind: Any) -> None:
+    module = kind(compiled=False)
     try:
         liger.enable()
     finally:
@@ -164,12 +169,17 @@ test_inputs = contract_of(
         }
         | REFERENCES,
         switch=liger.SWITCH,
-        refused={message: partial(step, True, **given) for message, given in WRONG.items()}
+        refused={message: partial(step, True, **more) for message, more in WRONG.items()}
         | {
             "model: expected logits without .* softcap 5.0": partial(instead_of_theirs, "gemma2"),
             "model: expected logits without .* scale 0.25": partial(instead_of_theirs, "cohere"),
             "model: expected lm_head without an adapter": partial(instead_of_theirs, "qwen2", True),
-            "expected no LigerFusedLinearGRPOLoss of Liger's yet": enabled_too_late,
+            "expected no LigerFusedLinearGRPOLoss of Liger's yet": partial(
+                enabled_too_late, theirs
+            ),
+            "expected no LigerFusedLinearJSDLoss of Liger's yet": partial(
+                enabled_too_late, their_jsd
+            ),
         },
     )
 )
@@ -213,3 +223,104 @@ def test_with_the_settings_of_theirs(loss_type: str) -> None:
     assert instead_of(made, model) is made
     plain = liger.LigerFusedLinearGRPOLoss(**settings)
     assert (made.config, made.use_ref_model) == (plain.config, plain.use_ref_model)
+
+
+STUDENT = ("student_input", "student_weight", "student_bias")
+BETAS = {"kl": 0, "reverse kl": 1, "jsd": 0.5, "near kl": 0.1}
+JSD_INPUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "sequences": {"tokens": (3, 7)},
+    "one token": {"tokens": (1,), "counted": 1.0},
+    "no tokens": {"counted": 0.0},
+    "another label is ignored": {"ignore_index": 7},
+    "a padded teacher": {"teacher_rows": 64},
+    "a padded teacher, no bias": {"teacher_rows": 64, "bias": False},
+}
+JSD_SETTINGS: dict[str, dict[str, Any]] = {
+    "as trainers call it": {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "temperature": 0.7},
+    "both": {"weight_hard_loss": 0.3, "temperature": 2.0},
+    "parts": {"return_soft_hard_loss": True, "temperature": 0.6},
+    "parts, soft": {"return_soft_hard_loss": True, "weight_hard_loss": 0.0},
+}
+
+
+def jsd_inputs(
+    tokens: tuple[int, ...] = (21,),
+    bias: bool = True,
+    teacher_rows: int = 61,
+    ignore_index: int = -100,
+    counted: float = 0.7,
+) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:  # exact in 16 bits
+        return torch.randn(*shape, generator=g).bfloat16().float()
+
+    labels = torch.randint(0, 61, tokens, generator=g)
+    ignored = torch.rand(tokens, generator=g) >= counted
+    return {
+        "student_input": normal(*tokens, 8),
+        "student_weight": normal(61, 8) * 0.5,
+        "student_bias": normal(61) if bias else None,
+        "teacher_input": normal(*tokens, 12),
+        "teacher_weight": normal(teacher_rows, 12) * 0.5,
+        "teacher_bias": normal(teacher_rows) if bias else None,
+        "true_labels": labels.masked_fill(ignored, ignore_index),
+    }
+
+
+def jsd_step(
+    with_ours: bool,
+    inputs: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
+    **settings: Any,
+) -> list[Tensor]:
+    """Take the loss, its parts if it has them, and its gradients."""
+    made = {
+        name: value.to(dtype) if value is not None and value.is_floating_point() else value
+        for name, value in jsd_inputs(**JSD_INPUTS[inputs]).items()
+    }
+    # the teacher's parameters need a gradient as well where nobody has frozen them
+    made["teacher_weight"].requires_grad_()
+    leaves = [made[name].requires_grad_() for name in STUDENT if made[name] is not None]
+    if "ignore_index" in JSD_INPUTS[inputs]:
+        settings["ignore_index"] = JSD_INPUTS[inputs]["ignore_index"]
+    kind = liger.LigerFusedLinearJSDLoss if with_ours else their_jsd
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = kind(compiled=False, **settings)(**made)
+    parts = result if isinstance(result, tuple) else (result,)
+    return [x.detach() for x in (*parts, *torch.autograd.grad(3 * parts[0], leaves))]
+
+
+def jsd_cases() -> dict[str, dict[str, Any]]:
+    """Return all settings of the plain inputs; others meet each beta and each setting once."""
+    cases = {}
+    for (i, inputs), (j, kind) in itertools.product(enumerate(JSD_INPUTS), enumerate(BETAS)):
+        for k, name in enumerate(JSD_SETTINGS):
+            if inputs == "plain" or k == (i + j) % len(JSD_SETTINGS):
+                more = {"beta": BETAS[kind], **JSD_SETTINGS[name]}
+                cases[f"{inputs}, {kind}, {name}"] = {"inputs": inputs, **more}
+    return cases
+
+
+JSD = Adapter(
+    package="liger_kernel",
+    step=jsd_step,
+    settings=jsd_cases(),
+    default={"dtype": torch.bfloat16},
+    fp32_only=[name for name in jsd_cases() if not name.startswith("plain")],
+    refused={
+        "beta: expected a number in": partial(jsd_step, True, beta=1.5),
+        "temperature: expected a finite number > 0": partial(jsd_step, True, temperature=0.0),
+        "teacher_head: expected the student's vocabulary": lambda: liger.LigerFusedLinearJSDLoss()(
+            **jsd_inputs(teacher_rows=60)
+        ),
+    },
+)
+PLAIN = {name: settings for name, settings in JSD.settings.items() if name.startswith("plain")}
+test_jsd = contract_of(JSD)
+test_jsd_under_autocast = contract_of(
+    replace(JSD, settings=PLAIN, default={"autocast": True}, refused={})
+)
