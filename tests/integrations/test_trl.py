@@ -18,7 +18,8 @@ import trl
 from grpo_kernels.integrations import lazy_scorers
 from grpo_kernels.integrations import trl as ours
 from grpo_kernels.integrations.probe import differences
-from tests.integrations import contract, trl_async, trl_sharded
+from grpo_kernels.integrations.trl_head import _TRAINERS
+from tests.integrations import contract, trl_sharded
 from tests.integrations import trl_training as training
 from tests.integrations.contract import Adapter, Run
 from tests.parity.canned import tiny_model
@@ -37,7 +38,7 @@ def fused_step(with_ours: bool, make: Callable[..., Any] = training.grpo, **more
 
 def async_step(with_ours: bool, bf16: bool = False) -> Run:
     with ours.enabled() if with_ours else nullcontext():
-        return trl_async.train(bf16)
+        return training.train_async(bf16)
 
 
 PAIRS = {"chosen": training.texts(40), "rejected": training.texts(90)}
@@ -96,8 +97,10 @@ THRESHOLDS += ["vLLM, token_truncate", "vLLM, sequence_mask"]
 
 def records() -> dict[str, Adapter]:
     head = Adapter(
-        package="trl", step=step, settings=TRAINERS, default=training.DEFAULT, switch=ours.SWITCH
-    )
+        package="trl", step=step, settings=TRAINERS, default=training.DEFAULT, switch=ours.SWITCH,
+        # "dpo, weighted" reads more; test_trl_distillation has all betas in 16 bits
+        fp32_only=["dpo", "distillation, beta 0.0", "distillation, beta 1.0"],
+    )  # fmt: skip
     fused = Adapter(
         package="trl", step=fused_step, settings=FUSED, default=training.DEFAULT,
         fp32_only=THRESHOLDS,
@@ -134,13 +137,15 @@ def check_adapter_on_head() -> None:
 
     lora = LoraConfig(target_modules=["lm_head", "q_proj"], r=3, init_lora_weights=False)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        training.build(training.grpo, peft=lora)
+        training.build(training.grpo, more={"peft_config": lora})
     for trainer in (trl.GRPOTrainer, ours.FusedGRPOTrainer):
         with ours.enabled():
-            built = training.build(training.grpo, trainer=trainer, peft=lora, **training.DEFAULT)
+            built = training.build(
+                training.grpo, trainer=trainer, more={"peft_config": lora}, **training.DEFAULT
+            )
             built.train()  # on completions of its own
     with ours.enabled():
-        model = training.build(training.grpo, peft=lora).model
+        model = training.build(training.grpo, more={"peft_config": lora}).model
     ids = torch.randint(2, 190, (3, 7), generator=torch.Generator().manual_seed(0))
     trained = [x for x in model.parameters() if x.requires_grad]
     logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
@@ -166,15 +171,15 @@ def check_refused() -> None:
         add = trl.trainer.utils.add_fused_lm_head
         add(added)
         for message, call in {
-            "expected plain LoRA without dropout": partial(make, peft=dropout),
+            "expected plain LoRA without dropout": partial(make, more={"peft_config": dropout}),
             "cast_lm_head_to_fp32: expected False with an adapt": partial(
-                make, peft=plain, cast_lm_head_to_fp32=True
+                make, more={"peft_config": plain}, cast_lm_head_to_fp32=True
             ),
             r"outputs: expected some of .*got \['logits'\]": partial(
                 add, tiny_model(), outputs=("logits",)
             ),
-            "for trl alone, got one that lazy_scorers has changed": partial(add, changed),
-            "for lazy_scorers alone, got one that trl has changed": partial(
+            "that only trl changes, got one that lazy_scorers has changed": partial(add, changed),
+            "that only lazy_scorers changes, got one that trl has changed": partial(
                 lazy_scorers.defer_logits, added
             ),
         }.items():
@@ -201,7 +206,7 @@ def test_zero() -> None:
 
 
 def test_it_works_without_peft(monkeypatch):
-    modules = [import_module(f"trl.trainer.{name}_trainer") for name in ours._TRAINERS]
+    modules = [import_module(f"trl.trainer.{name}_trainer") for name in _TRAINERS]
     for module in modules:  # which import it where PEFT is there
         monkeypatch.delattr(module, "BaseTunerLayer")
     differences.cache_clear()

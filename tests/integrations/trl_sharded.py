@@ -24,70 +24,69 @@ def cases() -> dict[str, Callable[[], None]]:
     return {
         "norm and head": check_fsdp,
         "distillation": check_distillation,
-        "distillation, heads alone": partial(check_distillation, alone=True),
+        "distillation, separate heads": partial(check_distillation, separate=True),
     }
-
-
-def check_fsdp() -> None:
-    """Compare all weights, after steps, with one process's that has all sequences."""
-    expected, model = fused_model(), fused_model()
-    train(expected, partial(one_process_loss, expected))
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard([model.model.norm, model.lm_head])
-    fully_shard(model)
-    train(model, partial(own_loss, model))
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(
-            weight.full_tensor(), expected.state_dict()[name], rtol=0, atol=2e-6, msg=name
-        )
-
-
-def check_distillation(alone: bool = False) -> None:
-    """Compare weights as before, of a student whose teacher is sharded, too."""
-    expected, (model, teacher) = tiny_model(), (tiny_model(), other_model())
-    train(expected, partial(one_process_divergence, expected))
-    for sharded in (model, teacher):
-        for layer in [*sharded.model.layers, *([sharded.lm_head] if alone else [])]:
-            fully_shard(layer)
-        fully_shard(sharded)
-    train(model, partial(divergence, model, model, teacher))
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(
-            weight.full_tensor(), expected.state_dict()[name], rtol=0, atol=2e-6, msg=name
-        )
 
 
 def zero_cases() -> dict[str, Callable[[], None]]:
     return {"ZeRO-3": check_zero, "ZeRO-3, distillation": check_zero_distillation}
 
 
+def check_fsdp() -> None:
+    """Compare all weights, after steps, with one process's that has all sequences."""
+    expected, model = fused_model(), fused_model()
+    train(expected, mean_over_ranks(partial(score_loss, expected)))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard([model.model.norm, model.lm_head])
+    fully_shard(model)
+    train(model, partial(score_loss, model))
+    compare_weights(model, expected)
+
+
+def check_distillation(separate: bool = False) -> None:
+    """Compare weights as before, of a student whose teacher is sharded, too."""
+    expected, model, teacher = tiny_model(), tiny_model(), other_model()
+    train(expected, mean_over_ranks(partial(divergence, expected, expected, other_model())))
+    for sharded in (model, teacher):
+        for layer in [*sharded.model.layers, *([sharded.lm_head] if separate else [])]:
+            fully_shard(layer)
+        fully_shard(sharded)
+    train(model, partial(divergence, model, model, teacher))
+    compare_weights(model, expected)
+
+
+def compare_weights(model: Any, expected: Any) -> None:
+    weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+    torch.testing.assert_close(weights, dict(expected.state_dict()), rtol=0, atol=2e-6)
+
+
 def check_zero() -> None:
     """Compare all gradients in each step, as DeepSpeed gives them, with one process's."""
     expected, model = fused_model(), fused_model()
     engine = zero_engine(model)
-    compare_gradients(
-        engine, expected, partial(own_loss, engine), partial(one_process_loss, expected)
-    )
+    right = mean_over_ranks(partial(score_loss, expected))
+    compare_gradients(engine, expected, partial(score_loss, engine), right)
 
 
 def check_zero_distillation() -> None:
     """Compare gradients as before, of a student whose teacher is partitioned, too."""
     expected, model, teacher = tiny_model(), tiny_model(), other_model()
+    right = mean_over_ranks(partial(divergence, expected, expected, other_model()))
     engine = zero_engine(model)
-    of_teacher = zero_engine(teacher, trained=False)
+    engine_of_teacher = zero_engine(teacher, trained=False)
 
     def own(step: int) -> Tensor:
         on = HfDeepSpeedConfig(ZERO)  # as TRL asks for it, while this object is there
         assert on.is_zero3()
-        return divergence(engine, model, of_teacher, step)
+        return divergence(engine, model, engine_of_teacher, step)
 
-    def alone(step: int) -> Tensor:
+    def right_without_zero3(step: int) -> Tensor:
         unset_hf_deepspeed_config()  # one of an earlier case may still be there
-        return one_process_divergence(expected, step)
+        return right(step)
 
-    compare_gradients(engine, expected, own, alone)
-    of_teacher.destroy()
+    compare_gradients(engine, expected, own, right_without_zero3)
+    engine_of_teacher.destroy()
 
 
 ZERO: dict[str, Any] = {
@@ -137,18 +136,23 @@ def train(model: Any, loss_of: Callable[[int], Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def own_loss(model: Any, step: int, rank: int | None = None) -> Tensor:
-    """Return the loss of a rank's sequences."""
+def mean_over_ranks(loss_of: Callable[..., Tensor]) -> Callable[[int], Tensor]:
+    """Return a step's loss on one process that has the sequences of all ranks."""
+    ranks = range(dist.get_world_size())
+    return lambda step: torch.stack([loss_of(step, rank) for rank in ranks]).mean()
+
+
+def sequences(step: int, rank: int | None) -> Tensor:
     g = torch.Generator().manual_seed(10 * step + (dist.get_rank() if rank is None else rank))
-    ids = torch.randint(2, VOCABULARY, (3, 8), generator=g)
+    return torch.randint(2, VOCABULARY, (3, 8), generator=g)
+
+
+def score_loss(model: Any, step: int, rank: int | None = None) -> Tensor:
+    """Return the loss of a rank's sequences."""
+    ids = sequences(step, rank)
     labels = ids.masked_fill(torch.arange(8) < torch.tensor([[1], [4], [6]]), -100)
-    found = model(input_ids=ids, labels=labels, fused_lm_head=True, use_cache=False)
-    return (found.log_probs.sin() + 0.1 * found.entropy * found.label_mask).mean()
-
-
-def one_process_loss(model: Any, step: int) -> Tensor:
-    ranks = dist.get_world_size()
-    return torch.stack([own_loss(model, step, rank) for rank in range(ranks)]).mean()
+    output = model(input_ids=ids, labels=labels, fused_lm_head=True, use_cache=False)
+    return (output.log_probs.sin() + 0.1 * output.entropy * output.label_mask).mean()
 
 
 def other_model() -> Any:
@@ -163,8 +167,7 @@ def divergence(
     wrapped: Any, model: Any, teacher: Any, step: int, rank: int | None = None
 ) -> Tensor:
     """Return a rank's loss as TRL's trainer has it: within the forwards of what wraps models."""
-    g = torch.Generator().manual_seed(10 * step + (dist.get_rank() if rank is None else rank))
-    ids = torch.randint(2, VOCABULARY, (3, 8), generator=g)
+    ids = sequences(step, rank)
     mask = torch.arange(8) < torch.tensor([[8], [4], [6]])
 
     def hidden(model: Any) -> Tensor:
@@ -178,8 +181,3 @@ def divergence(
         return ours.chunked_divergence_loss(hidden(model), of_teacher, *heads, mask, 0.3)
 
     return _ForwardRedirection()(wrapped, model, loss_of, model)[0]
-
-
-def one_process_divergence(model: Any, step: int) -> Tensor:
-    teacher, ranks = other_model(), range(dist.get_world_size())
-    return torch.stack([divergence(model, model, teacher, step, rank) for rank in ranks]).mean()

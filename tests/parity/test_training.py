@@ -1,4 +1,4 @@
-"""Ten steps of TRL's GRPOTrainer and of ours: the same logs, and the same weights.
+"""Some steps of TRL's GRPOTrainer and of ours: the same logs, and the same weights.
 
 Model, data, seed and completions are the same; every name that TRL logs is compared. A table in
 docs/guides/from-trl-trainer.md says what differs on purpose.
@@ -6,47 +6,36 @@ docs/guides/from-trl-trainer.md says what differs on purpose.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
-from datasets import Dataset
-from transformers import PreTrainedModel, Qwen2ForCausalLM, Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from tests.parity.canned import tiny_model, tiny_tokenizer
+from tests.integrations import trl_training as training
+from tests.integrations.contract import Run, assert_same_run
+from tests.parity.canned import tiny_tokenizer
 from tests.parity.test_losses import OPTIONS
 from tests.parity.trl_driver import TRL_NAMES
 from tests.support.trainer import CannedEngine, lengths_reward, parameters
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS = 6
 PROMPTS = ["w5 w6", "w9", "w40 w3 w8", "w77 w12", "w101", "w6 w6 w150", "w33", "w2 w190"]
 SETTINGS: dict[str, Any] = dict(
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    report_to="none",
-    disable_tqdm=True,
-    save_strategy="no",
     max_steps=STEPS,
-    logging_steps=1,
     per_device_train_batch_size=8,
-    num_generations=4,
+    gradient_accumulation_steps=1,
     num_iterations=2,  # the second step of each generation is off-policy, so ratios clip
     max_completion_length=4,
     mask_truncated_completions=True,
     temperature=0.8,
     shuffle_dataset=False,
     beta=0.1,
-    # a step is a multiple of the gradient: what differs between the two is not amplified
-    optim="sgd",
     learning_rate=0.2,
 )
 CLIPS = {"epsilon": 0.02}
@@ -83,14 +72,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "adaptive entropy": {
         "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 4.45,
         "entropy_coef_delta": 0.01, "entropy_coef_min": 0.005, "entropy_coef_max": 0.025,
-        "top_entropy_quantile": 0.5,
+        "top_entropy_quantile": 0.5, "max_steps": 10,
     },
     # the reference is the model without it
     "adapter": {"peft_config": dict(
         r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
     )},
 }  # fmt: skip
-NEVER_ALIKE = {"step_time"}
 OVER_A_WINDOW = {
     "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean",
     "clip_ratio/high_max", "clip_ratio/region_mean",
@@ -116,23 +104,12 @@ UNTESTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)  # TRL loads its reference model from there
-    return Qwen2ForCausalLM.from_pretrained(folder, dtype="float32")
-
-
-def rollout(prompts: list[str], trainer: Trainer) -> dict[str, Any]:
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """Give TRL the completions that our engine has."""
     tokenizer = tiny_tokenizer()
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     completions = CannedEngine(tokenizer).generate(ids).token_ids
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
-
-
-TRL = (trl.GRPOTrainer, trl.GRPOConfig, {"rollout_func": rollout})
-OURS = (GRPOTrainer, GRPOConfig, {"rollout_engine": CannedEngine()})
 
 
 def first_token(completion_ids: list[list[int]], **_: object) -> list[float | None]:
@@ -141,23 +118,24 @@ def first_token(completion_ids: list[list[int]], **_: object) -> list[float | No
     return [None if ids[0] % 6 == 0 else ids[0] % 7 / 8 for ids in completion_ids]
 
 
-def make(
-    whose: tuple[type[Trainer], type[TrainingArguments], dict[str, Any]],
-    model: PreTrainedModel,
-    folder: Path,
-    settings: dict[str, Any],
-) -> Trainer:
-    kind, config_kind, completions = whose
+def build(ours: bool, settings: dict[str, Any]) -> Any:
     settings = SETTINGS | settings
-    adapter = settings.pop("peft_config", None)
-    trainer = kind(
-        copy.deepcopy(model),
+    more: dict[str, Any] = {"rollout_func": rollout}
+    if ours:
+        more = {"rollout_engine": CannedEngine()}
+        # ours keeps groups together where prompts are shared; TRL's shuffles their completions
+        if {"steps_per_generation", "generation_batch_size"} & settings.keys():
+            settings["packing"] = "padded"
+    if adapter := settings.pop("peft_config", None):
+        more["peft_config"] = pytest.importorskip("peft").LoraConfig(**adapter)
+    trainer = training.build(
+        training.grpo,
+        trainer=GRPOTrainer if ours else trl.GRPOTrainer,
+        config=GRPOConfig if ours else trl.GRPOConfig,
         reward_funcs=[lengths_reward, first_token],
-        args=config_kind(output_dir=str(folder), **settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=tiny_tokenizer(),
-        peft_config=None if adapter is None else pytest.importorskip("peft").LoraConfig(**adapter),
-        **completions,
+        prompts=PROMPTS,
+        more=more,
+        **settings,
     )
     start_at_same_adapter(trainer.model)
     return trainer
@@ -174,32 +152,31 @@ def start_at_same_adapter(model: torch.nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", TRAININGS)
-def test_the_same_logs_and_weights(model: PreTrainedModel, tmp_path: Path, option: str) -> None:
+def test_the_same_logs_and_weights(option: str) -> None:
     settings = TRAININGS[option]
-    starts, ends, logs = [], [], []
-    for whose in (TRL, OURS):
-        # ours keeps groups together where prompts are shared; TRL's shuffles their completions
-        several = {"steps_per_generation", "generation_batch_size"} & settings.keys()
-        own = {"packing": "padded"} if several and whose is OURS else {}
-        trainer = make(whose, model, tmp_path, settings | own)
+    starts, runs = [], []
+    for ours in (False, True):
+        trainer = build(ours, settings)
         starts.append(parameters(trainer.model))
-        trainer.train()
-        ends.append(parameters(trainer.model))
-        logs.append([row for row in trainer.state.log_history if "loss" in row])
-    assert len(logs[0]) == len(logs[1]) == STEPS
-    apart = NEVER_ALIKE | (OVER_A_WINDOW if "steps_per_generation" in settings else set())
-    for expected, got in zip(*logs, strict=True):
-        for name in expected.keys() - apart:
-            assert name in got, f"step {expected['step']}: no {name}"
-            close = math.isclose(got[name], expected[name], rel_tol=1e-4, abs_tol=1e-5)
-            both = f"{got[name]}, TRL logged {expected[name]}"
-            assert close, f"step {expected['step']}: {name} is {both}"
+        runs.append(training.run(trainer))
+    theirs, own = runs
+    apart = OVER_A_WINDOW if "steps_per_generation" in settings else set()
+    logs = [[row for row in run.log if "loss" in row] for run in runs]
+    assert len(logs[0]) == len(logs[1]) == (SETTINGS | settings)["max_steps"]
+    theirs_log = [{n: float(x) for n, x in row.items() if n not in apart} for row in logs[0]]
+    pairs = zip(logs[1], theirs_log, strict=True)
+    own_log = [{n: float(row[n]) for n in each} for row, each in pairs]
     first = logs[1][0]
     assert {"loss", "grad_norm", "reward", "rewards/lengths_reward/mean", "entropy"} <= set(first)
     assert ("kl" in first) == ((SETTINGS | settings)["beta"] > 0)
-    moved = (ends[0] - starts[0]).abs().max().item()
+    moved = (parameters(trainer.model) - starts[1]).abs().max().item()
     assert moved > 1e-4 and torch.equal(*starts)
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-3 * moved)
+    assert_same_run(
+        Run(own_log, own.weights),
+        Run(theirs_log, theirs.weights),
+        atol=1e-5,
+        weights_atol=1e-3 * moved,
+    )
 
 
 def test_every_common_field_is_compared_or_excused() -> None:
@@ -209,7 +186,9 @@ def test_every_common_field_is_compared_or_excused() -> None:
         for kind in (TrainingArguments, trl.GRPOConfig, GRPOConfig)
     )
     options = {name for case in OPTIONS.values() for name in case.settings}
-    compared = {TRL_NAMES.get(name, name) for name in options}.union(SETTINGS, *TRAININGS.values())
+    compared = {TRL_NAMES.get(name, name) for name in options}.union(
+        training.COMMON, training.ROLLOUTS, SETTINGS, *TRAININGS.values()
+    )
     excused = {name for names in UNTESTED.values() for name in names.split()}
     assert not compared & excused
     assert theirs & ours - inherited - compared == excused

@@ -11,18 +11,18 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 from trl.trainer.utils import split_tensor_dict
 
 from grpo_kernels import LossConfig
 from grpo_kernels.losses.surrogates import Clip
-from tests.parity.canned import SEQUENCES, Rollouts, make_rollouts, tiny_model, tiny_tokenizer
+from tests.integrations import trl_training as training
+from tests.parity.canned import SEQUENCES, Rollouts, make_rollouts
 
 assert trl.__version__.startswith("1.16"), f"written for TRL 1.16, found {trl.__version__}"
 
@@ -48,13 +48,12 @@ class Trl:
     whatever the model is; everything else is TRL's code in either precision.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._rollouts = make_rollouts()
         self._reported: dict[int, list[list[float | None]]] = {}  # by id of the rollouts
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rollout_func is experimental, and TRL says so
-            self.trainer = self._build(folder)
+        self._generated: dict[Any, tuple[Inputs, dict[str, float]]] = {}
+        self.trainer = self._build()
         self.model = self.trainer.model
         if dtype == torch.float64:
             self.trainer._get_per_token_logps_and_entropies = types.MethodType(
@@ -64,35 +63,23 @@ class Trl:
         self.rollout_state = _moved(reference, 0.03, seed=1)
         self.current_state = _moved(self.rollout_state, 0.03, seed=2)
 
-    def _build(self, folder: Path) -> trl.GRPOTrainer:
-        model = tiny_model()
-        model.save_pretrained(folder)  # TRL loads its reference model from there
-        model = Qwen2ForCausalLM.from_pretrained(folder, dtype=self.dtype)
-        args = trl.GRPOConfig(
-            output_dir=str(folder / "out"),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
+    def _build(self) -> trl.GRPOTrainer:
+        return training.build(
+            training.grpo,
+            dtype=self.dtype,
+            reward_funcs=lambda completions, **_: list(self._rollouts.rewards),
+            prompts=["w2"] * SEQUENCES,
+            more={"rollout_func": self._rollout},
             per_device_train_batch_size=SEQUENCES // STEPS_PER_GENERATION,
             per_device_eval_batch_size=SEQUENCES,
             gradient_accumulation_steps=STEPS_PER_GENERATION,
             steps_per_generation=STEPS_PER_GENERATION,
             num_generations=2,
             num_iterations=2,  # the second one is off-policy, so TRL keeps old log-probabilities
-            beta=0.1,
             temperature=TEMPERATURE,
             max_completion_length=MAX_COMPLETION_LENGTH,
             mask_truncated_completions=True,
             scale_rewards="none",
-        )
-        return trl.GRPOTrainer(
-            model,
-            reward_funcs=lambda completions, **_: list(self._rollouts.rewards),
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["w2"] * SEQUENCES}),
-            processing_class=tiny_tokenizer(),
-            rollout_func=self._rollout,
         )
 
     def place(self, window: tuple[int, int] = ONE_WINDOW, processes: int = 1) -> None:
@@ -107,7 +94,21 @@ class Trl:
     def generate(
         self, config: LossConfig, rollouts: Rollouts, *, on_policy: bool, training: bool
     ) -> tuple[Inputs, dict[str, float]]:
-        """Return the generation batch that TRL makes of ``rollouts``, and the metrics it logs."""
+        """Return the generation batch that TRL makes of ``rollouts``, and the metrics it logs.
+
+        It is made once for settings that TRL does not tell apart here.
+        """
+        read = ("mode", "min", "max")
+        corrections = [getattr(config, f"rollout_correction_{name}") for name in read]
+        key = (id(rollouts), on_policy, training, config.beta != 0, *corrections)
+        if key not in self._generated:
+            self._generated[key] = self._generate(config, rollouts, on_policy, training)
+        batch, logged = self._generated[key]
+        return dict(batch), logged
+
+    def _generate(
+        self, config: LossConfig, rollouts: Rollouts, on_policy: bool, training: bool
+    ) -> tuple[Inputs, dict[str, float]]:
         trainer, self._rollouts = self.trainer, rollouts
         self.place()
         with self._at(self.rollout_state), self._configured(config), self._mode(training) as mode:
