@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from grpo_kernels import FusedHead
 from grpo_kernels.hf import TOKEN_WISE_MLPS
-from grpo_kernels.integrations import trl as our_trl
+from grpo_kernels.integrations import trl_head as our_trl
 from grpo_trainer import cli
 from grpo_trainer.cli.train import parse
 from grpo_trainer.demo.policy import write_policy

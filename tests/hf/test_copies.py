@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_kernels.hf import add_fused_head
-from grpo_kernels.integrations import trl
+from grpo_kernels.integrations import trl_head as trl
 from tests.hf.test_families import logprobs_fn
 from tests.parity.accelerate_state import accelerate_state
 from tests.support.tiny_models import tiny_model, tokens

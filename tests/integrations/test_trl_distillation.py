@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations import trl as ours
+from grpo_kernels.integrations import trl_head as ours
 from grpo_kernels.testing import assert_as_exact_as
 
 module = pytest.importorskip("trl.trainer.distillation_trainer")
