@@ -114,6 +114,12 @@ def test_no_circle(package: str) -> None:
     assert circles(module_graph(package)) == []
 
 
+def test_what_is_imported_by_a_call_counts() -> None:
+    """So that a circle cannot hide in one."""
+    below = module_graph("grpo_kernels")["grpo_kernels.backends.packing"]
+    assert "grpo_kernels.backends.triton" in below
+
+
 def test_every_room_exists() -> None:
     named = {*ROOMS, *TOP, *(below for known in ROOMS.values() for below in known)}
     assert named <= {room(module) for module in modules()}
