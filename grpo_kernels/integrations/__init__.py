@@ -1,3 +1,3 @@
-"""Our ops in other trainers: a module per host, which is not imported before it is enabled."""
+"""Our ops in other trainers: a module per host."""
 
 from grpo_kernels.integrations.switch import HOSTS

@@ -1,4 +1,4 @@
-"""Trainers that score logits by functions of their own, made to take logits that are not formed."""
+"""Lets trainers that score logits by their own functions pass logits that are not formed."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Let it return logits again; with the last model of a host, its scorers are put back."""
+    """Let the head return logits again; the last model of a host puts its scorers back."""
     if are_deferred(model):
         head = model.get_output_embeddings()
         release(model)
@@ -346,7 +346,7 @@ def disable(model: PreTrainedModel) -> None:
 
 @contextmanager
 def enabled(model: PreTrainedModel, host: str, *, any_version: bool = False) -> Iterator[None]:
-    """Have it so within a ``with``; one that is so already stays so."""
+    """Enable within a ``with``; a model that is enabled already stays so."""
     before = model in _MODELS.get(host, ())
     enable(model, host, any_version=any_version)
     with ExitStack() as after:

@@ -1,4 +1,4 @@
-"""Heads of Megatron: the vocabulary in equal shares over ranks."""
+"""Megatron's heads: each rank has an equal share of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grpo_kernels.ranks import process_group
 def vocab_shard_of(
     weight: Tensor, tp_group: Any, start: int | None = None, end: int | None = None
 ) -> VocabShard | None:
-    """Return which ids the rows of a weight (V / n, D) are; None if one rank holds all.
+    """Return which ids the rows of a weight (V / n, D) belong to; None if one rank has all.
 
-    The n ranks of ``tp_group`` have as many each, so that none has to be asked. Where the host says
-    ``start`` and ``end``, others are a ValueError, as is a group of other ranks.
+    Each of the n ranks of ``tp_group`` has the same number of rows. If the host's ``start`` or
+    ``end`` differs from that, or this rank is not in the group, a ValueError is raised.
     """
     group = process_group("tp_group", tp_group)
     rank, size, rows = dist.get_rank(group), dist.get_world_size(group), weight.shape[0]
@@ -38,5 +38,5 @@ def vocab_shard_of(
 
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return ``x``, whose gradient is this rank's share of the whole, for hosts that sum shares."""
+    """Return ``x`` with a gradient that is this rank's share, for hosts that sum over ranks."""
     return x if shard is None else DividedGradient.apply(x, shard.size)

@@ -1,4 +1,4 @@
-"""Puts ours in the place of a host's functions while it is on, and theirs back again."""
+"""Replaces functions of a host by ours, and puts theirs back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from grpo_kernels.integrations.probe import LOCK, Host, Probe, Replacement, find, missing
 
-# by adapter; of those that score logits which are not formed, by host
+# by adapter, and for lazy_scorers by host
 HOSTS = {
     "trl": Host("trl", ("1.16",)),
     "verl": Host("verl", ("0.9",)),
@@ -38,12 +38,12 @@ _OURS: list[Any] = []  # what is in place, of all switches
 
 
 class Switch:
-    """Some attributes of a host that are ours while it is on."""
+    """Replaces some attributes of a host by ours while it is on."""
 
     def __init__(
         self,
         probe: Probe,
-        too_late: Callable[[], str] = str,  # says what was built already that keeps theirs
+        too_late: Callable[[], str] = str,  # says what exists already that keeps theirs
     ) -> None:
         self.probe, self._too_late = probe, too_late
         self._places: list[_Place] = []  # where ours are
@@ -54,12 +54,12 @@ class Switch:
         return bool(self._places)
 
     def enable(self, *, any_version: bool = False) -> None:
-        """Put ours in place, for all that is built from here on. Doing it twice is harmless.
+        """Put ours in place, for everything that is built afterwards. Doing it twice is harmless.
 
         Raises:
-            ImportError: as :meth:`Probe.check`. With ``any_version`` what the host does not have is
-                left out, and one that has nothing of it is an error.
-            ValueError: it is too late, or another switch has put something there.
+            ImportError: as :meth:`Probe.check`. With ``any_version`` what the host lacks is left
+                out; a host that lacks everything is an error.
+            ValueError: it is too late, or another switch has replaced the same.
         """
         with LOCK:
             self._put_ours(any_version, self._too_late)
@@ -93,7 +93,7 @@ class Switch:
             _put(place, place.theirs, place.ours)
 
     def disable(self) -> None:
-        """Put theirs back; raise ValueError where somebody else has replaced ours meanwhile."""
+        """Put theirs back; raise ValueError if somebody else has replaced ours."""
         with LOCK:
             for place in self._places:
                 present = getattr(place.owner, place.name)
@@ -109,9 +109,9 @@ class Switch:
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:
-        """Have ours in place within a ``with``, in threads until the last one ends.
+        """Enable within a ``with``; with several threads until the last one leaves.
 
-        One that is on already stays on.
+        A switch that is on already stays on.
         """
         with LOCK:
             keeps_on = not self.on or self._blocks > 0
@@ -127,7 +127,7 @@ class Switch:
 
 
 def claim(model: Any, adapter: str) -> None:
-    """Note that an adapter changes a model; raise ValueError where another one has changed it."""
+    """Note that an adapter changes a model; raise ValueError if another one has changed it."""
     first = vars(model).setdefault("_grpo_adapter", adapter)
     if first != adapter:
         raise ValueError(
@@ -137,7 +137,7 @@ def claim(model: Any, adapter: str) -> None:
 
 
 def release(model: Any) -> None:
-    """Take back :func:`claim`, by the adapter that has undone its changes."""
+    """Undo :func:`claim`, after the adapter has undone its changes."""
     del vars(model)["_grpo_adapter"]
 
 
