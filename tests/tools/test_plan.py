@@ -337,7 +337,7 @@ def test_heads_of_models(capsys, tmp_path) -> None:
 
 
 def test_the_body_of_a_dense_model_counts(capsys, tmp_path) -> None:
-    """As the tables of docs/guides/limited-vram.md do: ``benchmarks/tests/test_vram.py``."""
+    """As the tables of docs/guides/limited-vram.md do: ``test_vram.py``."""
     sizes = {"hidden_size": 64, "vocab_size": 1000, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     memory = ("--gpu-memory", "1GiB", "--dtype", "bf16")

@@ -15,8 +15,7 @@ import yaml
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.results import ROOT
-from benchmarks.vram import (
+from docs.tables.vram import (
     POLICIES,
     RECIPES,
     lines,
@@ -38,7 +37,7 @@ from grpo_trainer import GRPOConfig
 from grpo_trainer.cli.arguments import RunArguments
 from grpo_trainer.cli.train import build_trainer, parse
 from grpo_trainer.demo.policy import make_tokenizer
-from tests.support.documents import blocks, python_block, section
+from tests.support.documents import ROOT, blocks, python_block, section
 from tests.tools.test_plan import LiveBytes
 
 GUIDE = (ROOT / "docs/guides/limited-vram.md").read_text()

@@ -1,4 +1,4 @@
-"""What fits into a GPU, by ``grpo-kernels plan``: the blocks of docs/guides/limited-vram.md."""
+"""What fits into a GPU, by ``grpo-kernels plan``: the blocks of ../guides/limited-vram.md."""
 
 from __future__ import annotations
 
