@@ -19,7 +19,7 @@ _OF_OTHERS = 0.2
 
 
 def _counted(*arguments: str) -> list[dict[str, Any]]:
-    words = "-W", "ignore", "-m", "tests.emulated.work", *arguments
+    words = "-W", "ignore", "-m", "benchmarks.executed", *arguments
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("TINYGRAD")]))
     said = execute(*words, limit=1800.0, PYTHONPATH=paths, PYTHONDONTWRITEBYTECODE="1")
     return json.loads(said.splitlines()[-1])
