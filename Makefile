@@ -115,7 +115,7 @@ bench: $(VENV)/.dev
 # generation and weight updates by engine, with real vLLM: the part of bench that needs it
 bench-vllm: $(VENV)/.dev
 	tests/vllm/install.sh .venv-vllm $(PYTHON)
-	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet pandas pytest-benchmark tabulate
 	PYTHONPATH=. .venv-vllm/bin/python -m pytest benchmarks/test_rollouts.py --benchmark-only --full \
 		--results benchmarks/results; status=$$?; $(BIN)/python -m benchmarks.report --documents; exit $$status
 
@@ -128,7 +128,7 @@ bench-real: $(VENV)/.dev
 		--benchmark-only --full --results benchmarks/results
 	tests/vllm/install.sh .venv-vllm $(PYTHON)
 	@.ci/install_real.sh .venv-vllm-real .venv-vllm/bin/python
-	.venv-vllm-real/bin/python -m pip --disable-pip-version-check install --quiet pytest-benchmark
+	.venv-vllm-real/bin/python -m pip --disable-pip-version-check install --quiet pandas pytest-benchmark tabulate
 	PYTHONPATH=. .venv-vllm-real/bin/python -m pytest benchmarks/test_curves.py benchmarks/test_mismatch.py \
 		-k "vllm or mismatch" --benchmark-only --full --results benchmarks/results
 	$(BIN)/python -m benchmarks.report --documents

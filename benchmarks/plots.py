@@ -1,4 +1,7 @@
-"""Pictures of a device's results: time and memory over T, and errors. Needs matplotlib."""
+"""Pictures of a device's results: time, memory and errors, and of a pretrained model's runs.
+
+They need matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from pandas import Series
 
 from benchmarks import text
 from benchmarks.providers import PROVIDERS
@@ -19,6 +23,7 @@ from benchmarks.providers.base import is_ours
 from benchmarks.results import Group, Row
 from benchmarks.shapes import WORKS
 from benchmarks.tables import BARE, QUOTED, competes, in_order
+from benchmarks.test_accuracy import BANDS
 
 _WORK = "dapo"  # the one that is drawn
 _OUTPUTS = ("loss", "dhidden", "dweight")
@@ -33,6 +38,23 @@ _STYLE = {
     "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 8, "savefig.dpi": 100,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 6.5, "legend.framealpha": 0.5,
 }  # fmt: skip
+_SMOOTHED = 5  # steps
+_PANELS = {
+    "whole model": {"ours": "grpo_trainer", "trl": "TRL", "trl-our-head": "TRL with our head"},
+    "LoRA": {"ours-lora": "grpo_trainer", "trl-lora": "TRL"},
+    "vLLM in bf16": {"ours-vllm": "corrected", "ours-vllm-uncorrected": "not corrected"},
+}
+_HEADS = {
+    "vllm, eager": "trainer in bf16, logits rounded",
+    "vllm, ours": "trainer in bf16, our head",
+    "vllm, fp32": "trainer in fp32",
+}
+_OURS, _THEIRS, _BOTH = "#0050d8", "#d1620a", "#2a9d57"
+# equal curves are all visible: a dashed line lies on a solid one, a dotted line on both
+_LINES = {
+    "grpo_trainer": (_OURS, "-"), "TRL": (_THEIRS, "--"), "TRL with our head": (_BOTH, ":"),
+    "corrected": (_OURS, "-"), "not corrected": (_THEIRS, "--"),
+}  # fmt: skip
 
 
 def save_plots(groups: Sequence[Group], folder: Path) -> None:
@@ -43,11 +65,21 @@ def save_plots(groups: Sequence[Group], folder: Path) -> None:
             if figure := draw(wanted) if wanted else None:
                 where = wanted[0].environment["device"]
                 figure.suptitle(f"{title}: {WORKS[_WORK].title} ({where})")
-                # without the version and the date the same results give the same file
-                figure.savefig(folder / f"{name}.png", metadata={"Software": None})
-                plt.close(figure)
-            else:
-                (folder / f"{name}.png").unlink(missing_ok=True)
+            _save(figure, folder / f"{name}.png")
+    for name, (_, draw) in PICTURES.items():
+        with plt.rc_context({"savefig.dpi": 110}):
+            if figure := draw(groups):
+                figure.tight_layout()
+            _save(figure, folder / f"{name}.png")
+
+
+def _save(figure: Any, path: Path) -> None:
+    if not figure:
+        path.unlink(missing_ok=True)
+        return
+    # without the version and the date the same results give the same file
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _over_tokens(
@@ -132,6 +164,66 @@ def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     return plt.subplots(rows, columns, figsize=size, squeeze=False)
 
 
+def _rewards(groups: Sequence[Group]) -> Any:
+    """Draw a line for each seed."""
+    runs = [group for group in groups if group.benchmark == "curves"]
+    curves = {
+        title: {label: _curves(runs, name) for name, label in names.items()}
+        for title, names in _PANELS.items()
+    }
+    panels = {title: found for title, found in curves.items() if any(found.values())}
+    if not panels:
+        return None
+    size = 4.6 * len(panels), 3.2
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
+    for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
+        for label, seeds in found.items():
+            color, style = _LINES[label]
+            for number, rewards in enumerate(seeds):
+                name = "_" if number else f"{label}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+                steps = range(1, 1 + len(rewards))
+                axis.plot(steps, rewards, style, color=color, label=name)  # _: not in the legend
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[0][0].set_ylabel(f"reward, mean of {_SMOOTHED} steps")
+    return figure
+
+
+def _curves(groups: Sequence[Group], name: str) -> list[Series]:
+    """Return the smoothed rewards of a trainer, by seed; at both ends over fewer steps."""
+    rows = [row for group in groups for row in group.rows if row.provider == name and row.runs]
+    rewards = [Series(row.info["rewards"]) for row in rows]
+    return [x.rolling(_SMOOTHED, center=True, min_periods=1).mean() for x in rewards]
+
+
+def _mismatch(groups: Sequence[Group]) -> Any:
+    """Draw mean and 99th percentile of the difference by probability, for each head."""
+    rows = [row for group in groups if group.benchmark == "mismatch" for row in group.rows]
+    found = {
+        label: row.info["by_probability"]
+        for name, label in _HEADS.items()
+        for row in rows
+        if row.runs and row.provider == name
+    }
+    if not found:
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.2), squeeze=False)
+    for axis, place, title in zip(axes[0], (0, 1), ("mean", "99th percentile"), strict=True):
+        for number, (label, bands) in enumerate(found.items()):
+            names = [band for band in BANDS if band in bands]
+            places = [index + 0.28 * (number - 1) for index in range(len(names))]
+            heights = [bands[band][place] for band in names]
+            axis.bar(places, heights, 0.26, label=label, color=(_THEIRS, _OURS, _BOTH)[number])
+            axis.set_xticks(range(len(names)), names)
+        axis.set_title(f"|log p of vLLM - log p of the trainer|, {title}", fontsize=10, loc="left")
+        axis.set_ylabel("nats")
+        axis.grid(alpha=0.3, axis="y")
+        axis.legend(fontsize=8)
+    return figure
+
+
 # what a picture shows, and what draws it
 PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
     "time": (
@@ -143,4 +235,8 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
         partial(_over_tokens, "MiB", lambda _, row: _mib(row)),
     ),
     "accuracy": ("Errors by output and provider, shorter is better", _accuracy),
+}
+PICTURES: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
+    "rewards": ("Reward of SmolLM2-135M-Instruct over optimizer steps, by trainer", _rewards),
+    "mismatch": ("Difference of log-probabilities between vLLM and the trainer", _mismatch),
 }

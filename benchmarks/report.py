@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from benchmarks import figure, tables, text
 from benchmarks.asynchronous import WAYS as WAYS_AHEAD
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
-from benchmarks.results import RESULTS, ROOT, Group, Row, load
+from benchmarks.results import RESULTS, ROOT, Group, load
 from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.test_optimizers import WAYS
@@ -82,7 +82,7 @@ def headline(kind: str, work: str, model: str, tokens: int) -> str:
     ]
     if not found:
         return NOT_MEASURED
-    shown = text.markdown(tables.lines(found, tables.LAYOUTS["heads"]))
+    shown = text.markdown(tables.frame(found, tables.LAYOUTS["heads"]))
     return f"{tables.caption(found)}\n\n{shown}"
 
 
@@ -144,95 +144,83 @@ def sparse_step(kind: str) -> str:
 
 def optimizers(kind: str) -> str:
     """Write what whole runs with exact and sparse gradients reach, the mean over their seeds."""
-    runs: dict[str, list[Row]] = {}
-    groups = [group for group in newest(kind)[1] if group.benchmark == "optimizers"]
-    for group in sorted(groups, key=lambda group: group.facts["seed"]):
-        for row in group.rows:
-            if row.runs:
-                runs.setdefault(row.provider, []).append(row)
+    groups, runs = _runs(kind, "optimizers")
     if not runs:
         return NOT_MEASURED
-    changes = "change of frequent rows", "of rare rows"
-    table = [["", "gradients", "held-out reward", "of each seed", "entropy", *changes]]
-    for way in WAYS:
-        infos = [row.info for row in runs.get(way, ())]
-        if not infos:
-            continue
+    lines = []
+    for way, infos in ((way, runs[way]) for way in WAYS if way in runs):
         rewards = [info["held_out"][-1] for info in infos]
-        table.append([
-            way.split("-")[0],
-            runs[way][0].note,
-            f"{fmean(rewards):.3f}",
-            ", ".join(f"{reward:.3f}" for reward in rewards),
-            f"{fmean(fmean(info['entropies'][-5:]) for info in infos):.2f}",
-            text.error(fmean(info["frequent_rows"] for info in infos)),
-            text.error(fmean(info["rare_rows"] for info in infos)),
-        ])  # fmt: skip
-    before = fmean(row.info["held_out"][0] for rows in runs.values() for row in rows)
+        lines.append({
+            "": way.split("-")[0],
+            "gradients": WAYS[way].note,
+            "held-out reward": f"{fmean(rewards):.3f}",
+            "of each seed": text.thousandths(rewards),
+            "entropy": f"{fmean(fmean(info['entropies'][-5:]) for info in infos):.2f}",
+            "change of frequent rows": text.error(fmean(x["frequent_rows"] for x in infos)),
+            "of rare rows": text.error(fmean(info["rare_rows"] for info in infos)),
+        })  # fmt: skip
+    before = fmean(info["held_out"][0] for infos in runs.values() for info in infos)
     caption = f"{tables.caption(groups)} The held-out reward was {before:.3f} before."
-    return f"{caption}\n\n{text.markdown(table)}"
+    return f"{caption}\n\n{text.markdown(lines)}"
 
 
 def states(kind: str) -> str:
     """Write what whole runs with fewer bits of weights and states reach, over their seeds."""
-    groups = [group for group in newest(kind)[1] if group.benchmark == "states"]
-    runs = _rows_of(groups)
-    updates = _rows_of(group for group in newest(kind)[1] if group.benchmark == "updates")
+    groups, runs = _runs(kind, "states")
+    _, updates = _runs(kind, "updates")
     if not runs:
         return NOT_MEASURED
-    titles = "mean reward", f"of the last {LAST} steps", "held out", "small updates kept"
-    table = [["", *titles]]
+    lines = []
     for name in (name for name in STATES if name in runs):
-        infos = [row.info for row in runs[name]]
-        rewards = [info["rewards"] for info in infos]
-        values = (
-            [fmean(of_run) for of_run in rewards],
-            [fmean(of_run[-LAST:]) for of_run in rewards],
-            [info["held_out"][-1] for info in infos],
-        )
-        shares = [row.info["kept"] for row in updates.get(name, ())]
-        kept = f"{fmean(shares):.2f}" if shares else NOT_MEASURED
-        table.append([STATES[name].note, *map(text.mean_and_spread, values), kept])
-    one = groups[0]
-    seeds = len({group.facts["seed"] for group in groups})
+        rewards = [info["rewards"] for info in runs[name]]
+        shares = [info["kept"] for info in updates.get(name, ())]
+        ends = [fmean(of_run[-LAST:]) for of_run in rewards]
+        lines.append({
+            "": STATES[name].note,
+            "mean reward": text.mean_and_spread([*map(fmean, rewards)]),
+            f"of the last {LAST} steps": text.mean_and_spread(ends),
+            "held out": text.mean_and_spread([info["held_out"][-1] for info in runs[name]]),
+            "small updates kept": f"{fmean(shares):.2f}" if shares else NOT_MEASURED,
+        })  # fmt: skip
+    one, seeds = groups[0], len({group.facts["seed"] for group in groups})
     caption = f"{one.about}, {seeds} seeds: the mean and its spread; {one.where}; {one.source}."
-    return f"{caption}\n\n{text.markdown(table)}"
+    return f"{caption}\n\n{text.markdown(lines)}"
 
 
 def asynchronous(kind: str) -> str:
     """Write what batches ahead of training save and cost, over the seeds of their runs."""
-    groups = [group for group in newest(kind)[1] if group.benchmark == "asynchronous"]
-    runs = _rows_of(groups)
+    groups, runs = _runs(kind, "asynchronous")
     if not runs:
         return NOT_MEASURED
-    base = [fmean(row.seconds) for row in runs["0-ahead"]]
-    titles = "seconds per step", "of none ahead", "age of tokens", "oldest", "tokens left out"
-    table = [["", *titles, f"reward of the last {LAST} steps", "of each seed"]]
-    for name, rows in runs.items():
-        infos = [row.info for row in rows]
-        seconds = [fmean(row.seconds) for row in rows]
+    base, lines = [info["seconds"] for info in runs["0-ahead"]], []
+    for name, infos in runs.items():
+        seconds = [info["seconds"] for info in infos]
+        ratios = [own / other for own, other in zip(seconds, base, strict=True)]
         rewards = [fmean(info["rewards"][-LAST:]) for info in infos]
-        table.append([
-            WAYS_AHEAD[name].note,
-            text.spread(seconds),
-            text.spread([own / other for own, other in zip(seconds, base, strict=True)]),
-            f"{fmean(info['staleness'] for info in infos):.2f}",
-            str(max(info["oldest"] for info in infos)),
-            text.percent(fmean(info["left_out"] for info in infos)),
-            f"{fmean(rewards):.3f}",
-            ", ".join(f"{reward:.3f}" for reward in rewards),
-        ])  # fmt: skip
+        lines.append({
+            "": WAYS_AHEAD[name].note,
+            "seconds per step": text.spread(seconds),
+            "of none ahead": text.spread(ratios),
+            "age of tokens": f"{fmean(info['staleness'] for info in infos):.2f}",
+            "oldest": str(max(info["oldest"] for info in infos)),
+            "tokens left out": text.percent(fmean(info["left_out"] for info in infos)),
+            f"reward of the last {LAST} steps": f"{fmean(rewards):.3f}",
+            "of each seed": text.thousandths(rewards),
+        })  # fmt: skip
     one = groups[0]
     caption = f"{one.about}. {len(groups)} seeds; {one.where}; {one.source}."
-    return f"{caption}\n\n{text.markdown(table)}"
+    return f"{caption}\n\n{text.markdown(lines)}"
 
 
-def _rows_of(groups: Iterable[Group]) -> dict[str, list[Row]]:
-    """Return the rows that were measured, by provider."""
-    runs: dict[str, list[Row]] = {}
-    for row in (row for group in groups for row in group.rows if row.runs):
-        runs.setdefault(row.provider, []).append(row)
-    return runs
+def _runs(kind: str, benchmark: str) -> tuple[list[Group], dict[str, list[dict[str, Any]]]]:
+    """Return a benchmark's groups, and what its runs logged by provider, in the order of seeds."""
+    groups = [group for group in newest(kind)[1] if group.benchmark == benchmark]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for group in sorted(groups, key=lambda group: group.facts["seed"]):
+        for row in filter(lambda row: row.runs, group.rows):
+            seconds = fmean(row.seconds) if row.seconds else 0.0
+            runs.setdefault(row.provider, []).append(row.info | {"seconds": seconds})
+    return groups, runs
 
 
 def plots(kind: str, folder: str) -> str:
@@ -247,7 +235,7 @@ def plots(kind: str, folder: str) -> str:
 
 def picture(name: str, kind: str, folder: str) -> str:
     """Link to a picture of a pretrained model, of the newest device of a kind."""
-    from benchmarks.real_plots import PICTURES
+    from benchmarks.plots import PICTURES
 
     slug, _ = newest(kind)
     there = (RESULTS / slug / f"{name}.png").exists()
@@ -314,11 +302,15 @@ _stored = cache(load)
 
 
 def models() -> str:
-    table = [["", "hidden", "vocabulary", "softcap"]]
-    for x in MODELS.values():
-        softcap = f"{x.softcap:g}" if x.softcap else ""
-        table.append([f"`{x.name}`", str(x.hidden), str(x.vocabulary), softcap])
-    return text.markdown(table)
+    return text.markdown([
+        {
+            "": f"`{model.name}`",
+            "hidden": str(model.hidden),
+            "vocabulary": str(model.vocabulary),
+            "softcap": f"{model.softcap:g}" if model.softcap else "",
+        }
+        for model in MODELS.values()
+    ])  # fmt: skip
 
 
 def works() -> str:
@@ -367,13 +359,11 @@ def main() -> None:
     draws = importlib.util.find_spec("matplotlib") is not None
     if draws:
         from benchmarks.plots import save_plots
-        from benchmarks.real_plots import save_pictures
     else:
         print("matplotlib is not installed: no plots are drawn, the old ones stay")
     for slug, groups in load(folder).items():
         if draws:
             save_plots(groups, folder / slug)
-            save_pictures(groups, folder / slug)
         (folder / slug / "report.md").write_text(report(groups))
         print(f"{folder / slug}: {len(groups)} cases of {len({x.source for x in groups})} runs")
         print(tables.cases([group for group in groups if group.benchmark == "heads"][:_PRINTED]))

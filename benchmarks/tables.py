@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from pandas import DataFrame, Series, concat
 
 from benchmarks import text
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import RESULTS, Group, Row
 from benchmarks.shapes import DTYPES, INPUTS, MODELS, WORKS
-from benchmarks.text import Lines
 
 BARE = "bare-gemms"
 QUOTED = ("ours", "ours-input")  # ours with exact logits, and with logits rounded as baselines do
@@ -87,7 +86,7 @@ def _is_queued(provider: str) -> bool:
 
 
 def show(
-    benchmark: str, groups: Sequence[Group], write: Callable[[Lines], str] = text.markdown
+    benchmark: str, groups: Sequence[Group], write: Callable[[DataFrame], str] = text.markdown
 ) -> str:
     """Show the groups of one benchmark; below each table who is not in it, and why."""
     layout = LAYOUTS[benchmark]
@@ -97,39 +96,34 @@ def show(
         tables.setdefault("" if layout.together else json.dumps(facts), []).append(group)
     parts = []
     for found in tables.values():
-        parts += [caption(found), write(lines(found, layout)), missing(found)]
+        parts += [caption(found), write(frame(found, layout)), missing(found)]
     return "\n\n".join(filter(None, parts))
 
 
-def lines(groups: Sequence[Group], layout: Layout) -> Lines:
-    """Write a line for each work and provider; each dtype has its columns."""
+def frame(groups: Sequence[Group], layout: Layout) -> DataFrame:
+    """Return a line for each work and provider; each dtype has its columns."""
     found: dict[str, dict[tuple[str, str], tuple[Group, Row]]] = {}  # by dtype and place
-    first: dict[tuple[str, str], tuple[Group, Row]] = {}
     for group in groups:
-        of_dtype = found.setdefault(group.facts["dtype"], {})
         for row in filter(lambda row: row.shown, group.rows):
             place = row.info.get("work", ""), row.provider
-            of_dtype[place] = group, row
-            first.setdefault(place, (group, row))
-    places = sorted(first, key=lambda place: _rank(*first[place])) if layout.contest else [*first]
-    works = [work for work, _ in places]
-    columns = [
-        ["", *("" if before == work else work for before, work in pairwise(["", *works]))],
-        ["", *(provider for _, provider in places)],
-        ["", *(first[place][1].note if layout.notes else "" for place in places)],
-    ]
-    columns = [column for column in columns if any(column)]
+            found.setdefault(group.facts["dtype"], {})[place] = group, row
+    first = {place: pair for each in reversed([*found.values()]) for place, pair in each.items()}
+    places = [*dict.fromkeys(place for each in found.values() for place in each)]
+    if layout.contest:
+        places.sort(key=lambda place: _rank(*first[place]))
+    head = DataFrame(places, columns=["work", "provider"])
+    head["work"] = head["work"].mask(head["work"] == head["work"].shift(), "")
+    head["note"] = [first[place][1].note * layout.notes for place in places]
+    parts = [head.set_axis([""] * 3, axis=1)]
     for dtype, each in found.items():
+        cells = DataFrame(_cells(*each[x], layout) if x in each else {} for x in places).fillna("")
+        cells = cells[sorted(cells, key="errors".__eq__)]  # they are last
+        if layout.contest:
+            counts = [competes(name) for _, name in places]
+            cells = cells.apply(text.bold_least, counts=counts)
         prefix = f"{dtype}: " if len(found) > 1 else ""
-        cells = [_cells(*each[place], layout) if place in each else {} for place in places]
-        titles = dict.fromkeys(title for of_row in cells for title in of_row)
-        for title in sorted(titles, key="errors".__eq__):  # they are last
-            written = [of_row.get(title, "") for of_row in cells]
-            if layout.contest:
-                written = text.bold_least(written, [competes(name) for _, name in places])
-            columns.append([prefix + title, *written])
-            prefix = ""
-    return [list(line) for line in zip(*columns, strict=True)]
+        parts.append(cells.rename(columns={cells.columns[0]: prefix + cells.columns[0]}))
+    return concat(parts, axis=1)
 
 
 def _rank(group: Group, row: Row) -> tuple[int, float]:
@@ -176,7 +170,7 @@ def caption(groups: Sequence[Group]) -> str:
         shape += f", softcap {facts['softcap']:g}"
     dtypes = {group.facts["dtype"] for group in groups}
     said = [
-        WORKS[facts["work"]].title if facts.get("work") in WORKS else "",
+        WORKS[facts["work"]].title if facts.get("work") in WORKS else facts.get("work", ""),
         facts.get("kernel", ""),
         facts["model"] + (f" ({shape})" if shape else ""),
         f"T = {facts['tokens']}" if facts["tokens"] else "",
@@ -192,17 +186,13 @@ def caption(groups: Sequence[Group]) -> str:
 def missing(groups: Sequence[Group]) -> str:
     """Say who is not in a table, by reason; and who is wrong."""
     everywhere = {group.facts["dtype"] for group in groups}
+    rows = DataFrame([{"dtype": x.facts["dtype"], **vars(row)} for x in groups for row in x.rows])
     parts = []
     for title, state in {"Not here": "absent", "Not able": "unable", "Wrong": "wrong"}.items():
-        reasons: dict[str, dict[str, set[str]]] = {}  # to providers, to dtypes
-        for group in groups:
-            for row in group.rows:
-                if row.state == state:
-                    who = reasons.setdefault(row.reason, {}).setdefault(row.provider, set())
-                    who.add(group.facts["dtype"])
         listed = []
-        for why, who in reasons.items():
-            names = (n if x == everywhere else f"{n} in {min(x)}" for n, x in who.items())
+        for why, who in rows[rows["state"] == state].groupby("reason", sort=False):
+            dtypes = who.groupby("provider", sort=False)["dtype"].agg(set)
+            names = (n if x == everywhere else f"{n} in {min(x)}" for n, x in dtypes.items())
             listed.append(f"{', '.join(names)} ({why})")
         parts += [f"{title}: {'; '.join(listed)}."] if listed else []
     return " ".join(parts)
@@ -224,30 +214,64 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
     return sorted(groups, key=place)
 
 
+def _heads(groups: Iterable[Group]) -> DataFrame:
+    """Return a line for each case of the heads and each provider that a table has."""
+
+    def extra_ratio(group: Group, row: Row) -> float | None:
+        ours = group["ours"].extra_bytes if group["ours"] else None
+        return row.extra_bytes / ours if row.extra_bytes is not None and (ours or 0) > 0 else None
+
+    return DataFrame([
+        {
+            **{name: group.facts[name] for name in ("work", "model", "tokens", "dtype")},
+            "case": number,
+            "provider": row.provider,
+            "runs": row.runs,
+            "seconds": row.median,
+            "x bare": group.ratio(row, BARE),
+            "x ours": group.ratio(row, "ours"),
+            "x ours-input": group.ratio(row, "ours-input"),
+            "extra": row.extra_bytes,
+            "extra memory x ours": extra_ratio(group, row),
+            "value error": row.worst("loss", "logprobs", "entropy"),
+            "gradient error": row.worst("dhidden", "dweight"),
+            "same bits: again": row.info.get("repeatable"),
+            "in another batch": row.info.get("batch_invariant"),
+        }
+        for number, group in enumerate(in_order(x for x in groups if x.benchmark == "heads"))
+        for row in group.rows
+        if row.shown
+    ])  # fmt: skip
+
+
 def cases(groups: Sequence[Group]) -> str:
     """Show a line per case of the heads: ours and the best baseline, in time and in memory."""
+    rows = _heads(groups)
+    if rows.empty:
+        return ""
     header = [
         "work", "model", "T", "dtype", "bare",
         "x bare: ours", "ours-input", "fastest baseline",
         "extra MiB: ours", "ours-input", "leanest baseline",
     ]  # fmt: skip
-    found = in_order(group for group in groups if group.benchmark == "heads")
-    return text.markdown([header, *map(_case, found)]) if found else ""
+    lines = [_case(case) for _, case in rows.groupby("case", sort=False)]
+    return text.markdown(DataFrame(lines, columns=header))
 
 
-def _case(group: Group) -> list[str]:
-    bare = group[BARE]
-    cells = [str(group.facts[name]) for name in ("work", "model", "tokens", "dtype")]
-    cells.append(text.duration(bare.median if bare else None))
-    for value, write in ((_ratio(BARE), text.ratio), (lambda _, row: row.extra_bytes, text.mib)):
-        sizes = {x.provider: value(group, x) for x in group.rows if x.runs}
-        others = {
-            n: x for n, x in sizes.items() if x is not None and competes(n) and not is_ours(n)
-        }
-        best = min(others, key=lambda name: others[name], default="")
-        values = [*(sizes.get(provider) for provider in QUOTED), others.get(best)]
-        *ours, other = text.bold_least([write(x) for x in values])
-        wrong = [x is not None and not x.runs for x in map(group.__getitem__, QUOTED)]
+def _case(rows: DataFrame) -> list[str]:
+    rows = rows.set_index("provider")
+    one, measured = rows.iloc[0], rows[rows["runs"]]
+    cells = [str(one[name]) for name in ("work", "model", "tokens", "dtype")]
+    cells.append(text.duration(measured["seconds"].get(BARE)))
+    baselines = [name for name in measured.index if competes(name) and not is_ours(name)]
+    for column, write in (("x bare", text.ratio), ("extra", text.mib)):
+        known = measured[column].dropna()
+        others = known[known.index.isin(baselines)]
+        best = others.idxmin() if len(others) else ""
+        *ours, other = text.bold_least([
+            write(known.get(name)) for name in (*QUOTED, best)
+        ])  # fmt: skip
+        wrong = [name in rows.index and not rows["runs"][name] for name in QUOTED]
         cells += ["FAILED" if bad else cell for bad, cell in zip(wrong, ours, strict=True)]
         cells.append(f"{other} {best}".strip())
     return cells
@@ -255,70 +279,44 @@ def _case(group: Group) -> list[str]:
 
 def standings(groups: Sequence[Group]) -> str:
     """Show a line for each provider, over all of its cases of a dtype."""
-    parts = []
-    for dtype in DTYPES:
-        of_dtype = [x for x in groups if x.benchmark == "heads" and x.facts["dtype"] == dtype]
-        if of_dtype:
-            parts += [f"{dtype}, {len(of_dtype)} cases:", text.markdown(_standings(of_dtype))]
+    rows, parts = _heads(groups), []
+    for dtype in DTYPES if len(rows) else ():
+        if len(of_dtype := rows[rows["dtype"] == dtype]):
+            parts += [f"{dtype}, {of_dtype['case'].nunique()} cases:"]
+            parts += [text.markdown(_standings(of_dtype))]
     return "\n\n".join(parts)
 
 
-def _standings(groups: Sequence[Group]) -> Lines:
-    pairs: dict[str, list[tuple[Group, Row]]] = {}  # by provider
-    for group in groups:
-        for row in filter(lambda row: row.shown, group.rows):
-            pairs.setdefault(row.provider, []).append((group, row))
-
-    def place(name: str) -> tuple[int, float]:
-        ratios = [group.ratio(row, BARE) for group, row in pairs[name]]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return _place(name), statistics.median(known or [math.inf])
-
-    table = [["", *_STANDINGS]]
-    for name in sorted(pairs, key=place):
-        table.append([name])
-        for value, write in _STANDINGS.values():
-            found = (value(*pair) for pair in pairs[name])
-            table[-1].append(write([x for x in found if x is not None]))
-    return table
+def _standings(rows: DataFrame) -> DataFrame:
+    by_provider = rows.groupby("provider", sort=False)
+    ratios = by_provider["x bare"].median().fillna(math.inf)
+    found = by_provider.agg(
+        cases=("seconds", lambda x: str(x.count())),
+        **{name: (name, _write_spread) for name in ("x bare", "x ours", "x ours-input")},
+        **{"extra memory x ours": ("extra memory x ours", _write_spread)},
+        **{name: (name, _write_worst) for name in ("value error", "gradient error")},
+        **{name: (name, _write_always) for name in ("same bits: again", "in another batch")},
+        failed=("runs", lambda x: str((~x).sum() or "")),
+    )
+    order = sorted(found.index, key=lambda name: (_place(name), ratios[name]))
+    return found.loc[order].rename_axis("").reset_index()
 
 
-def _ratio(base: str) -> Callable[[Group, Row], float | None]:
-    return lambda group, row: group.ratio(row, base)
+def _write_spread(values: Series) -> str:
+    return text.spread([*values.dropna()])
 
 
-def _extra_ratio(group: Group, row: Row) -> float | None:
-    ours = group["ours"]
-    if row.extra_bytes is None or ours is None or not ours.extra_bytes or ours.extra_bytes < 0:
-        return None
-    return row.extra_bytes / ours.extra_bytes
+def _write_worst(errors: Series) -> str:
+    return text.error(max(errors.dropna(), default=None))
 
 
-def _always(values: Sequence[bool]) -> str:
+def _write_always(values: Series) -> str:
     """Write whether it holds in all cases that know."""
-    failed = values.count(False)
-    if 0 < failed < len(values):
+    known = [*values.dropna()]
+    failed = known.count(False)
+    if 0 < failed < len(known):
         return f"all but {failed}"
-    return "no" if failed else "yes" * any(values)
-
-
-def _worst(*outputs: str) -> tuple[Callable[[Group, Row], Any], Callable[[list], str]]:
-    return lambda group, row: row.worst(*outputs), lambda x: text.error(max(x, default=None))
-
-
-# what is found in each case of a provider, and how all of that is written
-_STANDINGS: dict[str, tuple[Callable[[Group, Row], Any], Callable[[list], str]]] = {
-    "cases": (lambda group, row: row.median, lambda x: str(len(x))),
-    "x bare": (_ratio(BARE), text.spread),
-    "x ours": (_ratio("ours"), text.spread),
-    "x ours-input": (_ratio("ours-input"), text.spread),
-    "extra memory x ours": (_extra_ratio, text.spread),
-    "value error": _worst("loss", "logprobs", "entropy"),
-    "gradient error": _worst("dhidden", "dweight"),
-    "same bits: again": (lambda group, row: row.info.get("repeatable"), _always),
-    "in another batch": (lambda group, row: row.info.get("batch_invariant"), _always),
-    "failed": (lambda group, row: None if row.runs else True, lambda x: str(len(x) or "")),
-}
+    return "no" if failed else "yes" * any(known)
 
 
 EXECUTED = RESULTS / "executed.json"
@@ -333,24 +331,24 @@ def executed(path: Path = EXECUTED) -> str:
     keys = ("provider", "with", "dtype", "kernel", "target")
     sass = {tuple(x[key] for key in keys): x for x in found["compiled"]}
     kinds = ("matrix", "vector", "transcendental", "shared", "scalar", "wait")
-    moved = ("loads and stores", "bytes read", "written")
-    table = [["kernel", "logits", *kinds, *moved, *TARGETS, "registers"]]
     order = list(dict.fromkeys(x["with"] for x in found["executed"]))
+    rows = []
     for x in sorted(found["executed"], key=lambda x: (order.index(x["with"]), x["dtype"])):
         for work in x["work"]:
             count = work["instructions"]
             key = (x["provider"], x["with"], x["dtype"], work["kernel"])
-            of_sass = [sass.get((*key, target)) for target in TARGETS]
+            of_sass = {target: sass.get((*key, target)) for target in TARGETS}
             more = f", {x['with']}" if x["with"] else ""
-            table.append([
-                f"{x['provider']}{more}: `{work['kernel']}`",
-                x["dtype"],
-                *(f"{count[kind]:z.2f}" for kind in kinds),
-                f"{count['load'] + count['store']:.2f}",
-                *(f"{work[name]:z.1f}" for name in ("read", "written")),
-                *(f"{y['instructions']:.1f}" if y else "" for y in of_sass),
-                str(of_sass[1]["registers"]) if of_sass[1] else "",
-            ])  # fmt: skip
+            rows.append({
+                "kernel": f"{x['provider']}{more}: `{work['kernel']}`",
+                "logits": x["dtype"],
+                **{kind: f"{count[kind]:z.2f}" for kind in kinds},
+                "loads and stores": f"{count['load'] + count['store']:.2f}",
+                "bytes read": f"{work['read']:z.1f}",
+                "written": f"{work['written']:z.1f}",
+                **{name: f"{y['instructions']:.1f}" if y else "" for name, y in of_sass.items()},
+                "registers": str(of_sass["sm_90"]["registers"]) if of_sass["sm_90"] else "",
+            })  # fmt: skip
     where = found["environment"]
     versions = ", ".join(f"{n} {where['versions'][n]}" for n in ("triton", "trl", "liger-kernel"))
-    return f"{text.markdown(table)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."
+    return f"{text.markdown(rows)}\n\n{where['date'][:10]}, {where['commit'][:12]}, {versions}."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from statistics import fmean, median
+from typing import Any
 
-Lines = list[list[str]]  # of cells; the first line is the header
+from pandas import DataFrame
 
 
 def duration(seconds: float | None) -> str:
@@ -61,6 +63,10 @@ def mean_and_spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def thousandths(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
 def bold(text: str) -> str:
     return f"**{text}**" if text else text
 
@@ -77,31 +83,23 @@ def bold_least(texts: Sequence[str], counts: Sequence[bool] | None = None) -> li
     return [bold(x) if short == best else x for x, short in zip(texts, written, strict=True)]
 
 
-def markdown(lines: Lines) -> str:
+def markdown(rows: DataFrame | Sequence[dict[str, str]]) -> str:
+    """Write a table of a document, whose cells are no wider than what is in them."""
+    escaped = DataFrame(rows).replace(r"\|", r"\\|", regex=True)
+    return re.sub("-{3,}", "---", re.sub(" {2,}", " ", _table(escaped, tablefmt="pipe")))
+
+
+def plain(rows: DataFrame | Sequence[dict[str, str]]) -> str:
+    """Write a table of a terminal."""
+    return _table(DataFrame(rows).replace(r"\*\*", "", regex=True), tablefmt="plain")
+
+
+def _table(frame: DataFrame, **layout: Any) -> str:
     """Write a table without empty columns: numbers to the right, words to the left."""
-    columns = _columns(lines)
-    for column in columns:
-        column.insert(1, "---:" if _is_of_numbers(column[1:]) else "---")
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
-        for line in zip(*columns, strict=True)
-    )
-
-
-def plain(lines: Lines) -> str:
-    """Write a table for a terminal: numbers to the right, words to the left."""
-    columns = []
-    for column in _columns(lines):
-        cells = [cell.replace("**", "") for cell in column]
-        align = str.rjust if _is_of_numbers(cells[1:]) else str.ljust
-        columns.append([align(cell, max(map(len, cells))) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
-def _columns(lines: Lines) -> Lines:
-    """Return the first column and those that are not empty."""
-    first, *others = map(list, zip(*lines, strict=True))
-    return [first, *(column for column in others if any(column[1:]))]
+    frame = frame.fillna("")
+    frame = frame.loc[:, (frame != "").any().to_numpy()]
+    aligned = ["right" if _is_of_numbers(x) else "left" for _, x in frame.items()]
+    return frame.to_markdown(index=False, disable_numparse=True, colalign=aligned, **layout)
 
 
 def _is_of_numbers(cells: Iterable[str]) -> bool:

@@ -23,18 +23,18 @@ def group(*rows: Row, folder: Path | None = None, date: str = "", **facts: Any) 
     return recorder.add("heads", {**FACTS, **facts}, rows, "errors against float64")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.jsonl")), ids=lambda path: path.stem)
-def test_a_stored_file_is_well_formed(path: Path) -> None:
-    found = load_run(path)
-    assert found and path.parent.name == slug(found[0].environment["device"])
-    for each in found:
-        assert each.benchmark in tables.LAYOUTS and each.source[:10] in path.name
-        places = [(row.provider, row.info.get("work")) for row in each.rows]
-        assert len(places) == len(set(places)) > 0
-        for row in each.rows:
-            assert all(seconds > 0 for seconds in row.seconds)
-            assert row.runs != bool(row.reason) and (row.runs or not row.seconds)
-            assert not row.runs or all(value < 1 for value in row.errors.values())
+def test_stored_files_are_well_formed() -> None:
+    for path in RESULTS.glob("*/*.jsonl"):
+        found = load_run(path)
+        assert found and path.parent.name == slug(found[0].environment["device"]), path
+        for each in found:
+            assert each.benchmark in tables.LAYOUTS and each.source[:10] in path.name, path
+            places = [(row.provider, row.info.get("work")) for row in each.rows]
+            assert len(places) == len(set(places)) > 0, path
+            for row in each.rows:
+                assert all(seconds > 0 for seconds in row.seconds), path
+                assert row.runs != bool(row.reason) and (row.runs or not row.seconds), path
+                assert not row.runs or all(value < 1 for value in row.errors.values()), path
 
 
 def test_what_is_recorded_can_be_read_and_the_newest_counts(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_standings_count_cases() -> None:
 
 
 def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Path) -> None:
-    from benchmarks.real_plots import PICTURES, save_pictures
+    from benchmarks.plots import PICTURES, save_plots
 
     def group_of(benchmark: str, names: list[str], **info: Any) -> Group:
         facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
@@ -126,12 +126,12 @@ def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Pa
     bands = {"by_probability": {"p > 0.98": [0.01, 0.1], "p < 0.5": [0.02, 0.3]}}
     runs.append(group_of("mismatch", ["vllm, ours", "vllm, eager"], **bands))
     drawn = [tmp_path / f"{name}.png" for name in PICTURES]
-    save_pictures(runs, tmp_path)
+    save_plots(runs, tmp_path)
     first = [path.read_bytes() for path in drawn]
     assert all(data.startswith(b"\x89PNG") for data in first)
-    save_pictures(runs, tmp_path)
+    save_plots(runs, tmp_path)
     assert [path.read_bytes() for path in drawn] == first
-    save_pictures([group_of("real", ["ours"], **rewards)], tmp_path)  # no curve
+    save_plots([group_of("real", ["ours"], **rewards)], tmp_path)  # no curve
     assert not any(path.exists() for path in drawn)
 
 

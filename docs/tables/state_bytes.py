@@ -26,8 +26,14 @@ _WAYS = (
 
 def state_bytes() -> str:
     """Write the table; a gradient is as wide as its weight."""
-    table = [["settings", "package", "weight", "gradient", "states", "in all"]]
-    for settings, package, weight, states in _WAYS:
-        numbers = (f"{states:.3g}", f"{2 * weight + states:.3g}")
-        table.append([settings, package, str(weight), str(weight), *numbers])
-    return text.markdown(table)
+    return text.markdown([
+        {
+            "settings": settings,
+            "package": package,
+            "weight": str(weight),
+            "gradient": str(weight),
+            "states": f"{states:.3g}",
+            "in all": f"{2 * weight + states:.3g}",
+        }
+        for settings, package, weight, states in _WAYS
+    ])  # fmt: skip

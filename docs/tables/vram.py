@@ -111,31 +111,28 @@ def _filled(run: Run) -> Run | None:
 
 def vram(gib: int) -> str:
     """Write what fits into a GPU of ``gib`` GiB, by model and way to train."""
-    rows = [["model", "training", "states", "tokens", "offload", "offload, tiles"]]
-    rows[0] += ["next to vLLM", "LM head, GiB: ours / `two_pass` / TRL"]
+    rows = []
     for line in lines(gib):
         run, engine = line.plain, line.engine
         most = "no room" if line.with_vllm is None else f"{line.with_vllm.tokens:,}{engine}"
         heads = [replace(run, implementation=name) for name in (None, "two_pass", "trl")]
-        rows.append(
-            [
-                f"`{line.model}`",
-                run.training.title,
-                _gib(_states(run)),
-                f"{run.tokens:,}",
-                f"{line.offloaded.tokens:,}",
-                "-" if line.tiled is None else f"{line.tiled.tokens:,}",
-                most,
-                " / ".join(f"{head.head_bytes() / GIB:.1f}" for head in heads),
-            ]
-        )
+        rows.append({
+            "model": f"`{line.model}`",
+            "training": run.training.title,
+            "states": _gib(_states(run)),
+            "tokens": f"{run.tokens:,}",
+            "offload": f"{line.offloaded.tokens:,}",
+            "offload, tiles": "-" if line.tiled is None else f"{line.tiled.tokens:,}",
+            "next to vLLM": most,
+            "LM head, GiB: ours / `two_pass` / TRL": " / ".join(
+                f"{head.head_bytes() / GIB:.1f}" for head in heads
+            ),
+        })  # fmt: skip
     return text.markdown(rows)
 
 
 def vram_longest() -> str:
     """Write the longest sequence of gemma-3-1b, trained in bf16, by head and by GPU."""
-    sizes = (24, 80)
-    rows = [["LM head and loss", *(f"{gib} GiB" for gib in sizes), "published by TRL, on 79 GiB"]]
     kinds: dict[str, dict[str, Any]] = {
         "eager, full logits": {"implementation": "eager"},
         "TRL, chunked": {"implementation": "trl"},
@@ -144,9 +141,10 @@ def vram_longest() -> str:
         "ours, offload, tiles": {"offload": True, "tiled": True},
         "ours, offload, tiles, no masks": {"offload": True, "tiled": True},
     }
+    rows = []
     for title, changes in kinds.items():
-        cells = []
-        for gib in sizes:
+        row = {"LM head and loss": title}
+        for gib in (24, 80):
             model = model_named("gemma-3-1b")
             attention = "flash_attention_2" if title.endswith("no masks") else model.attention
             run = Run(
@@ -156,30 +154,42 @@ def vram_longest() -> str:
                 training=training("bf16"),
                 **changes,
             )
-            cells.append(f"{largest(run, one_sequence=True):,}")
+            row[f"{gib} GiB"] = f"{largest(run, one_sequence=True):,}"
         measured = _BY_TRL.get(changes.get("implementation", ""))
-        rows.append([title, *cells, f"{measured:,}" if measured else ""])
+        rows.append(row | {"published by TRL, on 79 GiB": f"{measured:,}" if measured else ""})
     return text.markdown(rows)
 
 
 def vram_rules() -> str:
     """Write the bytes that are counted, by way to train."""
-    rows = [["training", "linear weight", "other weight", "gradient", "states", "between layers"]]
-    rows[0] += ["settings"]
+    rows = []
     for title, way in TRAININGS.items():
-        numbers = (way.linear + way.cast, way.weight, way.trained, way.moments, way.state)
         settings = ", ".join(f"`{line}`" for line in yaml_lines(way.settings) if way.settings)
-        rows.append([title, *(f"{number:.4g}" for number in numbers), settings or "the defaults"])
+        rows.append({
+            "training": title,
+            "linear weight": f"{way.linear + way.cast:.4g}",
+            "other weight": f"{way.weight:.4g}",
+            "gradient": f"{way.trained:.4g}",
+            "states": f"{way.moments:.4g}",
+            "between layers": f"{way.state:.4g}",
+            "settings": settings or "the defaults",
+        })  # fmt: skip
     return text.markdown(rows)
 
 
 def vram_layer() -> str:
     """Write the bytes of a layer's inside, by what a number belongs to."""
-    rows = [["training", "hidden states", "queries", "MLP", "each norm after two", "each expert"]]
-    for title, inside in (("full", TRAINED), ("LoRA, QLoRA", ADAPTED)):
-        numbers = (inside.hidden, inside.queries, inside.inner, inside.norm, inside.routed)
-        rows.append([title, *map(str, numbers)])
-    return text.markdown(rows)
+    return text.markdown([
+        {
+            "training": title,
+            "hidden states": str(inside.hidden),
+            "queries": str(inside.queries),
+            "MLP": str(inside.inner),
+            "each norm after two": str(inside.norm),
+            "each expert": str(inside.routed),
+        }
+        for title, inside in (("full", TRAINED), ("LoRA, QLoRA", ADAPTED))
+    ])  # fmt: skip
 
 
 def vram_answer(gib: int) -> str:
