@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Problem, Result, detached, statistics
+from benchmarks.problem import Problem, Result, detached, divergence, statistics
 from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
 
+_CHUNK_ROWS = 128  # of full logits of two models at a time
 _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the reference is fp64
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
 # logits of a peaked policy carry an error of 2 % each: baselines may round them and pass.
@@ -34,7 +35,12 @@ def reference(problem: Problem) -> Result:
     """Compute everything that the work asks for, in chunks of rows."""
     kind = problem.work.kind
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
+    exact = replace(exact, hidden=exact.hidden.nan_to_num(0.0))  # a masked row may be anything
     leaves = [x.requires_grad_(kind != "forward") for x in (exact.hidden, exact.weight)]
+    if kind == "divergence":
+        loss = divergence(exact, _CHUNK_ROWS)
+        dhidden, dweight = torch.autograd.grad(loss, leaves)
+        return Result(loss=loss.detach(), dhidden=dhidden, dweight=dweight)
     rows = exact.hidden.flatten(0, 1), exact.target.flatten()
     found = statistics(*rows, exact.weight, problem.softcap)
     logprobs, entropy = (x.view_as(problem.target) for x in found)

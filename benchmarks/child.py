@@ -16,6 +16,13 @@ import torch
 
 from tests.support.launch import Ranks, RanksFailedError, ranks
 
+# of a process with vLLM
+VLLM = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
+}
 _LONGEST = 1800.0  # seconds of a process that is not expected to hang
 
 

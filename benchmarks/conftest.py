@@ -1,8 +1,8 @@
 """Options of the suites, and what their tests share.
 
-A benchmark is a file ``test_<name>.py`` with three things: ``CASES``, by suite; ``names(case)``,
-who is measured in one; ``measure(case, names, session)``, which gives a row for each. A case is
-measured when its first test runs, everybody in turns, and each test replays its row's samples.
+A benchmark is a file ``test_<name>.py`` with ``CASES`` by suite; ``NOTES``, or ``notes(case)``: who
+is measured in a case, and what of it is run; and ``measure(case, rows, session)``, which fills in
+everybody's row. A case is measured when its first test runs, everybody in turns.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from benchmarks import tables, text
-from benchmarks.measure import Settings, device_is_lost
+from benchmarks.measure import Settings, device_is_lost, free
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
 from benchmarks.shapes import Case
-from benchmarks.timing import clock, replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
@@ -30,6 +29,10 @@ _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
 _HERE = Path(__file__).parent
 _OURS = "table of "  # how the groups of pytest-benchmark begin that a table of ours has
+_SAID = {
+    "quick": "quick suite: one case of the heads, in about five minutes on two free CPU cores, or "
+    "small shapes of the files that are named; --full runs all {count} benchmarks, in hours",
+}
 _SESSION = pytest.StashKey["Session"]()
 
 
@@ -47,6 +50,16 @@ def suite(config: pytest.Config) -> str:
     return config.getoption("--suite") or (full if config.getoption("--full") else "quick")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say in the first line what is run and how long that takes."""
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if config.getoption("--benchmark-only") and reporter is not None:
+        name, count = suite(config), len([*_HERE.glob("test_*.py")])
+        reporter.write_line(_SAID.get(name, "suite {name}").format(name=name, count=count))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out, unless they are named, our own tests, which put Triton into its interpreter.
 
@@ -60,10 +73,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    found: ModuleType = metafunc.module
     if "row" in metafunc.fixturenames:
-        cases = found.CASES.get(suite(metafunc.config), [])
-        pairs = [(case, name) for case in cases for name in found.names(case)]
+        cases = metafunc.module.CASES.get(suite(metafunc.config), [])
+        pairs = [(case, name) for case in cases for name in notes(metafunc.module, case)]
         ids = [f"{case}-{name}" for case, name in pairs]
         metafunc.parametrize(("case", "name"), pairs, ids=ids)
 
@@ -71,9 +83,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "benchmark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.benchmark(timer=clock))
             # a provider that is skipped has no samples
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
+
+
+def notes(module: ModuleType, case: Any) -> dict[str, str]:
+    """Return who is measured in a case of a benchmark, and what is said of each."""
+    return module.notes(case) if hasattr(module, "notes") else module.NOTES
 
 
 @pytest.hookimpl(wrapper=True)
@@ -135,14 +151,16 @@ class Session:
         key = module.__name__, id(case)
         if key not in self._rows:
             self.begin(case)
-            names = [name for name in module.names(case) if (*key, name) in self.selected]
-            self.announce(case, names)
-            rows = module.measure(case, names, self)
+            named = notes(module, case)
+            rows = {name: Row(name, named[name]) for name in named if (*key, name) in self.selected}
+            self.announce(case, [*rows])
+            module.measure(case, [*rows.values()], self)
+            free(self.device)
             benchmark = module.__name__.rpartition("test_")[2]
             about = getattr(module, "about", lambda *_: "")(case, self.device)
-            if any(row.shown for row in rows):  # else it would hide an earlier result
-                self.recorder.add(benchmark, case.facts(), rows, about)
-            self._rows[key] = dict(zip(names, rows, strict=True))
+            if any(row.shown for row in rows.values()):  # else it would hide an earlier result
+                self.recorder.add(benchmark, case.facts(), [*rows.values()], about)
+            self._rows[key] = rows
             if device_is_lost(self.device):
                 pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
         return self._rows[key]
@@ -166,7 +184,11 @@ def session(request: pytest.FixtureRequest) -> Session:
 def row(
     request: pytest.FixtureRequest, benchmark: Any, case: Any, name: str, session: Session
 ) -> Row:
-    """Measure a provider in a case with all others, and replay its samples."""
+    """Measure a provider in a case with all others, and hand its samples to pytest-benchmark.
+
+    Its own loop runs one test to the end before the next begins, so a change of the machine's load
+    would hit some providers only, and it knows no device events.
+    """
     found = session.rows(request.module, case)[name]
     if not found.shown:
         pytest.skip(found.reason)
@@ -174,5 +196,12 @@ def row(
         (pytest.fail if is_ours(found.provider) else pytest.xfail)(found.reason)
     benchmark.group = f"{_OURS}{request.module.__name__} {case}"
     benchmark.extra_info |= {"errors": found.errors, **found.info}
-    replay(benchmark, found.seconds or [0.0])
+    statistics = benchmark._make_stats(iterations=1)
+    for seconds in found.seconds or [0.0]:
+        statistics.update(seconds)
     return found
+
+
+def check_row(row: Row) -> None:
+    """Stand for the test of every benchmark: a row that runs has something to show."""
+    assert row.seconds or row.errors or row.info

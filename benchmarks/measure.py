@@ -68,35 +68,26 @@ def check_outputs(
         row.info["repeatable"] = same_bits(result, again, problem)
 
 
-def measure(
-    calls: Sequence[tuple[Provider, Case]], settings: Settings, check: Check = check_outputs
-) -> list[Row]:
+def measure(calls: Sequence[Call], settings: Settings, check: Check = check_outputs) -> None:
     """Check every provider, measure its memory, and time those that passed, in turns."""
-    made = [(*call, _start_row(*call, settings.device)) for call in calls]
-    here = [call for call in made if call[0].timeout is None]
+    for provider, case, row in calls:
+        row.leave_out("absent", provider.absent(settings.device))
+        row.leave_out("unable", provider.unable(case))
+        if not case.slow and (provider.slow_start or provider.timeout):
+            row.leave_out("absent", "starts slowly: not in this case")
+    here = [call for call in calls if call[0].timeout is None]
     for provider, case, row in here if settings.device == "cpu" else ():  # this process is small
         # what compiles inside of the call would count its compiler
         if case.memory and row.runs and not provider.slow_start:
             with suppress(ChildError):  # which was printed
                 row.info |= ask(memory_alone, provider.name, case)
     _measure_here(here, settings, check)
-    for provider, case, row in made:
+    for provider, case, row in calls:
         if provider.timeout is not None and row.runs:  # it may hang, and is killed then
             with attempt(row):
                 asked = provider.name, case, settings, check
                 vars(row).update(vars(ask(_measure_one, *asked, timeout=provider.timeout)))
             row.info["alone"] = True
-    return [row for _, _, row in made]
-
-
-def _start_row(provider: Provider, case: Case, device: str) -> Row:
-    """Return a row as it is before any measurement."""
-    row = Row(provider.name, provider.note)
-    row.leave_out("absent", provider.absent(device))
-    row.leave_out("unable", provider.unable(case))
-    if not case.slow and (provider.slow_start or provider.timeout):
-        row.leave_out("absent", "starts slowly: not in this case")
-    return row
 
 
 def _measure_one(name: str, case: Case, settings: Settings, check: Check) -> Row:
@@ -142,6 +133,12 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
             for provider, case, row in made
         ]
         race(runs, settings.rounds, lambda pair: pair[0](pair[1]), settings.budget)
+
+
+def error_cells(row: Row) -> dict[str, str]:
+    """Return what a table shows of memory and of the errors of gradients."""
+    errors = {name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")}
+    return {"extra MiB": text.mib(row.extra_bytes), **errors}
 
 
 def race(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from benchmarks import text
-from benchmarks.measure import race
+from benchmarks.conftest import Session
+from benchmarks.measure import attempt, race
 from benchmarks.results import Row
 from benchmarks.timing import make_timer
 
@@ -16,11 +17,12 @@ COPY = "copy"  # the provider whose bytes give the rate
 
 
 class Pass(NamedTuple):
-    """A call, the bytes that it reads and writes, and what is restored, untimed, before it."""
+    """A call and the bytes that it reads and writes."""
 
     call: Callable[[], Any]
     nbytes: int
-    restore: Callable[[], Any] = lambda: None
+    restore: Callable[[], Any] = lambda: None  # untimed, before each call
+    errors: Callable[[Any], dict[str, float]] = lambda result: {}  # of what it returns
 
 
 def copy_pass(source: Tensor) -> Pass:
@@ -29,15 +31,27 @@ def copy_pass(source: Tensor) -> Pass:
     return Pass(lambda: copied.copy_(source), 2 * source.nbytes)
 
 
-def race_passes(rows: Sequence[Row], passes: dict[str, Pass], rounds: int, device: str) -> None:
-    """Time all in turns; say by how much each is slower than a copy of as many bytes."""
-    timer = make_timer(device)
+def race_passes(
+    rows: Sequence[Row], passes: dict[str, Pass], allowed: dict[str, float], session: Session
+) -> None:
+    """Check all, then time them in turns; say by how much each is slower than a copy of its bytes.
+
+    ``allowed``: how large an error may be, by its name.
+    """
+    timer = make_timer(session.device)
+    for row in rows:
+        with attempt(row):
+            one = passes[row.provider]
+            one.restore()
+            row.errors = one.errors(one.call())
+            bad = [f"{k} {x:.1e}" for k, x in row.errors.items() if not x <= allowed[k]]
+            row.leave_out("wrong", f"error of {', '.join(bad)}" if bad else None)
 
     def seconds(one: Pass) -> float:
         one.restore()
         return timer(one.call)
 
-    race([(row, passes[row.provider]) for row in rows], rounds, seconds)
+    race([(row, passes[row.provider]) for row in rows], session.rounds(20), seconds)
     medians = {row.provider: row.median for row in rows if row.median}
     rate = passes[COPY].nbytes / medians[COPY] if COPY in medians else None  # bytes a second
     for row in rows:

@@ -32,6 +32,8 @@ class Problem:
     old_logprobs: Tensor | None  # (B, L) fp32; None: on-policy
     ref_logprobs: Tensor | None  # (B, L) fp32, where the loss has a KL term
     dlogprobs: Tensor  # (B, L) fp32, the upstream gradient of a "backward" work
+    # of a "divergence", states (T, D') and head (V, D'), without gradients
+    teacher: tuple[Tensor, Tensor] | None = None
 
     @property
     def work(self) -> Work:
@@ -110,7 +112,7 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     advantages = torch.linspace(-1.0, 1.5, case.sequences)  # of both signs
     if work.rows == "zero":
         advantages[0::2] = 0
-    return Problem(
+    problem = Problem(
         case=case,
         hidden=hidden.detach().requires_grad_(trains),
         weight=weight.detach().requires_grad_(trains and not work.frozen),
@@ -121,6 +123,7 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
         ref_logprobs=reference if work.loss is not None and work.loss.beta else None,
         dlogprobs=torch.randn(shape, generator=generator).to(device) / case.tokens,
     )
+    return case.change(problem) if case.change else problem
 
 
 @functools.lru_cache(maxsize=1)
@@ -201,6 +204,44 @@ def statistics(
     return logprobs, entropy
 
 
+# by the beta that TRL and Liger know them by
+DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
+
+
+def with_teacher(depth: int, problem: Problem) -> Problem:
+    """Add a teacher of another depth, as unlike the policy as random logits are."""
+    generator = torch.Generator().manual_seed(4)
+    options = {"device": problem.hidden.device, "dtype": problem.hidden.dtype}
+    states = torch.randn(problem.case.tokens, depth, generator=generator).to(**options)
+    head = torch.randn(problem.case.model.vocabulary, depth, generator=generator)
+    return replace(problem, teacher=(states, head.mul_(2 / depth**0.5).to(**options)))
+
+
+def divergence(problem: Problem, chunk_rows: int | None = None) -> Tensor:
+    """Return the mean over the tokens, (); ``chunk_rows``: so many logits at a time."""
+    assert problem.teacher is not None
+    kind, (states, head) = problem.work.name, problem.teacher
+
+    def of_chunk(hidden: Tensor, states: Tensor) -> Tensor:
+        pairs = (hidden, problem.weight), (states, head)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_s, log_t = ((x @ weight.t()).to(wide).log_softmax(-1) for x, weight in pairs)
+        if kind == "forward_kl":
+            return (log_t.exp() * (log_t - log_s)).sum(-1)
+        if kind == "reverse_kl":
+            return (log_s.exp() * (log_s - log_t)).sum(-1)
+        middle = (0.5 * log_s.exp() + 0.5 * log_t.exp()).log()
+        apart = log_t.exp() * (log_t - middle) + log_s.exp() * (log_s - middle)
+        return 0.5 * apart.sum(-1)
+
+    hidden = problem.hidden.flatten(0, 1)
+    if chunk_rows is None:
+        return of_chunk(hidden, states).mean()
+    chunks = zip(hidden.split(chunk_rows), states.split(chunk_rows), strict=True)
+    found = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat(found).mean()
+
+
 def sample(
     hidden: Tensor,  # (T, D)
     weight: Tensor,  # (V, D)
@@ -217,9 +258,9 @@ def sample(
 
 def detached(problem: Problem, dtype: torch.dtype) -> Problem:
     """Return the same values in ``dtype``, without gradients."""
-    return replace(
-        problem, hidden=problem.hidden.detach().to(dtype), weight=problem.weight.detach().to(dtype)
-    )
+    teacher = None if problem.teacher is None else tuple(x.to(dtype) for x in problem.teacher)
+    hidden, weight = (x.detach().to(dtype) for x in (problem.hidden, problem.weight))
+    return replace(problem, hidden=hidden, weight=weight, teacher=teacher)
 
 
 # Mostly decided inputs: next-token distributions like those of a policy in RL. Most tokens are all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ class Work:
 
     name: str
     title: str
-    kind: str  # "forward" | "backward" | "mean" | "loss"
+    kind: str  # "forward" | "backward" | "mean" | "loss" | "divergence"
     entropy: bool = False  # the entropies are wanted beside the log-probabilities
     loss: LossConfig | None = None  # for "loss"
     frozen: bool = False  # the head's weight needs no gradient
@@ -129,6 +130,8 @@ class Case:
     memory: bool = field(default=False, compare=False)
     # also the providers that compile for long or need a process; all rounds
     slow: bool = field(default=False, compare=False)
+    title: str = ""  # of what else its problem is
+    change: Callable[[Any], Any] | None = field(default=None, compare=False)  # of a usual problem
 
     def __post_init__(self) -> None:
         assert self.inputs in INPUTS
@@ -158,11 +161,31 @@ class Case:
         """Return the facts as a result file holds them."""
         facts = {"work": self.work.name, "model": self.model.name, "tokens": self.tokens}
         facts |= {name: getattr(self.model, name) for name in ("hidden", "vocabulary", "softcap")}
-        return {**facts, "dtype": self.dtype, "inputs": self.inputs}
+        facts |= {"dtype": self.dtype, "inputs": self.inputs}
+        return facts | ({"kernel": self.title} if self.title else {})
 
     def __str__(self) -> str:
         inputs = "" if self.inputs == "peaked" else f"-{self.inputs}"
-        return f"{self.work.name}-{self.model.name}-{self.tokens}-{self.dtype}{inputs}"
+        title = f"{self.title}, " if self.title else ""
+        return f"{title}{self.work.name}-{self.model.name}-{self.tokens}-{self.dtype}{inputs}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case that is nothing but numbers: its facts, and what a result file does not say."""
+
+    name: str
+    known: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return (self.known | self.more)[name]
+
+    def facts(self) -> dict[str, Any]:
+        return self.known
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def make_case(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import text
 from benchmarks.check import compare, reference_dtype
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import Settings
 from benchmarks.measure import measure as measured
 from benchmarks.problem import Problem, Result, detached, make_problem, statistics
@@ -55,35 +55,34 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return [*filter(competes, PROVIDERS), *(provider.name for provider in COMPARED)]
+def notes(case: Case) -> dict[str, str]:
+    shown = [*filter(competes, PROVIDERS), *(provider.name for provider in COMPARED)]
+    return {name: EVERY[name].note for name in shown}
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    providers = [EVERY[name] for name in names]
-    return measure_accuracy(case, providers, session.settings(case))
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
+    measure_accuracy(case, [(EVERY[row.provider], row) for row in rows], session.settings(case))
 
 
 def about(case: Case, device: str) -> str:
     return distribution(make_problem(case, device))
 
 
-def measure_accuracy(case: Case, providers: Sequence[Provider], settings: Settings) -> list[Row]:
+def measure_accuracy(case: Case, runs: Sequence[tuple[Provider, Row]], settings: Settings) -> None:
     """Compare everybody with fp64, token by token; who has no entropy, without it."""
     assert reference_dtype(case, settings.device) == torch.float64, "too large for fp64"
     values = replace(case, work=WORKS["logprobs"])
     calls = [
-        (each, values if case.work.kind != "loss" and each.unable(case) is not None else case)
-        for each in providers
+        (provider, values if case.work.kind != "loss" and provider.unable(case) else case, row)
+        for provider, row in runs
     ]
-    rows = measured(calls, replace(settings, rounds=0), _check)
-    for row in rows:
+    measured(calls, replace(settings, rounds=0), _check)
+    for _, row in runs:
         outputs = ("loss", "dhidden", "dweight") if row.runs else ()
         row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
         for name, found in row.info.items():
             if name != "alone":  # a process of its own
                 row.cells[name] = f"{text.error(found[0])} ({text.error(found[1])})"
-    return rows
 
 
 def distribution(problem: Problem) -> str:
@@ -138,6 +137,4 @@ def _by_band(name: str, errors: Tensor, logprobs: Tensor, counts: Tensor) -> dic
     return {f"{name}, {b}": [median(x), max(x)] for b, x in bands.items() if x}
 
 
-def test_accuracy(row: Row) -> None:
-    """Compare values, or a loss and its gradients."""
-    assert row.errors or row.info
+test_accuracy = check_row

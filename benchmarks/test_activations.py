@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, modeling_utils
 from benchmarks import text
 from benchmarks.check import relative_error, take_gradient, why_wrong
 from benchmarks.child import ask
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.timing import cuda_growth, make_timer, resident_growth
@@ -26,7 +26,7 @@ from grpo_trainer.policy.tiled_mlp import tile_mlps
 _ROUNDS = 3
 _LONGEST = 45.0  # seconds of a process, of which a job has five
 _RANK = 16
-_NOTES = {
+NOTES = {
     "plain": "gradient_checkpointing",
     "offload": "inputs of layers in main memory",
     "every-second-layer": "every_n_layers: 2",
@@ -73,16 +73,11 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return [*_NOTES]
-
-
 def about(case: Case, device: str) -> str:
     return f"LoRA of rank {_RANK}; errors against plain"
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name, _NOTES[name]) for name in names]
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     for row in rows:
         with attempt(row):
             rounds = session.rounds(_ROUNDS)
@@ -90,7 +85,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             row.seconds, row.errors, row.info = found
             row.cells["MiB grown"] = text.mib(row.info["grown_bytes"])
             row.leave_out("wrong", why_wrong(row.errors, "bf16"))
-    return rows
 
 
 def _measured(name: str, case: Case, device: str, rounds: int) -> Any:
@@ -158,6 +152,4 @@ def _keeping(body: Any, name: str, case: Case) -> Iterator[None]:
         yield
 
 
-def test_activations(row: Row) -> None:
-    """Time a forward and a backward of a body."""
-    assert row.seconds
+test_activations = check_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks import text
 from benchmarks.check import relative_error
 from benchmarks.child import ChildError, ask_each
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, device_is_lost, free, race
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import attempt, device_is_lost, race
 from benchmarks.problem import make_problem
 from benchmarks.results import Row
-from benchmarks.shapes import MODELS, Model, make_case
+from benchmarks.shapes import MODELS, Shape, make_case
 from benchmarks.timing import make_timer
 from grpo_kernels.backends import RowStats
 from grpo_kernels.backends.gpu_tiles import LinearConfig, aligned_config
@@ -51,70 +51,49 @@ FORMS: dict[str, LinearConfig] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """Hidden states and a head."""
-
-    model: Model
-    tokens: int
-
-    def facts(self) -> dict[str, Any]:
-        head = {"hidden": self.model.hidden, "vocabulary": self.model.vocabulary}
-        facts = {"kernel": "anchored GEMM", "model": self.model.name, "tokens": self.tokens}
-        return {**facts, **head, "dtype": "bf16"}
-
-    def __str__(self) -> str:
-        return f"{self.model.name}, {self.tokens} tokens"
+def _case(model: str, tokens: int) -> Shape:
+    head = {"hidden": MODELS[model].hidden, "vocabulary": MODELS[model].vocabulary}
+    facts = {"kernel": "anchored GEMM", "model": model, "tokens": tokens, **head, "dtype": "bf16"}
+    return Shape(f"{model}, {tokens} tokens", facts)
 
 
-_GPU = [
-    Case(MODELS[name], tokens) for name in ("qwen3-1.7b", "qwen3-8b") for tokens in (8192, 1024)
-]
-CASES = {"tiny": [Case(MODELS["tiny"], 32)], "gpu": _GPU, "gpu-full": _GPU}
+_GPU = [_case(name, tokens) for name in ("qwen3-1.7b", "qwen3-8b") for tokens in (8192, 1024)]
+CASES = {"tiny": [_case("tiny", 32)], "gpu": _GPU, "gpu-full": _GPU}
+NOTES = BASELINES | {f"{_FORM}{name}": "" for name in FORMS}
 
 
-def names(case: Case) -> list[str]:
-    return [*BASELINES, *(f"{_FORM}{name}" for name in FORMS)]
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     """Time the forms that were right in a process of their own, where they may hang or crash."""
-    checked = _checked(case.model, session.device)
+    checked = _checked(case["model"], session.device)
     calls = _calls(case, session.device)
-    rows = []
-    for name in names:
-        row = Row(name, BASELINES.get(name, ""))
-        if name in checked:
-            row.errors = checked[name].errors
-            row.leave_out(checked[name].state, checked[name].reason or None)
+    for row in rows:
+        if row.provider in checked:
+            row.errors = checked[row.provider].errors
+            row.leave_out(checked[row.provider].state, checked[row.provider].reason or None)
         if row.runs:
             with attempt(row):
-                calls[name]()
-        rows.append(row)
+                calls[row.provider]()
     with matmul_precision(torch.device(session.device), "fp32"):
         runs = [(row, calls[row.provider]) for row in rows if row.runs]
         race(runs, session.rounds(15), make_timer(session.device))
     rounded = rows[0].median
     for row in rows:
         if row.median:
-            work = 2e-12 * case.tokens * case.model.hidden * case.model.vocabulary
+            work = 2e-12 * case["tokens"] * case["hidden"] * case["vocabulary"]
             row.cells["TFLOP/s"] = text.digits(work / row.median)
             row.cells["x bf16 GEMM"] = text.ratio(row.median / rounded) if rounded else ""
-    calls.clear()
-    free(session.device)
-    return rows
 
 
-def _inputs(model: Model, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(model: str, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return peaked hidden states (T, D), a head (V, D) and targets (T,)."""
-    problem = make_problem(make_case("logprobs", model.name, tokens, "bf16"), device, exact=False)
+    problem = make_problem(make_case("logprobs", model, tokens, "bf16"), device, exact=False)
     return problem.hidden.flatten(0, 1), problem.weight, problem.target.flatten()
 
 
-def _calls(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+def _calls(case: Shape, device: str) -> dict[str, Callable[[], Any]]:
     from grpo_kernels.backends import triton
 
-    hidden, weight, target = _inputs(case.model, case.tokens, device)
+    hidden, weight, target = _inputs(case["model"], case["tokens"], device)
     head, narrow = Head(weight), _output(hidden, weight)
     wide = torch.empty_like(narrow, dtype=torch.float32)
     calls: dict[str, Callable[[], Any]] = {
@@ -143,7 +122,7 @@ def _tile(form: LinearConfig, device: str) -> LinearConfig:
 
 
 @lru_cache
-def _checked(model: Model, device: str) -> dict[str, Row]:
+def _checked(model: str, device: str) -> dict[str, Row]:
     """Return of every form what its first call gave, and whether that was right."""
     workers = min(8, os.cpu_count() or 1) if device == "cuda" else 2  # they compile side by side
     answers = ask_each(_check, [(name, model, device) for name in FORMS], workers, _FIRST_CALL)
@@ -154,7 +133,7 @@ def _checked(model: Model, device: str) -> dict[str, Row]:
     return rows
 
 
-def _check(name: str, model: Model, device: str) -> Row:
+def _check(name: str, model: str, device: str) -> Row:
     """Compare a form with fp64; its result holds NaN before."""
     from grpo_kernels.backends import triton
 
@@ -185,6 +164,4 @@ def _errors(logits: Tensor, target: Tensor, stats: RowStats, dlogits: Tensor) ->
     }
 
 
-def test_anchored(row: Row) -> None:
-    """Time a form."""
-    assert row.seconds
+test_anchored = check_row

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from benchmarks import text
 from benchmarks.check import against
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import error_cells
 from benchmarks.measure import measure as measured
 from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
@@ -51,27 +52,26 @@ _WAYS = (
 )
 
 
-def names(case: Case) -> list[str]:
+def notes(case: Case) -> dict[str, str]:
     """Return works with who does them: an exact backward takes as long on any inputs."""
     others = (*_OURS, "logprobs-grad eager")
-    return [*_BARE, *(_WAYS if case.inputs == "policy-like" else others)]
+    shown = [*_BARE, *(_WAYS if case.inputs == "policy-like" else others)]
+    return {name: EVERY[name.split()[1]].note for name in shown}
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    pairs = [name.split() for name in names]
-    calls = [(EVERY[name], replace(case, work=WORKS[work])) for work, name in pairs]
-    rows = measured(calls, session.settings(case, bits=False, allowed=_WRONG))
-    for row, (work, _) in zip(rows, pairs, strict=True):
-        row.info["work"] = work
-        row.cells = {
-            "extra MiB": text.mib(row.extra_bytes),
-            **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
-        }
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
+    for row in rows:
+        row.info["work"], row.provider = row.provider.split()
+    calls = [
+        (EVERY[row.provider], replace(case, work=WORKS[row.info["work"]]), row) for row in rows
+    ]
+    measured(calls, session.settings(case, bits=False, allowed=_WRONG))
+    for row in rows:
+        row.cells = error_cells(row)
         if "entries" in row.info:
             mean, most = row.info["entries"] or (math.nan, math.nan)
             row.cells["entries: mean (max)"] = f"{mean:.1f} ({most:.0f})"
             row.cells["exact, %"] = text.digits(100 * row.info["exact_share"], 2)
-    return rows
 
 
 def about(case: Case, device: str) -> str:
@@ -79,6 +79,4 @@ def about(case: Case, device: str) -> str:
     return f"{against(case, device)}; {described}"
 
 
-def test_backwards(row: Row) -> None:
-    """Time a backward with the forward before it."""
-    assert row.seconds
+test_backwards = check_row

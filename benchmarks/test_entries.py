@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import real_text
 from benchmarks.check import relative_error
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free
+from benchmarks.conftest import Session, check_row
 from benchmarks.passes import COPY, Pass, copy_pass, race_passes
 from benchmarks.problem import make_problem
 from benchmarks.results import Row
-from benchmarks.shapes import REAL, make_case
+from benchmarks.shapes import REAL, Shape, make_case
 from grpo_kernels import Bounded
 from grpo_kernels.backends import Entries
 from grpo_kernels.head import Head
 
-FORMS = {
+NOTES = {
     COPY: "of the exponentials",
     "tails": "of a sample, for twelve cuts",
     "entries": "marked in one read, and listed",
@@ -29,63 +26,32 @@ FORMS = {
     "weight": "entries by id, gathered hidden states",
 }
 _CUT = 2.0**-12  # near that of the default tolerance on real text
-_ALLOWED = {"hidden states": 2e-2, "weight": 2e-2}
+_ALLOWED = 2e-2
 
 
-@dataclass(frozen=True)
-class Case:
-    """Hidden states before a head, whose exponentials are read."""
-
-    model: str
-    rows: int
-    inputs: str
-
-    def facts(self) -> dict[str, Any]:
-        kind = {"dtype": "bf16", "inputs": self.inputs}
-        return {"kernel": "sparse backward", "model": self.model, "tokens": self.rows, **kind}
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows, {self.inputs}"
-
-    def unavailable(self, device: str) -> str | None:
-        return real_text.absent(self.rows) if self.inputs == REAL else None
+def _rows(model: str, count: int, inputs: str) -> Shape:
+    kind = {"model": model, "tokens": count, "dtype": "bf16", "inputs": inputs}
+    return Shape(f"{count} rows, {inputs}", {"kernel": "sparse backward", **kind})
 
 
 CASES = {
-    "tiny": [Case("tiny", 32, "text-like")],
-    "gpu": [Case("qwen3-1.7b", 2048, inputs) for inputs in (REAL, "text-like")],
-    "gpu-full": [Case("qwen3-1.7b", 2048, inputs) for inputs in (REAL, "text-like")],
+    "tiny": [_rows("tiny", 32, "text-like")],
+    "gpu": [_rows("qwen3-1.7b", 2048, inputs) for inputs in (REAL, "text-like")],
+    "gpu-full": [_rows("qwen3-1.7b", 2048, inputs) for inputs in (REAL, "text-like")],
 }
 
 
-def names(case: Case) -> list[str]:
-    return list(FORMS)
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    if (reason := case.unavailable(session.device)) is not None:
-        rows = [Row(name, FORMS[name]) for name in names]
-        for row in rows:
-            row.leave_out("absent", reason)
-        return rows
-    passes, errors = _passes(case, session.device)
-    rows = [Row(name, FORMS[name], info={"entries": errors.pop("entries")}) for name in names[:1]]
-    rows += [Row(name, FORMS[name]) for name in names[1:]]
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
+    reason = real_text.absent(case["tokens"]) if case["inputs"] == REAL else None
     for row in rows:
-        with attempt(row):
-            passes[row.provider].call()
-            if row.provider in errors:
-                row.errors = {"result": errors[row.provider]()}
-                wrong = not row.errors["result"] <= _ALLOWED[row.provider]
-                row.leave_out("wrong", f"error {row.errors['result']:.1e}" if wrong else None)
-    race_passes(rows, passes, session.rounds(20), session.device)
-    passes.clear()
-    free(session.device)
-    return rows
+        row.leave_out("absent", reason)
+    if reason is None:
+        passes, rows[0].info["entries"] = _passes(case, session.device)
+        race_passes(rows, passes, {"result": _ALLOWED}, session)
 
 
-def _passes(case: Case, device: str) -> tuple[dict[str, Pass], dict[str, Any]]:
-    """Return the passes, and what their results are off by, on call."""
+def _passes(case: Shape, device: str) -> tuple[dict[str, Pass], list[float]]:
+    """Return the passes, and how many entries a row has: the mean, and the most."""
     from grpo_kernels.backends import Tile
     from grpo_kernels.backends.triton import (
         entries_matmul,
@@ -96,7 +62,7 @@ def _passes(case: Case, device: str) -> tuple[dict[str, Pass], dict[str, Any]]:
     )
 
     problem = make_problem(
-        make_case("logprobs", case.model, case.rows, "bf16", case.inputs), device
+        make_case("logprobs", case["model"], case["tokens"], "bf16", case["inputs"]), device
     )
     hidden, weight = problem.hidden.detach().flatten(0, 1), problem.weight.detach()
     target = problem.target.flatten()
@@ -132,19 +98,23 @@ def _passes(case: Case, device: str) -> tuple[dict[str, Pass], dict[str, Any]]:
 
     gathered = count * hidden.shape[1] * hidden.element_size()
     words = out.numel() // 8
+    exact = _dense(found, len(weight))
     passes = {
         COPY: copy_pass(out),
         "tails": Pass(lambda: tail_sums(tile, stats, one, ladder, gradient), out.nbytes // 32),
         "entries": Pass(entries, out.nbytes + 2 * words),
-        "hidden states": Pass(of_rows, gathered + dhidden.nbytes),
-        "weight": Pass(of_head, gathered + dweight.nbytes),
+        "hidden states": Pass(
+            of_rows,
+            gathered + dhidden.nbytes,
+            errors=lambda result: {"result": relative_error(result, exact @ weight.float())},
+        ),
+        "weight": Pass(
+            of_head,
+            gathered + dweight.nbytes,
+            errors=lambda result: {"result": relative_error(result, exact.t() @ hidden.float())},
+        ),
     }
-    exact = _dense(found, len(weight))
-    return passes, {
-        "entries": [count / len(hidden), int(found.used.max())],
-        "hidden states": lambda: relative_error(of_rows(), exact @ weight.float()),
-        "weight": lambda: relative_error(of_head(), exact.t() @ hidden.float()),
-    }
+    return passes, [count / len(hidden), int(found.used.max())]
 
 
 def _dense(found: Entries, columns: int) -> Tensor:
@@ -156,6 +126,4 @@ def _dense(found: Entries, columns: int) -> Tensor:
     return matrix
 
 
-def test_entries(row: Row) -> None:
-    """Time a pass."""
-    assert row.seconds
+test_entries = check_row

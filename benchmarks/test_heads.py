@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import text
 from benchmarks.check import against as about  # noqa: F401 (of a case)
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import measure as measured
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
@@ -87,23 +87,21 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
+def notes(case: Case) -> dict[str, str]:
     """Return everybody; in the brief suites of ours the defaults."""
     brief = any(case is each for name in ("tiny", "quick") for each in CASES[name])
-    return [name for name in PROVIDERS if is_quoted(name) or not brief]
+    shown = [name for name in PROVIDERS if is_quoted(name) or not brief]
+    return {name: PROVIDERS[name].note for name in shown}
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    rows = measured([(PROVIDERS[name], case) for name in names], session.settings(case))
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
+    measured([(PROVIDERS[row.provider], case, row) for row in rows], session.settings(case))
     for row in rows:
         row.cells = {
             "MiB": text.mib(row.extra_bytes),
             "value": text.error(row.worst("loss", "logprobs", "entropy")),
             "grad": text.error(row.worst("dhidden", "dweight")),
         }
-    return rows
 
 
-def test_heads(row: Row) -> None:
-    """Time the head and its loss."""
-    assert row.seconds
+test_heads = check_row

@@ -10,87 +10,62 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import text
-from benchmarks.child import ask
-from benchmarks.conftest import Session
+from benchmarks.child import VLLM, ask
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import attempt
 from benchmarks.providers.eager import logits_head
 from benchmarks.real import lacking_model
 from benchmarks.real_text import PROMPTS, converted_model
 from benchmarks.results import Row
+from benchmarks.shapes import Shape
 from benchmarks.test_accuracy import BANDS, within
 from grpo_kernels import linear_logprobs
 
 _LONGEST = 1800.0  # seconds of an engine
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-}
+_ENVIRONMENT = VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 # completions, as token ids, with the log-probability of each token
 Sampled = list[tuple[list[int], list[int], list[float]]]
 
 
-@dataclass(frozen=True)
-class MismatchCase:
-    """So many tokens of each completion of each prompt; ``tiny``: a random model."""
-
-    name: str
-    length: int
-    completions: int
-    tiny: bool = False
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
-        return {"model": self.name, "tokens": 0, "dtype": "bf16", "length": self.length}
-
-    def __str__(self) -> str:
-        return self.name
+def _case(model: str, length: int) -> Shape:
+    return Shape(model, {"model": model, "tokens": 0, "dtype": "bf16", "length": length})
 
 
-CASES = {
-    "tiny": [MismatchCase("tiny", 4, 2, tiny=True)],
-    "cpu": [MismatchCase("smollm2-135m", 48, 4)],
-}
+CASES = {"tiny": [_case("tiny", 4)], "cpu": [_case("smollm2-135m", 48)]}
 
 
-def names(case: MismatchCase) -> list[str]:
-    return [f"{engine}, {head}" for engine in _ENGINES for head in _HEADS]
+def notes(case: Shape) -> dict[str, str]:
+    heads = {name: note for name, (note, _, _) in _HEADS.items()}
+    return {f"{engine}, {name}": note for engine in _ENGINES for name, note in heads.items()}
 
 
-def about(case: MismatchCase, device: str) -> str:
+def about(case: Shape, device: str) -> str:
     return "|log p of the engine - log p of the trainer| of sampled tokens, temperature 1"
 
 
-def measure(case: MismatchCase, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name, _HEADS[name.split(", ")[1]][0]) for name in names]
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     with tempfile.TemporaryDirectory() as place:
         for engine in _ENGINES:
             of_engine = [row for row in rows if row.provider.startswith(f"{engine}, ")]
             for row in of_engine:
                 absent = engine == "vllm" and importlib.util.find_spec("vllm") is None
                 row.leave_out("absent", "vLLM is not installed here" if absent else None)
-                row.leave_out("absent", None if case.tiny else lacking_model())
+                row.leave_out("absent", None if _is_tiny(case) else lacking_model())
             if not all(row.runs for row in of_engine):
                 continue
             with attempt(*of_engine):
-                folder = _tiny(Path(place)) if case.tiny else converted_model()
+                folder = _tiny(Path(place)) if _is_tiny(case) else converted_model()
                 sampled = ask(_sample, engine, folder, case, timeout=_LONGEST, **_ENVIRONMENT)
                 heads = [row.provider.split(", ")[1] for row in of_engine]
                 scored = ask(_score, folder, sampled, heads, timeout=_LONGEST)
                 for row, own in zip(of_engine, scored, strict=True):
                     _fill(row, sampled, own)
-    return rows
 
 
 def _fill(row: Row, sampled: Sampled, own: list[list[float]]) -> None:
@@ -115,6 +90,11 @@ def _fill(row: Row, sampled: Sampled, own: list[list[float]]) -> None:
     row.leave_out("wrong", None if math.isfinite(most) else "a log-probability is not finite")
 
 
+def _is_tiny(case: Shape) -> bool:
+    """Return whether the model is a random one."""
+    return case.name == "tiny"
+
+
 def _tiny(place: Path) -> Path:
     from grpo_trainer.demo.policy import write_policy
 
@@ -122,24 +102,26 @@ def _tiny(place: Path) -> Path:
     return place / "model"
 
 
-def _prompts(folder: Path, case: MismatchCase) -> list[list[int]]:
+def _prompts(folder: Path, case: Shape) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if case.tiny:
+    if _is_tiny(case):
         return [tokenizer(f"{n}=")["input_ids"] for n in (12, 345)]
     conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     options = {"add_generation_prompt": True, "return_dict": False}
     return [tokenizer.apply_chat_template(each, **options) for each in conversations]
 
 
-def _sample(engine: str, folder: Path, case: MismatchCase) -> Sampled:
+def _sample(engine: str, folder: Path, case: Shape) -> Sampled:
     torch.manual_seed(0)
     prompts = _prompts(folder, case)
-    return _ENGINES[engine](folder, case, [ids for ids in prompts for _ in range(case.completions)])
+    return _ENGINES[engine](
+        folder, case, [ids for ids in prompts for _ in range(2 if _is_tiny(case) else 4)]
+    )
 
 
-def _by_transformers(folder: Path, case: MismatchCase, prompts: list[list[int]]) -> Sampled:
+def _by_transformers(folder: Path, case: Shape, prompts: list[list[int]]) -> Sampled:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -147,7 +129,7 @@ def _by_transformers(folder: Path, case: MismatchCase, prompts: list[list[int]])
     for ids in prompts:
         output = model.generate(
             input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case.length,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case["length"],
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         completion = output.sequences[0, len(ids) :].tolist()
@@ -157,16 +139,16 @@ def _by_transformers(folder: Path, case: MismatchCase, prompts: list[list[int]])
     return found
 
 
-def _by_vllm(folder: Path, case: MismatchCase, prompts: list[list[int]]) -> Sampled:
+def _by_vllm(folder: Path, case: Shape, prompts: list[list[int]]) -> Sampled:
     import vllm
 
     engine = vllm.LLM(
-        str(folder), dtype="bfloat16", max_model_len=64 if case.tiny else 256, seed=0,
+        str(folder), dtype="bfloat16", max_model_len=64 if _is_tiny(case) else 256, seed=0,
         generation_config="vllm", enforce_eager=True, block_size=32,
         kv_cache_memory_bytes=256 << 20,
     )  # fmt: skip
     params = vllm.SamplingParams(
-        temperature=1.0, max_tokens=case.length, logprobs=0, detokenize=False
+        temperature=1.0, max_tokens=case["length"], logprobs=0, detokenize=False
     )
     outputs = engine.generate(
         [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
@@ -220,6 +202,4 @@ def _score(folder: Path, sampled: Sampled, heads: Sequence[str]) -> list[list[li
     return found
 
 
-def test_mismatch(row: Row) -> None:
-    """Compare log-probabilities of sampled tokens."""
-    assert row.info["tokens"]
+test_mismatch = check_row

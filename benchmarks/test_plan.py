@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from benchmarks.conftest import DEVICE, Session
 from benchmarks.measure import memory_alone
 from benchmarks.providers import PROVIDERS
 from benchmarks.shapes import DTYPES, make_case
-from benchmarks.timing import replay
 from grpo_kernels.engine import RunOptions
 from grpo_kernels.tools import device_memory
 from grpo_kernels.tools.call import Call
@@ -67,11 +65,9 @@ def test_memory_is_as_estimated(
     planned = replace(call, name=formula or call.default)
     if total(planned) > 0.8 * device_memory(device):
         pytest.skip(f"needs {total(planned) / 2**30:.0f} GiB")
-    start = time.perf_counter()
     alone = partial(ask, memory_alone) if device == "cpu" else memory_alone
-    memory = alone(name, case, device)
+    memory = benchmark.pedantic(alone, args=(name, case, device), rounds=1)
     measured = memory["extra_bytes"] + memory["returned_bytes"]
-    replay(benchmark, [time.perf_counter() - start])
     benchmark.group = "measuring memory, to compare it with grpo-kernels plan"
     benchmark.extra_info["memory"] = {"measured": measured, "estimated": growth(planned)}
     assert growth(planned) == pytest.approx(measured, rel=TOLERANCE), str(planned)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import text
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, race
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import attempt, race
 from benchmarks.results import Row
+from benchmarks.shapes import Shape
 from benchmarks.timing import make_timer
 from grpo_kernels.backends import output_view
 from grpo_kernels.head import Head, accumulate, matmul_precision, project
 
 _BF16 = torch.bfloat16
 _COLUMNS, _ODD, _PADDED = 151936, 151665, 151680
-FORMS = {
+NOTES = {
     "logits bf16": "what the others are held against",
     "logits fp32": "16-bit operands, fp32 results",
     "dhidden": "a tile without gaps",
@@ -36,74 +35,58 @@ FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A tile of logits."""
-
-    rows: int  # C
-    columns: int  # V
-    depth: int  # D
-    pitch: int  # elements from one row of the tile to the next
-
-    def facts(self) -> dict[str, Any]:
-        head = {"hidden": self.depth, "vocabulary": self.columns}
-        pitch = f"rows of {self.pitch} elements"
-        return {"model": pitch, "tokens": self.rows, **head, "dtype": "bf16"}
-
-    def __str__(self) -> str:
-        return f"C={self.rows}, V={self.columns}, D={self.depth}, pitch={self.pitch}"
+def _tile(rows: int, columns: int, depth: int, pitch: int) -> Shape:
+    """Return a tile of logits (C, V) before D, whose rows are ``pitch`` elements apart."""
+    facts = {"model": f"rows of {pitch} elements", "tokens": rows, "hidden": depth}
+    facts |= {"vocabulary": columns, "dtype": "bf16"}
+    return Shape(f"C={rows}, V={columns}, D={depth}, pitch={pitch}", facts, {"pitch": pitch})
 
 
 # heights of a chunk; an odd one, and the next multiple of 256
 _BY_ROWS = [
-    Case(rows, _COLUMNS, depth, _COLUMNS)
+    _tile(rows, _COLUMNS, depth, _COLUMNS)
     for depth in (2048, 4096)
     for rows in (1280, 2048, 4096, 6553, 6656, 8192)
 ]
 _GPU = [
     *_BY_ROWS,
-    *(Case(8192, _ODD, 2048, pitch) for pitch in (_ODD, _PADDED)),
-    *(Case(rows, _COLUMNS, 896, _COLUMNS) for rows in (4096, 8192)),
+    *(_tile(8192, _ODD, 2048, pitch) for pitch in (_ODD, _PADDED)),
+    *(_tile(rows, _COLUMNS, 896, _COLUMNS) for rows in (4096, 8192)),
 ]
 CASES = {
-    "tiny": [Case(16, 257, 32, 272)],
-    "cpu": [Case(1024, _COLUMNS, 896, _COLUMNS)],
+    "tiny": [_tile(16, 257, 32, 272)],
+    "cpu": [_tile(1024, _COLUMNS, 896, _COLUMNS)],
     "gpu": _BY_ROWS,
     "gpu-full": _GPU,
 }
 
 
-def names(case: Case) -> list[str]:
-    return list(FORMS)
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     calls = _calls(case, session.device)
-    rows, timer = [Row(name, FORMS[name]) for name in names], make_timer(session.device)
+    timer = make_timer(session.device)
     with matmul_precision(torch.device(session.device), "fp32"):
         for row in rows:
             with attempt(row):  # torch without this form, or too little memory
                 calls[row.provider]()
         race([(row, calls[row.provider]) for row in rows], session.rounds(), timer)
-    size = case.columns * case.depth
+    size = case["vocabulary"] * case["hidden"]
     rates = {"copy": ("GB/s", 4e-9 * size), "scale": ("GB/s", 6e-9 * size)}
     for row in rows:
         if row.median is not None:
-            unit, work = rates.get(row.provider, ("TFLOP/s", 2e-12 * case.rows * size))
+            unit, work = rates.get(row.provider, ("TFLOP/s", 2e-12 * case["tokens"] * size))
             row.cells[unit] = text.digits(work / row.median)
     calls.clear()
-    free(session.device)
-    return rows
 
 
-def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
+def _calls(case: Shape, device: str) -> dict[str, Callable[[], object]]:
     def normal(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=_BF16, device=device).normal_()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    rows, columns, depth, pitch = case.rows, case.columns, case.depth, case.pitch
+    rows, columns = case["tokens"], case["vocabulary"]
+    depth, pitch = case["hidden"], case["pitch"]
     hidden, weight = normal(rows, depth), normal(columns, depth)
     narrow, wide = normal(rows, pitch)[:, :columns], empty(rows, pitch)[:, :columns]
     strided = output_view(empty(rows, pitch)[:, :columns], _BF16)
@@ -132,6 +115,4 @@ def _calls(case: Case, device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def test_products(row: Row) -> None:
-    """Time a GEMM."""
-    assert row.seconds
+test_products = check_row

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import text
-from benchmarks.child import ask
-from benchmarks.conftest import DEVICE, Session
+from benchmarks.child import VLLM, ask
+from benchmarks.conftest import DEVICE, Session, check_row
 from benchmarks.measure import attempt
 from benchmarks.results import Row
 from benchmarks.training import SIZES, TrainingConfig, build, make_model, make_tokenizer, sized
@@ -27,13 +27,7 @@ from tests.support.launch import end, free_port
 _WARM_UP = 2  # steps: in the first one weights are sent that are no update
 _STEPS = 3
 _LONGEST = 600.0  # seconds of an engine that starts and trains a few steps
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
-    **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
-}
+_ENVIRONMENT = VLLM | ({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {})
 _BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
 _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memory
 _PROFILE = "profiling/"
@@ -92,14 +86,14 @@ def _is_sent(engine: str) -> bool:
     return engine.startswith("vllm")
 
 
-def names(case: TrainingConfig) -> list[str]:
+def notes(case: TrainingConfig) -> dict[str, str]:
     """Return every engine; at a middle size those that are sent weights, which cost by size."""
-    return [name for name in _engines(case) if _is_sent(name) or not case.name.startswith("middle")]
+    notes = {name: note for name, (note, _) in _engines(case).items()}
+    return {n: x for n, x in notes.items() if _is_sent(n) or not case.name.startswith("middle")}
 
 
-def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: TrainingConfig, rows: Sequence[Row], session: Session) -> None:
     """Measure engines, one after another: each fills the machine."""
-    rows = [Row(name, _engines(case)[name][0]) for name in names]
     for row in rows:
         if _is_sent(row.provider) and importlib.util.find_spec("vllm") is None:
             row.leave_out("absent", "vLLM is not installed here; `make bench-vllm` installs it")
@@ -107,7 +101,6 @@ def measure(case: TrainingConfig, names: Sequence[str], session: Session) -> lis
             with attempt(row):
                 found = ask(_run, row.provider, case, timeout=_LONGEST, **_ENVIRONMENT)
                 row.seconds, row.info, row.cells = found
-    return rows
 
 
 def about(case: TrainingConfig, device: str) -> str:
@@ -179,6 +172,4 @@ def _served(config: TrainingConfig) -> Iterator[int]:
             end(process)
 
 
-def test_rollouts(row: Row) -> None:
-    """Time a training step with an engine."""
-    assert row.seconds
+test_rollouts = check_row

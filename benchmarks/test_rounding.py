@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free
+from benchmarks.conftest import Session, check_row
 from benchmarks.passes import COPY, Pass, copy_pass, race_passes
 from benchmarks.results import Row
+from benchmarks.shapes import Shape
 
 _SCALE = 0.75
-FORMS = {
+NOTES = {
     COPY: "of the fp32 sum",
     "torch, scaled": "torch.mul of fp32 by a scalar on the device, into bf16",
     "torch, rounded": "copy_ of fp32 into bf16",
@@ -25,53 +23,25 @@ FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A weight."""
-
-    columns: int  # V
-    depth: int  # D
-
-    def facts(self) -> dict[str, Any]:
-        head = {"hidden": self.depth, "vocabulary": self.columns}
-        return {"kernel": "rounding", "model": "dweight", "tokens": 0, **head, "dtype": "bf16"}
-
-    def __str__(self) -> str:
-        return f"V={self.columns}, D={self.depth}"
+def _weight(columns: int, depth: int) -> Shape:
+    kind = {"kernel": "rounding", "model": "dweight", "tokens": 0}
+    facts = {**kind, "hidden": depth, "vocabulary": columns, "dtype": "bf16"}
+    return Shape(f"V={columns}, D={depth}", facts)
 
 
-_GPU = [Case(151936, depth) for depth in (2048, 4096)]
-CASES = {"tiny": [Case(304, 40)], "gpu": _GPU, "gpu-full": _GPU}
+_GPU = [_weight(151936, depth) for depth in (2048, 4096)]
+CASES = {"tiny": [_weight(304, 40)], "gpu": _GPU, "gpu-full": _GPU}
 
 
-def names(case: Case) -> list[str]:
-    return list(FORMS)
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     generator = torch.Generator(session.device).manual_seed(0)
-    wide = torch.empty(case.columns, case.depth, device=session.device)
+    wide = torch.empty(case["vocabulary"], case["hidden"], device=session.device)
     wide.normal_(generator=generator)
-    passes = _passes(wide)
-    expected_scaled = torch.mul(wide, _SCALE).to(torch.bfloat16)
-    expected = {"torch, rounded": wide.to(torch.bfloat16)}
-    expected |= {f"{name}, bf16 scaled": wide.to(torch.bfloat16) for name in ("torch", "triton")}
-    rows = [Row(name, FORMS[name]) for name in names]
-    for row in rows:
-        if row.provider == COPY:
-            continue
-        with attempt(row):
-            passes[row.provider].restore()
-            result = passes[row.provider].call()
-            same = torch.equal(result, expected.get(row.provider, expected_scaled))
-            row.leave_out("wrong", None if same else "other bits than torch's")
-    race_passes(rows, passes, session.rounds(20), session.device)
-    free(session.device)
-    return rows
+    race_passes(rows, _passes(wide), {"bits that differ": 0.0}, session)
 
 
 def _passes(wide: Tensor) -> dict[str, Pass]:
-    """Return the forms by name; each returns what it computes."""
+    """Return the forms by name; each returns what it computes, with the bits of torch's."""
     from grpo_kernels.backends.triton import scaled
 
     out = torch.empty_like(wide, dtype=torch.bfloat16)
@@ -81,19 +51,23 @@ def _passes(wide: Tensor) -> dict[str, Pass]:
     def refill() -> None:
         out.copy_(wide)
 
-    both = wide.nbytes + out.nbytes
+    def same(factor: float) -> Callable[[Tensor], dict[str, float]]:
+        expected = torch.mul(wide, factor).to(torch.bfloat16)
+        return lambda result: (
+            {} if torch.equal(result, expected) else {"bits that differ": float("nan")}
+        )
+
+    both, narrow = wide.nbytes + out.nbytes, 2 * out.nbytes
+    scaling, rounding = same(_SCALE), same(1.0)
+    new = torch.bfloat16
     return {
         COPY: copy_pass(wide),
-        "torch, scaled": Pass(lambda: torch.mul(wide, scale, out=out), both),
-        "torch, rounded": Pass(lambda: out.copy_(wide), both),
-        "triton, scaled": Pass(lambda: scaled(wide, scale, torch.bfloat16), both),
-        "torch, bf16 scaled": Pass(lambda: out.mul_(one), 2 * out.nbytes, refill),
-        "triton, bf16 scaled": Pass(
-            lambda: scaled(out, one, torch.bfloat16), 2 * out.nbytes, refill
-        ),
+        "torch, scaled": Pass(lambda: torch.mul(wide, scale, out=out), both, errors=scaling),
+        "torch, rounded": Pass(lambda: out.copy_(wide), both, errors=rounding),
+        "triton, scaled": Pass(lambda: scaled(wide, scale, new), both, errors=scaling),
+        "torch, bf16 scaled": Pass(lambda: out.mul_(one), narrow, refill, rounding),
+        "triton, bf16 scaled": Pass(lambda: scaled(out, one, new), narrow, refill, rounding),
     }
 
 
-def test_rounding(row: Row) -> None:
-    """Time a pass over the weight's gradient."""
-    assert row.seconds
+test_rounding = check_row

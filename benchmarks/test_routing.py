@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks import text
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import attempt
 from benchmarks.results import Row
+from benchmarks.shapes import Shape
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.losses.terms import KL_ESTIMATORS
 from grpo_trainer.policy import add_routing_replay, check_routing_replay, evaluating
@@ -26,49 +26,34 @@ from grpo_trainer.policy.routing import routing_metrics
 
 _VOCABULARY = 512
 _PROMPT = 8  # random tokens
-_NOTES = {"own": "the policy routes by itself", "replayed": "use_rollout_routing_replay: true"}
+NOTES = {"own": "the policy routes by itself", "replayed": "use_rollout_routing_replay: true"}
 
 
-@dataclass(frozen=True)
-class RoutingCase:
-    """A random model, and completions that it samples."""
-
-    name: str
-    layers: int
-    experts: int
-    chosen: int  # experts of a token
-    width: int
-    completions: int
-    length: int  # tokens of each
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
-        return {
-            "model": self.name,
-            "dtype": "bf16",
-            "layers": self.layers,
-            "experts": f"{self.chosen} of {self.experts}",
-            "tokens": self.completions * self.length,
-        }
-
-    def __str__(self) -> str:
-        return self.name
-
-    def model(self) -> Any:
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            num_hidden_layers=self.layers, num_experts=self.experts,
-            num_experts_per_tok=self.chosen, hidden_size=self.width, head_dim=16,
-            num_attention_heads=self.width // 16, num_key_value_heads=self.width // 32,
-            moe_intermediate_size=self.width // 2, vocab_size=_VOCABULARY, initializer_range=0.1,
-        )  # fmt: skip
-        return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+def _case(
+    name: str, layers: int, experts: int, chosen: int, width: int, completions: int, length: int
+) -> Shape:
+    """Return a random model whose tokens go to ``chosen`` experts, and what it samples."""
+    facts = {"model": name, "dtype": "bf16", "layers": layers, "experts": f"{chosen} of {experts}"}
+    facts["tokens"] = completions * length
+    more = {"chosen": chosen, "every": experts, "width": width}
+    return Shape(name, facts, more | {"completions": completions, "length": length})
 
 
-_TINY = RoutingCase("tiny-moe", 2, 8, 2, width=32, completions=2, length=8)
-_SMALL = RoutingCase("small-moe", 8, 32, 4, width=128, completions=32, length=64)
+def _model(case: Shape) -> Any:
+    torch.manual_seed(0)
+    width = case["width"]
+    config = Qwen3MoeConfig(
+        num_hidden_layers=case["layers"], num_experts=case["every"],
+        num_experts_per_tok=case["chosen"], hidden_size=width, head_dim=16,
+        num_attention_heads=width // 16, num_key_value_heads=width // 32,
+        moe_intermediate_size=width // 2, vocab_size=_VOCABULARY, initializer_range=0.1,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+
+
+_SMALL = _case("small-moe", 8, 32, 4, width=128, completions=32, length=64)
 CASES = {
-    "tiny": [_TINY],
+    "tiny": [_case("tiny-moe", 2, 8, 2, width=32, completions=2, length=8)],
     "quick": [_SMALL],
     "cpu": [_SMALL],
     "gpu": [_SMALL],
@@ -76,23 +61,18 @@ CASES = {
 }
 
 
-def names(case: RoutingCase) -> list[str]:
-    return [*_NOTES]
-
-
-def about(case: RoutingCase, device: str) -> str:
+def about(case: Shape, device: str) -> str:
     return "|log p of the engine - log p of the policy| of sampled tokens, temperature 1"
 
 
 @torch.no_grad()
-def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[Row]:
-    rows = [Row(name, _NOTES[name]) for name in names]
+def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     with attempt(*rows):
-        model = case.model().to(session.device)
+        model = _model(case).to(session.device)
         ids = _sampled(model, case)
         output = model(input_ids=ids, output_router_logits=True, use_cache=False)
         engine = _logprobs(output.logits, ids)
-        layers = [scores.topk(case.chosen).indices for scores in output.router_logits]
+        layers = [scores.topk(case["chosen"]).indices for scores in output.router_logits]
         experts = torch.stack(layers, 1).unflatten(0, ids.shape)  # (B, L, layers, chosen)
         model.float()
         add_fused_head(model)
@@ -107,13 +87,12 @@ def measure(case: RoutingCase, names: Sequence[str], session: Session) -> list[R
                 share = routing_metrics(model)["sampling/routing_difference"].item()
                 row.info["choices_that_differ"] = share
                 row.cells["choices that differ"] = f"{share:.1%}"
-    return rows
 
 
-def _sampled(model: Any, case: RoutingCase) -> Tensor:  # (B, L) prompts and completions
-    prompts = torch.randint(_VOCABULARY, (case.completions, _PROMPT), device=model.device)
+def _sampled(model: Any, case: Shape) -> Tensor:  # (B, L) prompts and completions
+    prompts = torch.randint(_VOCABULARY, (case["completions"], _PROMPT), device=model.device)
     sampling = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case.length,
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=case["length"],
         pad_token_id=0,
     )  # fmt: skip
     return model.generate(prompts, generation_config=sampling)
@@ -139,6 +118,4 @@ def _fill(row: Row, difference: Tensor) -> None:
     row.leave_out("wrong", None if math.isfinite(k3) else "a log-probability is not finite")
 
 
-def test_routing(row: Row) -> None:
-    """Compare log-probabilities of sampled tokens."""
-    assert row.info["mean"]
+test_routing = check_row

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from benchmarks import text
 from benchmarks.check import against
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import error_cells
 from benchmarks.measure import measure as measured
 from benchmarks.problem import make_problem
 from benchmarks.providers import EVERY
@@ -43,31 +44,25 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return list(_WAYS[case.work.name])
+def notes(case: Case) -> dict[str, str]:
+    return {name: EVERY[name].note for name in _WAYS[case.work.name]}
 
 
 def about(case: Case, device: str) -> str:
     return f"{against(case, device)}; {distribution(make_problem(case, device))}"
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    calls = [(EVERY[name], case) for name in names]
-    rows = measured(calls, session.settings(case, bits=False, allowed=_ALLOWED))
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
+    calls = [(EVERY[row.provider], case, row) for row in rows]
+    measured(calls, session.settings(case, bits=False, allowed=_ALLOWED))
     of_entries = replace(case, work=WORKS["logprobs-grad"])
     for row in rows:
-        row.cells = {
-            "extra MiB": text.mib(row.extra_bytes),
-            **{name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")},
-        }
+        row.cells = error_cells(row)
         if row.provider in _SPARSE and row.runs:
             row.info |= EVERY[row.provider].info(make_problem(of_entries, session.device))
             kept = row.info["entries"]
             row.cells["entries: mean (max)"] = f"{kept[0]:.0f} ({kept[1]:.0f})" if kept else ""
             row.cells["exact rows, %"] = text.digits(100 * row.info["exact_share"], 2)
-    return rows
 
 
-def test_sparse(row: Row) -> None:
-    """Time a step."""
-    assert row.seconds
+test_sparse = check_row

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks import text
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.problem import Problem, make_problem, softcapped
 from benchmarks.results import Row
 from benchmarks.shapes import DECIDED, REAL, Case, make_case
@@ -17,6 +17,7 @@ from benchmarks.test_accuracy import distribution
 
 _EXPONENTS = (8, 10, 12, 14, 16, 18, 20)
 _ROWS, _COLUMNS = 128, 256  # of a block
+NOTES = {f"p > 2^-{x}": f"softmax entries with p > 2^-{x}" for x in _EXPONENTS}
 _CASES = [make_case("logprobs", "smollm2-135m", 2048, "fp32", inputs) for inputs in (REAL, DECIDED)]
 CASES = {
     "tiny": [make_case("logprobs", "tiny", 32, "fp32", DECIDED)],
@@ -25,25 +26,19 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return [f"p > 2^-{exponent}" for exponent in _EXPONENTS]
-
-
 def about(case: Case, device: str) -> str:
     return distribution(make_problem(case, device))
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     problem = make_problem(case, session.device)
     probabilities = _probabilities(problem)
     target = problem.target.flatten()
     by_mass = probabilities.sum(0).argsort(descending=True)
-    rows = []
-    for name in names:
-        kept = probabilities > 0.5 ** int(name.rpartition("-")[2])
+    for row in rows:
+        kept = probabilities > 0.5 ** int(row.provider.rpartition("-")[2])
         counts = kept.sum(1).double()
         left_out = probabilities.masked_fill(kept, 0.0)
-        row = Row(name, f"softmax entries with {name}")
         row.info = {
             "entries": [counts.mean().item(), counts.median().item(), counts.max().item()],
             "mass_left_out": left_out.sum(1).mean().item(),
@@ -59,8 +54,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             "blocks with one": f"{row.info['blocks']:.2f}",
             "ids sorted by mass": f"{row.info['blocks_by_mass']:.2f}",
         }
-        rows.append(row)
-    return rows
 
 
 @torch.no_grad()
@@ -87,6 +80,4 @@ def _blocks(kept: Tensor) -> float:
     return tiles.any(3).any(1).double().mean().item()
 
 
-def test_sparsity(row: Row) -> None:
-    """Count entries and blocks."""
-    assert row.info["entries"]
+test_sparsity = check_row

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import text
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, race
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import attempt, race
 from benchmarks.problem import make_problem
 from benchmarks.providers.ours import run as run_ours
 from benchmarks.results import Row
@@ -112,16 +112,15 @@ CASES: dict[str, list[Kernel]] = {
 }
 
 
-def names(case: Kernel) -> list[str]:
-    return list(case.tiles())
+def notes(case: Kernel) -> dict[str, str]:
+    default, *others = case.tiles()
+    return {default: "the default"} | dict.fromkeys(others, "")
 
 
-def measure(case: Kernel, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Kernel, rows: Sequence[Row], session: Session) -> None:
     """Compare every tile with the default, and time those that agree in turns."""
     run, tiles = case.on(session.device), case.tiles()
-    default = next(iter(tiles))
-    rows = [Row(name, "the default" if name == default else "") for name in names]
-    want = run(tiles[default])
+    want = run(next(iter(tiles.values())))
     for row in rows:
         with attempt(row):  # it does not compile, or does not fit: a result like any other
             row.leave_out("wrong", _difference(run(tiles[row.provider]), want))
@@ -132,8 +131,6 @@ def measure(case: Kernel, names: Sequence[str], session: Session) -> list[Row]:
                 row.info["extra_bytes"] = cuda_growth(call)[1]
                 row.cells["MiB, results included"] = text.mib(row.extra_bytes)
     race(runs, session.rounds(), make_timer(session.device))
-    free(session.device)
-    return rows
 
 
 def _difference(got: Outputs, want: Outputs) -> str | None:
@@ -173,6 +170,4 @@ def _row_kernel(name: str, tile: Tile, config: RowConfig) -> Outputs:
     return {"gradient": dlogits_(own, stats, grad_stats, out, config)}
 
 
-def test_tiles(row: Row) -> None:
-    """Time a kernel at a tile."""
-    assert row.seconds
+test_tiles = check_row

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.check import StepResult, compare_steps, reference, take_gradient, why_wrong
 from benchmarks.child import ask
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import add_growth, attempt, free, race
 from benchmarks.problem import LOG_RATIOS, Problem, Result
 from benchmarks.providers import PROVIDERS
@@ -84,8 +84,7 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return ["ours", "trl", "eager"]
+NOTES = {name: PROVIDERS[name].note for name in ("ours", "trl", "eager")}
 
 
 def about(case: Case, device: str) -> str:
@@ -95,9 +94,8 @@ def about(case: Case, device: str) -> str:
     )
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     device = session.device
-    rows = [Row(name, PROVIDERS[name].note) for name in names]
     for row in rows:
         row.leave_out("absent", PROVIDERS[row.provider].absent(device))
     if device == "cpu" and session.suite != "tiny":  # while this process is small
@@ -116,7 +114,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
                 if row.runs:
                     with attempt(row):
                         _find_longest(row, policy, session.deadline)
-    return rows
 
 
 def _compare(rows: Sequence[Row], policy: Policy) -> None:
@@ -296,6 +293,4 @@ def growth(case: Case, device: str, name: str) -> int:
     return grown
 
 
-def test_vocabulary(row: Row) -> None:
-    """Measure a step of a model with a large vocabulary."""
-    assert row.errors
+test_vocabulary = check_row

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks import text, traces
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free
+from benchmarks.conftest import Session, check_row
+from benchmarks.measure import attempt
 from benchmarks.problem import Problem, make_problem
 from benchmarks.results import Row
 from benchmarks.shapes import Case, make_case
@@ -22,7 +22,7 @@ from grpo_kernels import TokenBatch, linear_policy_loss
 _CALLS = 5
 _KEPT_GAPS = 12
 _HOST_BYTES = 256 << 20  # more than a CPU's caches
-NAMES = {
+NOTES = {
     "ours": "the batch counts its tokens on the device",
     "ours, cold": "the same after a garbage collection and other work on the host",
     "ours, lengths": "lengths are given, on-policy: under the alarm, it may not wait",
@@ -32,11 +32,7 @@ _GPU = [make_case("dapo", "qwen3-1.7b", tokens, "bf16") for tokens in (8192, 102
 CASES = {"tiny": [make_case("dapo", "tiny", 32, "fp32")], "gpu": _GPU, "gpu-full": _GPU}
 
 
-def names(case: Case) -> list[str]:
-    return list(NAMES)
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     problem, device = make_problem(case, session.device), session.device
     size = _HOST_BYTES if device == "cuda" else 1 << 10
     other = torch.zeros(size // 4)
@@ -45,9 +41,8 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
         gc.collect()
         other.add_(1)
 
-    rows = []
-    for name in names:
-        row = Row(name, NAMES[name])
+    for row in rows:
+        name = row.provider
         call = _step(problem, with_lengths="lengths" in name)
         with attempt(row):
             for _ in range(3):
@@ -57,9 +52,6 @@ def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
             before: Callable[[], Any] = cool if "cold" in name else gc.collect
             row.seconds = [_host_seconds(call, before, device) for _ in range(session.rounds(10))]
             _add_device(row, call, before, device)
-        rows.append(row)
-    free(device)
-    return rows
 
 
 def _step(problem: Problem, with_lengths: bool) -> Callable[[], Any]:
@@ -135,6 +127,4 @@ def _device_allocations(device: str) -> int:
     return torch.cuda.memory_stats().get("num_device_alloc", 0) if device == "cuda" else 0
 
 
-def test_waits(row: Row) -> None:
-    """Time the host's part of a step."""
-    assert row.seconds
+test_waits = check_row

@@ -23,7 +23,6 @@ _FEWEST_ROUNDS = 3
 _FLUSH_BYTES = 256 << 20  # more than any L2
 _QUEUED_SIZE, _QUEUED_GEMMS = 8192, 4  # some 6 ms of an H100
 _Call = TypeVar("_Call")
-_now = 0.0
 
 
 def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> Iterator[_Call]:
@@ -42,26 +41,6 @@ def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> I
             yield from calls if index % 2 == 0 else reversed(calls)
         finally:
             gc.unfreeze()
-
-
-def clock() -> float:
-    """Tell pytest-benchmark the time of the samples that are replayed."""
-    return _now
-
-
-def replay(benchmark: Any, seconds: Sequence[float]) -> None:
-    """Hand samples to pytest-benchmark, whose timer is :func:`clock`.
-
-    Its own loop runs one test to the end before the next begins, so a change of the machine's load
-    would hit some providers only, and it knows no device events.
-    """
-    samples = iter(seconds)
-
-    def advance() -> None:
-        global _now
-        _now += next(samples)
-
-    benchmark.pedantic(advance, rounds=len(seconds))
 
 
 def make_timer(device: str, queued: bool = False) -> Callable[[Callable[[], Any]], float]:
