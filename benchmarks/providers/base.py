@@ -98,7 +98,7 @@ def run_with(head: Head, entropy_metric: bool = False, **own: Value) -> Callable
     """Run any work on top of a head that gives differentiable log-probabilities.
 
     ``entropy_metric``: a loss also computes the entropies, for the log. ``own``: gives the value of
-    a work of that kind, "mean" or "loss", in its stead.
+    a work of that kind, "mean", "loss" or "divergence", in its stead.
     """
 
     def run(problem: Problem) -> Result:

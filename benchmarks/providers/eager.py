@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Problem, Result, softcapped
+from benchmarks.problem import Problem, Result, divergence, softcapped
 from benchmarks.providers.base import (
     NO_ENTROPY,
     NO_SOFTCAP,
@@ -35,6 +35,8 @@ def _bare_gemms(problem: Problem, most_rows: int | None = None) -> Result:
         if problem.work.rows == "zero":
             needed = needed & (problem.advantages != 0)[:, None]
         hidden = hidden[needed.flatten()]
+    if problem.teacher is not None:
+        torch.mm(problem.teacher[0], problem.teacher[1].t())
     size = most_rows or _CHUNK_ROWS[hidden.device.type]
     tile = hidden.new_empty(min(size, hidden.shape[0]), weight.shape[0])
     dhidden = torch.empty_like(hidden) if problem.hidden.requires_grad else None
@@ -123,7 +125,7 @@ EAGER = (
     Provider(
         name="eager",
         note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
-        run=run_with(_head),
+        run=run_with(_head, divergence=divergence),
     ),
     Provider(
         name="eager-entropy",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Problem, Result, softcapped
+from benchmarks.problem import DIVERGENCES, Problem, Result, softcapped
 from benchmarks.providers.base import (
     NO_ENTROPY,
     NO_SOFTCAP,
@@ -212,8 +212,33 @@ def _quack(problem: Problem) -> Result:
     return with_gradients(problem, loss, loss=loss)
 
 
+def _trl_divergence(problem: Problem) -> Tensor:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    hidden, weight, _ = _rows(problem)
+    rest = *(problem.teacher or ()), None, DIVERGENCES[problem.work.name]
+    return ChunkedDivergenceFunction.apply(hidden, weight, None, *rest)[0].mean()
+
+
+def _liger_divergence(problem: Problem) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        beta=DIVERGENCES[problem.work.name],
+        compiled=False,
+    )
+    hidden, weight, target = _rows(problem)
+    return loss(hidden, weight, *(problem.teacher or ()), torch.zeros_like(target))
+
+
 def _in_fp32(case: Case) -> bool:
     return case.dtype == "fp32"
+
+
+def _no_whole_loss(case: Case) -> bool:
+    return case.work.kind not in ("loss", "divergence")
 
 
 def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
@@ -250,7 +275,7 @@ LIBRARIES = (
         name="trl",
         note="trl.kernels.ChunkedLogProbFunction; in a loss its fused head with entropies, under "
         "GRPOTrainer._compute_loss with its metrics",
-        run=run_with(_trl_head, loss=_trl_loss),
+        run=run_with(_trl_head, loss=_trl_loss, divergence=_trl_divergence),
         # those that it imports
         packages=("trl", "accelerate", "datasets", "jinja2", "pandas", "pyarrow"),
     ),
@@ -258,8 +283,8 @@ LIBRARIES = (
         name="liger",
         note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
         "allowed for its fp32 products of bf16 inputs on a GPU",
-        run=run_with(_liger_head, loss=_liger_loss),
-        limits=(("a GRPO loss only", lambda case: case.work.kind != "loss"), NO_SOFTCAP),
+        run=run_with(_liger_head, loss=_liger_loss, divergence=_liger_divergence),
+        limits=(("a GRPO loss only", _no_whole_loss), NO_SOFTCAP),
         packages=("liger-kernel",),
     ),
     _LIGER_TRITON,

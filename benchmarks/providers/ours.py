@@ -15,7 +15,15 @@ from benchmarks.check import reference
 from benchmarks.problem import Problem, Result
 from benchmarks.providers.base import Provider, behind_queue, with_gradients
 from benchmarks.shapes import WORKS, Case
-from grpo_kernels import Bounded, HeadLoRA, LossConfig, explain, linear_logprobs, linear_policy_loss
+from grpo_kernels import (
+    Bounded,
+    HeadLoRA,
+    LossConfig,
+    explain,
+    linear_divergence,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from grpo_kernels.backends import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
@@ -28,6 +36,10 @@ def run(problem: Problem, **settings: Any) -> Result:
     work = problem.work
     if work.kind in ("mean", "loss"):
         loss = _call(linear_policy_loss, problem, settings).loss
+        return with_gradients(problem, loss, loss=loss)
+    if work.kind == "divergence":
+        inputs = problem.hidden.flatten(0, 1), problem.weight, *(problem.teacher or ())
+        loss = linear_divergence(*inputs, kind=work.name).loss
         return with_gradients(problem, loss, loss=loss)
     outputs = ("logprobs", "entropy") if work.entropy else ("logprobs",)
     with torch.set_grad_enabled(work.kind == "backward"):
@@ -60,7 +72,7 @@ def _schedule(problem: Problem, **settings: Any) -> dict[str, Any]:
 
 
 def _no_schedule(case: Case) -> bool:
-    return case.work.kind in ("forward", "backward")
+    return case.work.kind in ("forward", "backward", "divergence")
 
 
 def _chosen_by_ours(problem: Problem) -> str | None:
