@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from benchmarks.simulated import SimulatedServer, token_logprobs
+from benchmarks.training import QUIET
 
 PROMPTS, SIZE = 8, 16  # of a step; completions of each
 TRAINING = 0.1  # seconds that a training step waits, as if it were larger
 MAX_STALENESS = 4  # optimizer steps, where weights move in flight
 CORRECTION = "token_truncate"
 _ALLOWED = 1e-4  # of a log-probability: the server computes it in other batches
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: dict[str, Any] = QUIET | {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "linear",
     "entropy_coef": 0.05,
@@ -35,14 +36,7 @@ _SETTINGS: dict[str, Any] = {
     "vllm_importance_sampling_mode": CORRECTION,
     "use_cpu": True,
     "bf16": False,
-    "gradient_checkpointing": False,
-    "shuffle_dataset": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
     "write_report": False,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
 }
 
 

@@ -1,17 +1,17 @@
 """The example with a pretrained model, trained by our trainer and by TRL's with the same settings.
 
-``run`` trains in the process that calls it; ``Outcome`` is what it returns.
+``run`` trains in the process that calls it, ``fill`` in another.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import resource
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,17 +22,22 @@ from unittest.mock import patch
 import torch
 import yaml
 from datasets import load_dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer
 
+from benchmarks.child import ask
 from benchmarks.gpu.model import joined
+from benchmarks.measure import attempt
 from benchmarks.providers.base import lacking as lacking_packages
 from benchmarks.real_text import EXAMPLE, converted_model, smollm
+from benchmarks.results import Row
+from benchmarks.training import Watch
 
 _PACKAGES = {"gguf": "gguf", "reasoning_gym": "reasoning-gym"}
 # settings of run.yaml that only our trainer has, or that are set below
 _OURS_ONLY = ("reward_funcs", "overwrite_output_dir", "log_completions", "num_completions_to_print")
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _LORA_RATE = 10  # times the learning rate of the whole model
+_LONGEST = 7200.0  # seconds of a run
 _SOME_ROWS = 6  # one of so many of a head's rows is frequent, and one is rare
 
 
@@ -108,25 +113,6 @@ SETUPS |= {
 }
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """What a run logged of itself, and how far it moved the head."""
-
-    rewards: list[float] = field(default_factory=list)  # by step
-    losses: list[float] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)  # where a trainer logs them
-    # mean L2 norms of the changes of the head's rows: of its first ids, and of its last ones, which
-    # are the tokenizer's rarest
-    frequent_rows: float = 0.0
-    rare_rows: float = 0.0
-    held_out: list[float] = field(default_factory=list)  # before and after
-    seconds: list[float] = field(default_factory=list)  # of a step with its generation
-    generate_seconds: list[float] = field(default_factory=list)  # of it, rewards included
-    tokens: list[float] = field(default_factory=list)  # completion tokens of a step
-    peak_bytes: int = 0  # of the process, or of the GPU
-
-
 def lacking_model() -> str | None:
     """Return why the pretrained model cannot be trained here, or None."""
     missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
@@ -142,28 +128,58 @@ def lacking(setup: Setup, case: RealCase) -> str | None:
     return lacking_packages(*packages) or (None if case.tiny else lacking_model())
 
 
+def fill(row: Row, setup: Setup, case: RealCase, device: str, *logged: str) -> dict[str, Any]:
+    """Train in a process of its own, and give a row the lists that it ``logged``; return all.
+
+    A run without a step, without evaluations before and after, or with a NaN is wrong.
+    """
+    found: dict[str, Any] = {}
+    row.info["work"] = f"seed {case.seed}"
+    if row.runs:
+        with attempt(row):
+            found = ask(run, setup, case, device, timeout=_LONGEST)
+            row.info |= {name: found[name] for name in logged}
+            steps = all(len(found[name]) == case.steps for name in logged if name != "held_out")
+            finite = all(math.isfinite(value) for name in logged for value in found[name])
+            complete = steps and len(found["held_out"]) >= 2 and finite
+            row.leave_out("wrong", None if complete else "a step is missing or not finite")
+    return found
+
+
 def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
-    """Train on "cpu" or "cuda", and return the fields of an :class:`Outcome`."""
+    """Train on "cpu" or "cuda"; return lists by step, and how far the head was moved."""
     from grpo_kernels.integrations import trl as fused
 
-    outcome = Outcome()
     with (
         tempfile.TemporaryDirectory() as folder,
         fused.enabled() if setup.our_head else nullcontext(),
+        # to compile the steps of an optimizer would take longer than a tiny run
+        torch.compiler.set_stance("force_eager" if case.tiny else "default"),
     ):
         trainer = _build(setup, case, device, Path(folder))
-        watch = _Watch(trainer, outcome, case, device)
+        watch = _Watch(trainer, device, case.seed)
         head = trainer.model.get_output_embeddings().weight
         before = head.detach().clone()
         trainer.train()
         change = (head.detach() - before).norm(dim=1)
-        some = len(change) // _SOME_ROWS
-        outcome.frequent_rows, outcome.rare_rows = (
-            float(change[:some].mean()),
-            float(change[-some:].mean()),
-        )
-    outcome.peak_bytes = watch.peak()
-    return asdict(outcome)
+    logs, some = watch.logs, len(change) // _SOME_ROWS
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size = trainer.args.generation_batch_size
+    return {
+        "rewards": [log["reward"] for log in logs],
+        "losses": [log["loss"] for log in logs],
+        "gradient_norms": [log["grad_norm"] for log in logs],
+        "entropies": [log["entropy"] for log in logs if "entropy" in log],
+        "tokens": [log["completions/mean_length"] * size for log in logs],  # of completions
+        "held_out": watch.held_out,  # before and after
+        "seconds": watch.seconds,
+        "generate_seconds": watch.generate,
+        # mean L2 norms of the changes of the head's rows: of its first ids, and of its last ones,
+        # which are the tokenizer's rarest
+        "frequent_rows": float(change[:some].mean()),
+        "rare_rows": float(change[-some:].mean()),
+        "peak_bytes": watch.peak if device == "cuda" else resident,
+    }
 
 
 def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
@@ -259,54 +275,18 @@ def _tiny(folder: Path) -> tuple[Path, Any, Path, Path]:
     return folder / "model", digits_reversal_reward, *write_dataset(folder, seed=0)
 
 
-class _Watch(TrainerCallback):
-    """Writes down each step: its logs, its time, and what of it is generation."""
+class _Watch(Watch):
+    """Also notes evaluations, whose seed is the case's."""
 
-    def __init__(self, trainer: Any, outcome: Outcome, case: RealCase, device: str) -> None:
-        self._outcome, self._case, self._cuda = outcome, case, device == "cuda"
-        self._completions = trainer.args.generation_batch_size
-        self._generated = self._start = 0.0
+    def __init__(self, trainer: Any, device: str, seed: int) -> None:
+        super().__init__(trainer, device, seed)
+        self.held_out: list[float] = []
         self._evaluate, trainer.evaluate = trainer.evaluate, self._seeded
-        # generates at a step's first call
-        self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed
-        trainer.add_callback(self)
 
-    def peak(self) -> int:
-        """Return the most bytes that the process held, or torch on its GPU."""
-        if self._cuda:
-            return torch.cuda.max_memory_allocated()
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        torch.manual_seed(1000 * self._case.seed + state.global_step)  # all sample alike
-        self._start, self._generated = self._clock(), 0.0
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        outcome = self._outcome
-        if "eval_reward" in logs:
-            outcome.held_out.append(logs["eval_reward"])
-        if "grad_norm" not in logs:
-            return
-        outcome.seconds.append(self._clock() - self._start)
-        outcome.generate_seconds.append(self._generated)
-        outcome.rewards.append(logs["reward"])
-        outcome.losses.append(logs["loss"])
-        outcome.gradient_norms.append(logs["grad_norm"])
-        if "entropy" in logs:
-            outcome.entropies.append(logs["entropy"])
-        outcome.tokens.append(logs["completions/mean_length"] * self._completions)
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **run: Any) -> None:
+        self.held_out += [logs["eval_reward"]] * ("eval_reward" in logs)
+        super().on_log(args, state, control, logs, **run)
 
     def _seeded(self, *args: Any, **options: Any) -> Any:
-        torch.manual_seed(self._case.seed)  # all evaluate alike
+        torch.manual_seed(self._seed)  # all evaluate alike
         return self._evaluate(*args, **options)
-
-    def _timed(self, inputs: Any) -> Any:
-        start = self._clock()
-        prepared = self._prepare(inputs)
-        self._generated += self._clock() - start
-        return prepared
-
-    def _clock(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks import shapes, text, training
 from benchmarks.check import StepResult, compare_steps, why_wrong
 from benchmarks.child import ask
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import add_growth, attempt, race
 from benchmarks.problem import Problem, make_problem
 from benchmarks.providers.base import lacking
@@ -177,21 +177,22 @@ CASES = {
 }
 
 
-def names(case: Case) -> list[str]:
-    return list(case.arms)
+def notes(case: Case) -> dict[str, str]:
+    return dict.fromkeys(case.arms, "")
 
 
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     every = [Row(name) for name in case.arms]  # ours is held against theirs
     for row in every:
         row.leave_out("absent", lacking(case.host, *_REQUIRES))
     if any(row.runs for row in every):
         with attempt(*every):
             every = ask(_times, every, case, session.rounds(_ROUNDS))
-    rows = [row for row in every if row.provider in names]
+    found = {row.provider: row for row in every}
+    for row in rows:
+        vars(row).update(vars(found[row.provider]))
     if not session.brief:
         add_growth(rows, partial(ask, _growth, case))
-    return rows
 
 
 def _times(every: list[Row], case: Case, rounds: int) -> list[Row]:
@@ -238,6 +239,4 @@ def _growth(case: Case, arm: str) -> int:
     return resident_growth(lambda: loss().backward())[1]
 
 
-def test_hosts(row: Row) -> None:
-    """Time a step of a host's trainer."""
-    assert row.seconds
+test_hosts = check_row

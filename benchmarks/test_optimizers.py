@@ -5,19 +5,15 @@ A case is one way with one seed, so that a call may measure some of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from benchmarks import text
-from benchmarks.child import ask
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt
-from benchmarks.real import RealCase, Setup, lacking, run
+from benchmarks.conftest import Session, check_row
+from benchmarks.real import RealCase, Setup, fill, lacking
 from benchmarks.results import Row
 
-_LONGEST = 7200.0  # seconds of a run
 _STEPS, _SEEDS = 15, (0, 1, 2)
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -54,42 +50,30 @@ CASES = {
 }
 
 
-def names(case: RealCase) -> list[str]:
-    return [case.setup]
+def notes(case: RealCase) -> dict[str, str]:
+    return {case.setup: WAYS[case.setup].note}
 
 
 def about(case: RealCase, device: str) -> str:
     return f"{case.steps} steps of 32 completions"
 
 
-def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
+    [row] = rows
     way = WAYS[case.setup]
-    row = Row(case.setup, way.note, info={"work": f"seed {case.seed}"})
     row.leave_out("absent", lacking(way, case))
+    logged = "rewards", "gradient_norms", "entropies", "held_out"
+    found = fill(row, way, case, session.device, *logged)
     if row.runs:
-        with attempt(row):
-            _fill(row, case, ask(run, way, case, session.device, timeout=_LONGEST))
-    return [row]
-
-
-def _fill(row: Row, case: RealCase, found: dict[str, Any]) -> None:
-    lists = ("rewards", "gradient_norms", "entropies", "held_out")
-    row.info |= {name: found[name] for name in (*lists, "frequent_rows", "rare_rows")}
-    missing = len(found["entropies"]) != case.steps or len(found["held_out"]) < 2
-    finite = all(math.isfinite(value) for name in lists for value in found[name])
-    row.leave_out("wrong", None if finite and not missing else "a step is missing or not finite")
-    if row.runs:
+        row.info |= {name: found[name] for name in ("frequent_rows", "rare_rows")}
         before, *_, after = found["held_out"]
-        last = found["entropies"][-5:]
         row.cells = {
             "held-out reward before": f"{before:.3f}",
             "after": f"{after:.3f}",
-            "entropy, last 5 steps": f"{fmean(last):.3f}",
+            "entropy, last 5 steps": f"{fmean(found['entropies'][-5:]):.3f}",
             "change of frequent rows": text.error(found["frequent_rows"]),
             "of rare ones": text.error(found["rare_rows"]),
         }
 
 
-def test_optimizers(row: Row) -> None:
-    """Train a pretrained model."""
-    assert row.info["rewards"]
+test_optimizers = check_row

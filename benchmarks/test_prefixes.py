@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch import Tensor
-
-from benchmarks import training
-from benchmarks.check import StepResult, compare_steps, take_gradient, why_wrong
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt, free, race
+from benchmarks import batches, training
+from benchmarks.conftest import Session, check_row
 from benchmarks.results import Row
-from benchmarks.timing import make_timer
 from benchmarks.training import TrainingConfig
-from grpo_trainer import GRPOTrainer
 from grpo_trainer.policy import Packing, Prefixes
 
-_ROUNDS = 3
-_SPREAD = 0.8  # standard deviation of a length's logarithm
-_NOTES = {
+NOTES = {
     "padded": "packing: padded",
     "packed": "without padding, nothing shared",
     "prompt": "a group's prompt once",
@@ -43,21 +34,18 @@ class Case:
     turn: int  # tokens
     mean: int  # of what follows
 
-    def rows(self) -> list[tuple[list[int], list[int]]]:
+    def rows(self) -> batches.Rows:
         """Return the prompt and the completion of each row, random tokens."""
         config, chance = self.config, random.Random(training.SEED)
-        middle = math.log(self.mean) - _SPREAD**2 / 2
+        middle = math.log(self.mean) - batches.SPREAD**2 / 2
         longest = config.completion_tokens - self.turn
-
-        def tokens(count: int) -> list[int]:
-            return [chance.randrange(training.FIRST_WORD, config.vocabulary) for _ in range(count)]
-
+        tokens = partial(batches.make_tokens, config, chance=chance)
         rows = []
         for _ in range(config.prompts):
             prompt = tokens(config.prompt_tokens)
             turns = tokens(self.turn), tokens(self.turn)
             for number in range(config.group):
-                length = round(chance.lognormvariate(middle, _SPREAD))
+                length = round(chance.lognormvariate(middle, batches.SPREAD))
                 rest = tokens(min(max(length, 1), longest))
                 rows.append((prompt, turns[number % 2] + rest))
         return rows
@@ -80,71 +68,29 @@ class Case:
         return self.config.name
 
 
-_SIZES = {
-    "tiny": Case(TrainingConfig("tiny", 1, 32, 64, 2, 1, 512, 2, 4, 24, 24), 8, 6),
-    "quick": Case(TrainingConfig("quick", 2, 128, 512, 4, 2, 8192, 2, 8, 128, 128), 32, 32),
-    "full": Case(TrainingConfig("full", 2, 384, 1536, 6, 2, 8192, 2, 8, 640, 640), 128, 128),
-}
+_FULL = Case(TrainingConfig("full", 2, 384, 1536, 6, 2, 8192, 2, 8, 640, 640), 128, 128)
 CASES = {
-    "tiny": [_SIZES["tiny"]],
-    "quick": [_SIZES["quick"]],
-    "cpu": [_SIZES["full"]],
-    "gpu": [_SIZES["full"]],
-    "gpu-full": [_SIZES["full"]],
+    "tiny": [Case(TrainingConfig("tiny", 1, 32, 64, 2, 1, 512, 2, 4, 24, 24), 8, 6)],
+    "quick": [Case(TrainingConfig("quick", 2, 128, 512, 4, 2, 8192, 2, 8, 128, 128), 32, 32)],
+    "cpu": [_FULL],
+    "gpu": [_FULL],
+    "gpu-full": [_FULL],
 }
 
 
-def names(case: Case) -> list[str]:
-    return [*_NOTES]
-
-
-def measure(case: Case, names: Sequence[str], session: Session) -> list[Row]:
-    device, rows = session.device, [Row(name, _NOTES[name]) for name in names]
-    steps: list[tuple[Row, Callable[[], StepResult]]] = []
-    exact: StepResult | None = None
+def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
+    make = partial(_make, case, session.device)
+    batches.measure_batches(rows, make, case.config.dtype, session)
     for row in rows:
-        with attempt(row):
-            step, found = _step_of(row, case, device)
-            exact = exact or found
-            row.errors = compare_steps(found, exact)
-            row.leave_out("wrong", why_wrong(row.errors, case.config.dtype))
-            steps.append((row, step))
-    race(steps, session.rounds(_ROUNDS), make_timer(device))
-    free(device)
-    return rows
+        if row.runs:
+            row.cells["tokens computed"] = f"{row.info['computed_tokens']:,}"
 
 
-def _step_of(row: Row, case: Case, device: str) -> tuple[Callable[[], StepResult], StepResult]:
-    """Return what takes a step, and one; add to the row how many tokens its body computed."""
-    trainer = _build(case, device, "padded" if row.provider == "padded" else "auto")
-    trainer.model.train()
-    with _sharing(trainer, row.provider, case):
-        batches = trainer._generation_batch()
-    computed = 0
-
-    def note(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal computed
-        computed += args[0].numel()
-
-    hook = trainer.model.get_input_embeddings().register_forward_hook(note)
-    found = _take(trainer, batches)
-    hook.remove()
-    row.info["computed_tokens"] = computed
-    row.cells["tokens computed"] = f"{computed:,}"
-    return partial(_take, trainer, batches), found
-
-
-def _build(case: Case, device: str, packing: str) -> Any:
-    """Build a trainer of given rows."""
-    prompt_ids, completion_ids = zip(*case.rows(), strict=True)
-
-    def completed(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = {"prompt_ids": [*prompt_ids], "completion_ids": [*completion_ids]}
-        return ids | {"logprobs": None}
-
-    own = partial(GRPOTrainer, rollout_func=completed)
-    changes = {"packing": packing, "generation_kwargs": None}
-    return training.build("grpo_trainer", case.config, device, 1, own, **changes)
+def _make(case: Case, device: str, name: str) -> batches.Batches:
+    packing = "padded" if name == "padded" else "auto"
+    trainer = batches.build("grpo_trainer", case.config, device, case.rows(), packing=packing)
+    with _sharing(trainer, name, case):
+        return batches.cut(trainer)
 
 
 @contextmanager
@@ -165,17 +111,4 @@ def _sharing(trainer: Any, name: str, case: Case) -> Iterator[None]:
         yield
 
 
-def _take(trainer: Any, batches: Sequence[Any]) -> StepResult:
-    """Return the loss and the gradient of a generation batch."""
-    total = torch.zeros(())
-    for batch in batches:
-        loss, leaves = training.step_of(trainer, batch)
-        value = loss()
-        value.backward()
-        total = total + value.detach().cpu()
-    return total, take_gradient(leaves)
-
-
-def test_prefixes(row: Row) -> None:
-    """Time forward and backward of a generation batch."""
-    assert row.seconds
+test_prefixes = check_row

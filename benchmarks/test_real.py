@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import text
 from benchmarks.child import ask
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import attempt
 from benchmarks.real import SETUPS, RealCase, lacking, run
 from benchmarks.results import Row
@@ -24,18 +24,17 @@ _TINY = ("trl", "ours-budget", "trl-whole-batch")  # test_curves.py runs the oth
 CASES = {"tiny": [RealCase(2, tiny=True)], "cpu": [RealCase(3)]}
 
 
-def names(case: RealCase) -> list[str]:
-    return list(_TINY if case.tiny else _NAMES)
+def notes(case: RealCase) -> dict[str, str]:
+    return {name: SETUPS[name].note for name in (_TINY if case.tiny else _NAMES)}
 
 
 def about(case: RealCase, device: str) -> str:
     return "steps of 32 completions, AdamW"
 
 
-def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
+def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
     """Take a few steps of each in a process of its own, and again."""
-    rows = [Row(name, SETUPS[name].note) for name in names]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    found: dict[str, list[dict[str, Any]]] = {row.provider: [] for row in rows}
     for row in rows:
         row.leave_out("absent", lacking(SETUPS[row.provider], case))
     for _ in range(session.rounds(_ROUNDS)):
@@ -47,7 +46,6 @@ def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]
             fill_times(row, found[row.provider])
             base = "trl-lora" if SETUPS[row.provider].lora else "trl"
             _compare(row, found[row.provider][0], found.get(base, []))
-    return rows
 
 
 def _compare(row: Row, run: dict[str, Any], theirs: Sequence[dict[str, Any]]) -> None:
@@ -79,6 +77,4 @@ def fill_times(row: Row, runs: Sequence[dict[str, Any]]) -> None:
     }
 
 
-def test_real(row: Row) -> None:
-    """Time steps of a pretrained model."""
-    assert row.seconds
+test_real = check_row

@@ -5,18 +5,13 @@ A case is one way with one seed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from benchmarks.child import ask
-from benchmarks.conftest import Session
-from benchmarks.measure import attempt
+from benchmarks.conftest import Session, check_row
 from benchmarks.providers.base import lacking
-from benchmarks.real import RealCase, Setup, run
+from benchmarks.real import RealCase, Setup, fill
 from benchmarks.results import Row
 
 _STEPS, _SEEDS = 60, (0, 1, 2)
@@ -69,49 +64,25 @@ CASES = {
 }
 
 
-def names(case: RealCase) -> list[str]:
-    return [case.setup]
+def notes(case: RealCase) -> dict[str, str]:
+    return {case.setup: STATES[case.setup].note}
 
 
 def about(case: RealCase, device: str) -> str:
     return f"{case.steps} steps of 128 completions of the demo's task"
 
 
-def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
-    row = row_of(case)
-    if row.runs:
-        with attempt(row):
-            _fill(row, case, ask(_uncompiled, STATES[case.setup], case, session.device))
-    return [row]
-
-
-def row_of(case: RealCase) -> Row:
-    """Return the row of a way and a seed, left out where a package is missing."""
-    row = Row(case.setup, STATES[case.setup].note, info={"work": f"seed {case.seed}"})
+def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
+    [row] = rows
     row.leave_out("absent", lacking("bitsandbytes", "torchao"))
-    return row
-
-
-def _uncompiled(way: Setup, case: RealCase, device: str) -> dict[str, Any]:
-    """Return what a run logged. To compile the steps of its optimizer would take longer than it."""
-    with torch.compiler.set_stance("force_eager"):
-        return run(way, case, device)
-
-
-def _fill(row: Row, case: RealCase, found: dict[str, Any]) -> None:
-    rewards, held_out = found["rewards"], found["held_out"]
-    row.info |= {"rewards": rewards, "held_out": held_out}
-    complete = len(rewards) == case.steps and len(held_out) == 2
-    finite = all(map(math.isfinite, (*rewards, *held_out)))
-    row.leave_out("wrong", None if complete and finite else "a step is missing or not finite")
+    found = fill(row, STATES[case.setup], case, session.device, "rewards", "held_out")
     if row.runs:
+        rewards = found["rewards"]
         row.cells = {
             "mean reward": f"{fmean(rewards):.3f}",
             "at the end": f"{fmean(rewards[-LAST:]):.3f}",
-            "held out": f"{held_out[-1]:.3f}",
+            "held out": f"{found['held_out'][-1]:.3f}",
         }
 
 
-def test_states(row: Row) -> None:
-    """Train the demo's policy."""
-    assert row.info["rewards"]
+test_states = check_row

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.conftest import Session
+from benchmarks.conftest import Session, check_row
 from benchmarks.measure import attempt
+from benchmarks.providers.base import lacking
 from benchmarks.real import RealCase, Setup, rounded_adamw
 from benchmarks.results import Row
-from benchmarks.test_states import STATES, row_of
+from benchmarks.test_states import STATES, notes  # noqa: F401 (of a case)
 
 _SMALL = 1e-6  # the trainer's default learning rate
 _SIZE = 1024  # of a square matrix
@@ -27,21 +28,18 @@ CASES = {
 }
 
 
-def names(case: RealCase) -> list[str]:
-    return [case.setup]
-
-
 def about(case: RealCase, device: str) -> str:
     return f"one step of a matrix of {_SIZE} x {_SIZE}, learning rate {_SMALL:g}"
 
 
-def measure(case: RealCase, names: Sequence[str], session: Session) -> list[Row]:
-    row = row_of(case)
+def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
+    [row] = rows
+    row.info["work"] = f"seed {case.seed}"
+    row.leave_out("absent", lacking("bitsandbytes", "torchao"))
     if row.runs:
         with attempt(row), torch.compiler.set_stance("force_eager"):
             row.info["kept"] = kept(STATES[case.setup], case.seed)
             row.cells = {"kept": f"{row.info['kept']:.2f}"}
-    return [row]
 
 
 def kept(way: Setup, seed: int) -> float:
@@ -73,6 +71,4 @@ def _moved(way: Setup, dtype: torch.dtype, start: Tensor, gradient: Tensor) -> T
     return weight.detach().double() - start.double()
 
 
-def test_updates(row: Row) -> None:
-    """Take a step, and see what of it is there."""
-    assert "kept" in row.info
+test_updates = check_row

@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import importlib
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers.models.qwen2 import modeling_qwen2
 
 from benchmarks.check import StepResult, take_gradient
+from benchmarks.providers.base import Provider
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer
@@ -23,6 +28,16 @@ SEED = 0
 _POSITIONS = 32768  # of the real model
 _MICRO_BATCHES = 2  # of a step
 _NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, where rounding decides
+# of every run that is measured
+QUIET = {
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,
+    "logging_steps": 1,  # whose cost belongs to a step
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
 Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` takes it
 Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
@@ -167,11 +182,10 @@ def build(
 
     library = importlib.import_module(package)
     folder = tempfile.TemporaryDirectory()
-    settings = {
+    settings = QUIET | {
         "output_dir": folder.name,
         "use_cpu": device == "cpu",
         "bf16": config.dtype == "bf16",
-        "gradient_checkpointing": False,
         "optim": "adamw_torch",
         "learning_rate": 1e-6,
         "max_steps": steps,
@@ -190,12 +204,6 @@ def build(
         "epsilon_high": 0.2,
         "num_iterations": 1,
         "scale_rewards": "group",
-        "shuffle_dataset": False,
-        "logging_steps": 1,  # whose cost belongs to a step
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
         "seed": SEED,
     }
     prompts = make_texts(config, config.prompts * steps, config.prompt_tokens, SEED)
@@ -211,6 +219,92 @@ def build(
     built.current_gradient_accumulation_steps = _MICRO_BATCHES  # also before it trains
     built.folder = folder  # it goes when the trainer does
     return built
+
+
+_BODY = "Liger's norms, rotary embedding and MLP in the body"  # off the head in both
+
+
+def _trainer(name: str, note: str, package: str, liger: bool = False) -> Provider:
+    """Return one whose ``run`` builds the trainer, for a size, a device and a number of steps."""
+    requires = [*["trl"] * (package == "trl"), *["liger-kernel"] * liger]
+    return Provider(
+        name=name,
+        note=note,
+        run=partial(build, package, **{"use_liger_kernel": True} if liger else {}),
+        packages=("transformers", "accelerate", "datasets", *requires),
+        gpu=liger,
+    )
+
+
+TRAINERS = {
+    provider.name: provider
+    for provider in (
+        _trainer("ours", "grpo_trainer.GRPOTrainer", "grpo_trainer"),
+        _trainer("ours-liger", f"the same with {_BODY}", "grpo_trainer", liger=True),
+        _trainer("trl", "trl.GRPOTrainer, its chunked head", "trl"),
+        _trainer("trl-liger", f"the same with use_liger_kernel: {_BODY}", "trl", liger=True),
+    )
+}
+
+
+class Watch(TrainerCallback):
+    """Notes each step of a trainer: its logs, its time, and the peak of the GPU's memory."""
+
+    def __init__(self, trainer: Any, device: str, seed: int = 0) -> None:
+        self.logs: list[dict[str, Any]] = []
+        self.seconds: list[float] = []  # of a step with its generation and logging
+        self.generate: list[float] = []  # what of it is rollout and scoring
+        self.peak = 0  # bytes of the GPU
+        self.train_peak = 0  # that the rest of the last step needs above what was there
+        self._cuda, self._seed = device == "cuda", seed
+        self._start = self._generated = 0.0
+        # generates at a step's first call
+        self._prepare, trainer._prepare_inputs = trainer._prepare_inputs, self._timed
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.manual_seed(1000 * self._seed + state.global_step)  # all trainers sample alike
+        self._start, self._generated = self._clock(), 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        if "grad_norm" not in logs:  # that of the end, or of an evaluation
+            return
+        self.seconds.append(self._clock() - self._start)
+        self.generate.append(self._generated)
+        self.logs.append(dict(logs))
+        if self._cuda:
+            most = torch.cuda.max_memory_allocated()
+            self.peak, self.train_peak = max(self.peak, most), most - self._before
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del self._prepare  # it holds the trainer's memory
+
+    def _timed(self, inputs: Any) -> Any:
+        start, first = self._clock(), self._generated == 0.0
+        prepared = self._prepare(inputs)
+        self._generated += self._clock() - start
+        if self._cuda and first:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        return prepared
+
+    def _clock(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def train(
+    provider: Provider, config: TrainingConfig, device: str, steps: int, **changes: Any
+) -> Watch:
+    """Train for some steps, built anew, so that trainers can take turns in their real loops."""
+    with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
+        torch.manual_seed(SEED)  # of an adapter's factors
+        trainer = provider.run(config, device, steps, **changes)
+        watch = Watch(trainer, device)
+        trainer.train()
+    return watch
 
 
 def step_of(trainer: Any, inputs: Any) -> Step:
