@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,54 +32,48 @@ COLUMNS = (16384, 49152)  # of the logits, at two sizes
 _DEPTH = 128  # of the products
 
 
-def _ours(entropy: bool = False, extras: bool = False) -> Run:
-    def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        from grpo_kernels.backends import StatsGrad, Tile, output_view
-        from grpo_kernels.backends.triton import dlogits_, row_stats
-        from grpo_kernels.head import Transform
+def _ours(
+    columns: int, dtype: torch.dtype, entropy: bool = False, extras: bool = False
+) -> dict[str, Tensor]:
+    from grpo_kernels.backends import StatsGrad, Tile, output_view
+    from grpo_kernels.backends.triton import dlogits_, row_stats
+    from grpo_kernels.head import Transform
 
-        logits, target = logits_of(columns, dtype)
-        tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
-        stats = row_stats(tile, extras)
-        grad_stats = StatsGrad(one, one if entropy else None)
-        gradient = dlogits_(tile, stats, grad_stats, output_view(logits, torch.bfloat16))
-        return {"logp": stats.logprobs, "entropy": stats.entropy, "gradient": gradient}
-
-    return run
-
-
-def _trl(entropy: bool) -> Run:
-    def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        from trl.kernels.logprob_entropy import _LogProbEntropyFunction
-
-        logits, target = logits_of(columns, dtype)
-        logits.requires_grad_()
-        logp, found = _LogProbEntropyFunction.apply(logits, target, 1.0, None)
-        (logp + found * entropy if entropy else logp).sum().backward()
-        return {"logp": logp, "entropy": found, "gradient": logits.grad}
-
-    return run
+    logits, target = logits_of(columns, dtype)
+    tile, one = Tile(logits, target, Transform()), torch.ones(ROWS)
+    stats = row_stats(tile, extras)
+    grad_stats = StatsGrad(one, one if entropy else None)
+    gradient = dlogits_(tile, stats, grad_stats, output_view(logits, torch.bfloat16))
+    return {"logp": stats.logprobs, "entropy": stats.entropy, "gradient": gradient}
 
 
-def _trl_chunked(entropy: bool, outputs: tuple[str, ...] = ()) -> Run:
+def _trl(columns: int, dtype: torch.dtype, entropy: bool = False) -> dict[str, Tensor]:
+    from trl.kernels.logprob_entropy import _LogProbEntropyFunction
+
+    logits, target = logits_of(columns, dtype)
+    logits.requires_grad_()
+    logp, found = _LogProbEntropyFunction.apply(logits, target, 1.0, None)
+    (logp + found * entropy if entropy else logp).sum().backward()
+    return {"logp": logp, "entropy": found, "gradient": logits.grad}
+
+
+def _trl_chunked(
+    columns: int, dtype: torch.dtype, entropy: bool = False, outputs: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
     """Its fold over tiles of logits; the product beside it is torch's."""
+    from trl.kernels import chunked_logprob
 
-    def run(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        from trl.kernels import chunked_logprob
-
-        chunked_logprob._use_triton = lambda device: True
-        logits, target = logits_of(columns, dtype)
-        hidden = torch.eye(ROWS, dtype=dtype, requires_grad=True)
-        weight = logits.t().contiguous().requires_grad_()
-        wanted = (("entropy",) if entropy else ()) + outputs
-        found = chunked_logprob.ChunkedLogProbFunction.apply(
-            hidden, weight, None, target, 1.0, columns, None, 1.0, wanted
-        )
-        (found[0] + found[1] if entropy else found[0]).sum().backward()
-        of_logits = {"logp": found[0], "gradient": weight.grad.t()}
-        return of_logits | ({"entropy": found[1]} if entropy else {})
-
-    return run
+    chunked_logprob._use_triton = lambda device: True
+    logits, target = logits_of(columns, dtype)
+    hidden = torch.eye(ROWS, dtype=dtype, requires_grad=True)
+    weight = logits.t().contiguous().requires_grad_()
+    wanted = (("entropy",) if entropy else ()) + outputs
+    found = chunked_logprob.ChunkedLogProbFunction.apply(
+        hidden, weight, None, target, 1.0, columns, None, 1.0, wanted
+    )
+    (found[0] + found[1] if entropy else found[0]).sum().backward()
+    of_logits = {"logp": found[0], "gradient": weight.grad.t()}
+    return of_logits | ({"entropy": found[1]} if entropy else {})
 
 
 def _liger(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -161,19 +156,19 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("ours", "", _ours()),
+    Case("ours", "", _ours),
     Case("ours, one read", "", one_read),
-    Case("TRL 1.16, of logits", "", _trl(False)),
-    Case("TRL 1.16, chunked", "", _trl_chunked(False)),
+    Case("TRL 1.16, of logits", "", _trl),
+    Case("TRL 1.16, chunked", "", _trl_chunked),
     Case("Liger 0.8.5, GRPO loss", "", _liger),
-    Case("ours", "entropy", _ours(entropy=True)),
-    Case("TRL 1.16, of logits", "entropy", _trl(True)),
-    Case("TRL 1.16, chunked", "entropy", _trl_chunked(True)),
-    Case("ours", "all statistics", _ours(entropy=True, extras=True)),
+    Case("ours", "entropy", partial(_ours, entropy=True)),
+    Case("TRL 1.16, of logits", "entropy", partial(_trl, entropy=True)),
+    Case("TRL 1.16, chunked", "entropy", partial(_trl_chunked, entropy=True)),
+    Case("ours", "all statistics", partial(_ours, entropy=True, extras=True)),
     Case(
         "TRL 1.16, chunked",
         "all statistics",
-        _trl_chunked(True, ("log_sum_sq_probs", "mean_logits", "is_top1")),
+        partial(_trl_chunked, entropy=True, outputs=("log_sum_sq_probs", "mean_logits", "is_top1")),
     ),
     Case("ours", "entries", entries(stored=False), columns=OF_ENTRIES),
     Case("ours, of exponentials", "entries", entries(stored=True), columns=OF_ENTRIES),
