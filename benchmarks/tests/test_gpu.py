@@ -18,7 +18,7 @@ from benchmarks.gpu import model, record
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
 from benchmarks.results import ROOT
-from benchmarks.tests.test_suites import INTERPRETED, NAMES
+from benchmarks.tests.test_suites import INTERPRETED
 from benchmarks.traces import CALL, timelines
 
 CARD = {
@@ -225,18 +225,17 @@ def benchmarks_of(job: Job) -> list[str]:
     return [file.stem.removeprefix("test_") for file in files]
 
 
-def is_tested_elsewhere(job: Job) -> bool:
-    """Return whether test_suites.py runs all its benchmarks, or, of the demo, its own tests."""
-    names = {*benchmarks_of(job)}
-    return job.name == "trainer-demo" or (bool(names) and names <= {*NAMES})
-
-
-DRY = [job for job in JOBS if job.name == "rounding" or not is_tested_elsewhere(job)]
+# test_suites.py runs all benchmarks; the demo has its own tests
+DRY = [
+    job
+    for job in JOBS
+    if job.name == "rounding" or not (benchmarks_of(job) or job.name == "trainer-demo")
+]
 
 
 def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
     for job in JOBS:
-        if names := {*benchmarks_of(job)} & {*NAMES}:
+        if names := {*benchmarks_of(job)}:
             assert job.dry.interprets == bool(names & {*INTERPRETED}), job.name
 
 

@@ -36,7 +36,9 @@ def case(work="dapo", dtype="fp32", model=TINY, tokens=32, inputs="peaked", **th
 
 
 def measured(*providers: Provider, **options) -> list[Row]:
-    return measure([(provider, case(**options)) for provider in providers], QUICKLY)
+    calls = [(provider, case(**options), Row(provider.name)) for provider in providers]
+    measure(calls, QUICKLY)
+    return [row for _, _, row in calls]
 
 
 def failure(provider: Provider, case: Case, device: str = "cpu") -> str | None:
@@ -202,9 +204,9 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):
 def test_ours_is_as_exact_as_eager_in_fp32(work, dtype):
     """At most twice its error in each band; and far below those who round logits."""
     own = ("ours", "ours-chunked" if work == "logprobs-entropy" else "ours-two-pass")
-    providers = [EVERY[name] for name in (*own, "eager-fp32", "eager")]
-    rows = measure_accuracy(case(work, dtype, SMALL, 128, DECIDED), providers, QUICKLY)
-    found = {row.provider: row for row in rows}
+    found = {name: Row(name) for name in (*own, "eager-fp32", "eager")}
+    runs = [(EVERY[name], row) for name, row in found.items()]
+    measure_accuracy(case(work, dtype, SMALL, 128, DECIDED), runs, QUICKLY)
     exact = found["eager-fp32" if dtype == "bf16" else "eager"]
     for name in own:
         for output, error in found[name].errors.items():
@@ -230,6 +232,6 @@ def test_what_goes_wrong_with_values_is_said():
         "no logprobs": lambda problem: Result(),
     }
     for reason, run in wrong.items():
-        provider = replace(OURS, run=run)
-        (row,) = measure_accuracy(case("logprobs-entropy"), [provider], QUICKLY)
+        row = Row("ours")
+        measure_accuracy(case("logprobs-entropy"), [(replace(OURS, run=run), row)], QUICKLY)
         assert (row.state, row.reason, row.info) == ("wrong", reason, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -13,54 +14,70 @@ from typing import Any
 
 import pytest
 
-from benchmarks.conftest import SUITES
-from benchmarks.results import ROOT, load
-from benchmarks.test_training import PROVIDERS, measure_training
-from benchmarks.training import SIZES, TrainingConfig
+from benchmarks.conftest import SUITES, notes
+from benchmarks.results import ROOT, Row, load
+from benchmarks.test_training import measure_training
+from benchmarks.training import SIZES, TRAINERS, TrainingConfig
 from tests.support.launch import execute
 
-NAMES = (
-    *("heads", "divergence", "savings", "backwards", "accuracy", "sharded"),
-    *("row_kernel", "rounding", "anchored", "waits", "exactness", "skipping", "lora"),
-    *("products", "tiles", "hosts", "training", "rollouts", "padding"),
-    *("real", "curves", "states", "updates", "sparsity", "mismatch", "activations"),
-    *("vocabulary", "prefixes", "asynchronous", "routing"),
-)
-_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "states", "updates", "routing")
-INTERPRETED = ("tiles", "row_kernel", "rounding", "anchored")
-OURS = PROVIDERS[0]
+NAMES = [path.stem.removeprefix("test_") for path in sorted((ROOT / "benchmarks").glob("test_*"))]
+INTERPRETED = ("anchored", "entries", "rounding", "row_kernel", "tiles")
+_UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "optimizers", "states", "updates")
+_UNTIMED += ("routing",)
+_MODULES = {name: importlib.import_module(f"benchmarks.test_{name}") for name in NAMES}
+# others print what pytest-benchmark or a profiler has found
+_WITH_ROWS = [name for name, module in _MODULES.items() if hasattr(module, "CASES")]
+OURS = TRAINERS["ours"]
+
+
+def _pytest(*words: str, **variables: str) -> str:
+    options = "-q", "-p", "no:cacheprovider", "--benchmark-only"
+    return execute("-m", "pytest", *words, *options, limit=1800.0, **variables)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_as_it_is_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_benchmarks_as_they_are_run(
+    interpreted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    options = ["--benchmark-only", "--suite", "tiny", "--results", str(tmp_path / "results")]
-    options += ["--benchmark-json", str(tmp_path / "out.json"), "-p", "no:cacheprovider"]
-    words = "-m", "pytest", str(ROOT / f"benchmarks/test_{name}.py"), "-q", *options
-    printed = execute(*words, TRITON_INTERPRET=str(int(name in INTERPRETED)))
-    module = importlib.import_module(f"benchmarks.test_{name}")
-    ((_, found),) = load(tmp_path / "results").items()
-    assert [group.facts for group in found] == [case.facts() for case in module.CASES["tiny"]]
-    expected = {each for case in module.CASES["tiny"] for each in module.names(case)}
+    names = [name for name in NAMES if (name in INTERPRETED) == interpreted]
+    paths = [str(ROOT / f"benchmarks/test_{name}.py") for name in names]
+    options = ["--suite", "tiny", "--results", str(tmp_path / "results")]
+    options += ["--benchmark-json", str(tmp_path / "out.json")]
+    printed = _pytest(*paths, *options, TRITON_INTERPRET=str(int(interpreted)))
+    names = [name for name in names if name in _WITH_ROWS]
+    ((_, groups),) = load(tmp_path / "results").items()
+    for name in names:
+        rows = [row for group in groups if group.benchmark == name for row in group.rows]
+        facts = [group.facts for group in groups if group.benchmark == name]
+        assert facts == [case.facts() for case in _MODULES[name].CASES["tiny"]]
+        _check(name, rows, " ".join(printed.split()))
+    announced = re.findall(r"^measuring (.+): ", printed, re.M)
+    assert announced == [str(case) for name in names for case in _MODULES[name].CASES["tiny"]]
+    timed = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    samples = [
+        second
+        for each in timed
+        if each["group"] and each["group"].startswith("table of ")
+        for second in each["stats"]["data"]
+        if second
+    ]
+    every = [second for group in groups for row in group.rows for second in row.seconds]
+    assert sorted(samples) == pytest.approx(sorted(every))
+
+
+def _check(name: str, rows: Sequence[Row], said: str) -> None:
+    module = _MODULES[name]
+    expected = {each for case in module.CASES["tiny"] for each in notes(module, case)}
+    assert all(each in said for each in expected), name
     if name == "backwards":  # a work and who does it
         expected = {each.split()[1] for each in expected}
-    rows = [row for group in found for row in group.rows]
+    assert {row.provider for row in rows} == expected, name
+    assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows), name
+    assert name in _UNTIMED or all(row.seconds for row in rows if row.runs), name
     if name == "curves":
         _check_curves({row.provider: row.info for row in rows if row.runs})
-    assert {row.provider for row in rows} == expected
-    assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows)
-    timed = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    assert len(timed) == sum(row.runs for row in rows)
-    replayed = [second for each in timed for second in each["stats"]["data"] if second]
-    assert sorted(replayed) == pytest.approx(sorted(x for row in rows for x in row.seconds))
-    assert name in _UNTIMED or all(row.seconds for row in rows if row.runs)
-    announced = re.findall(r"^measuring (.+): ", printed, re.M)
-    assert announced == [str(case) for case in module.CASES["tiny"]]
-    said = " ".join(printed.split())
-    assert all(each in said for each in expected)
 
 
 def _check_curves(runs: dict[str, dict[str, Any]]) -> None:
@@ -71,9 +88,16 @@ def _check_curves(runs: dict[str, dict[str, Any]]) -> None:
         assert runs["ours-lora"][name] == pytest.approx(runs["trl-lora"][name], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_the_first_line_says_which_suite_is_run() -> None:
+    printed = _pytest(str(ROOT / "benchmarks"), "--collect-only")
+    assert re.match(r"quick suite: .* about five minutes .*; --full runs all \d+ ", printed)
+    collected = re.findall(r"benchmarks/test_\w+\.py", printed)
+    assert set(collected) == {"benchmarks/test_heads.py"}
+
+
+@pytest.mark.parametrize("name", _WITH_ROWS)
 def test_suites_have_no_case_twice(name: str) -> None:
-    cases = importlib.import_module(f"benchmarks.test_{name}").CASES
+    cases = _MODULES[name].CASES
     for suite, found in cases.items():
         assert suite in SUITES and len({str(case) for case in found}) == len(found) > 0
     assert cases["tiny"]
@@ -95,7 +119,9 @@ def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
         "completions of 2.0 tokens; expected": replace(OURS, run=dawdling),
         "needs no-such-package": replace(OURS, packages=("no-such-package",)),
     }
-    right, *rows = measure_training(SIZES["tiny"], [OURS, *broken.values()], "cpu", 1)
+    runs = [(Row(f"ours {number}"), x) for number, x in enumerate([OURS, *broken.values()])]
+    measure_training(SIZES["tiny"], runs, "cpu", 1)
+    right, *rows = [row for row, _ in runs]
     assert right.runs and len(right.seconds) == 1
     parts = right.info["generate_seconds"] + right.info["train_seconds"]
     assert right.seconds[0] == pytest.approx(parts)
