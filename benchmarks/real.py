@@ -284,7 +284,8 @@ class _Watch(Watch):
         self._evaluate, trainer.evaluate = trainer.evaluate, self._seeded
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **run: Any) -> None:
-        self.held_out += [logs["eval_reward"]] * ("eval_reward" in logs)
+        if "eval_reward" in logs:
+            self.held_out.append(logs["eval_reward"])
         super().on_log(args, state, control, logs, **run)
 
     def _seeded(self, *args: Any, **options: Any) -> Any:
