@@ -139,17 +139,16 @@ def make_model(config: TrainingConfig) -> PreTrainedModel:
 
 
 def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
-    """Return one word per entry of the vocabulary: ``w0 w1 w2 ...``."""
+    """Return one word per entry of the vocabulary, after two special ones: ``w2 w3 w4 ...``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    unknown = f"w{FIRST_WORD}"
-    words = {f"w{index}": index for index in range(config.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=unknown))
+    words = {f"w{index}": index for index in range(FIRST_WORD, config.vocabulary)}
+    # a special word must not begin another one, which would be split there
+    words |= {"<pad>": PAD, "<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{FIRST_WORD}"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}", unk_token=unknown
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def make_texts(config: TrainingConfig, count: int, length: int, seed: int) -> list[str]:
