@@ -176,7 +176,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 # a source file that changed is rebuilt into the environment
-NATIVE := setup.py pyproject.toml grpo_kernels/version.py $(wildcard csrc/*)
+NATIVE := setup.py pyproject.toml grpo_kernels/common/version.py $(wildcard csrc/*)
 
 # [dev] contains [report] and [docs]
 $(VENV)/.report $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch $(NATIVE)

@@ -14,7 +14,7 @@ said_in() { sed -n "s/$2/\1/p" "$1" | head -n 1; }
 expect() { [ "$2" = "$version" ] || refuse "expected version $version in $1, got ${2:-none}"; }
 
 [[ $version =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || refuse "expected VERSION=X.Y.Z, got '$version'"
-expect grpo_kernels/version.py "$(said_in grpo_kernels/version.py '^VERSION = "\(.*\)"$')"
+expect grpo_kernels/common/version.py "$(said_in grpo_kernels/common/version.py '^VERSION = "\(.*\)"$')"
 expect CITATION.cff "$(said_in CITATION.cff '^version: \(.*\)$')"
 expect CHANGELOG.md "$(said_in CHANGELOG.md '^## \([0-9][^ ]*\).*$')"
 ! grep -q '^## Unreleased' CHANGELOG.md || refuse "CHANGELOG.md has an unreleased section"

@@ -8,6 +8,7 @@ from grpo_kernels.batch import (
     context_parallel_rows,
     next_token_targets,
 )
+from grpo_kernels.common import VERSION
 from grpo_kernels.engine import Bounded, DivergencePlan
 from grpo_kernels.fused_head import FusedHead
 from grpo_kernels.head import Head, HeadLoRA, Transform, VocabShard
@@ -25,7 +26,6 @@ from grpo_kernels.linear_logprobs import (
 from grpo_kernels.linear_policy_loss import FusedLinearGRPOLoss, explain, linear_policy_loss
 from grpo_kernels.losses import LossConfig, Metrics, PolicyLossOutput, policy_loss
 from grpo_kernels.schedule import Plan
-from grpo_kernels.version import VERSION
 from grpo_kernels.warm_up import warm_up
 
 __version__ = VERSION

@@ -9,12 +9,12 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.common import ForwardOverlay, apply_overlay, remove_overlay
 from grpo_kernels.head import Head, Transform, head_of_layer, unshard_head
 from grpo_kernels.linear_divergence import LinearDivergence, linear_divergence
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
-from grpo_kernels.overlay import ForwardOverlay, apply_overlay, remove_overlay
 
 HeadFn = Callable[[Tensor, Head], Any]
 

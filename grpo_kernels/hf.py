@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.common import ForwardOverlay, apply_overlay
 from grpo_kernels.fused_head import FusedHead, HeadFn
 from grpo_kernels.head import Head, layer_in_use, project
-from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from grpo_kernels.arguments import check_device, check_like, check_name, check_number
 from grpo_kernels.backends import KINDS, Divergence, TopK
 from grpo_kernels.batch import IGNORE_INDEX, host
+from grpo_kernels.common import check_device, check_like, check_name, check_number
 from grpo_kernels.engine import (
     DivergencePlan,
     Needs,

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import check_device
 from grpo_kernels.backends import BACKENDS, EXTRAS, OutputSpec, RowStats, requested_backend
 from grpo_kernels.batch import SamplingMask, check_sampling_mask
+from grpo_kernels.common import check_device
 from grpo_kernels.engine import (
     ENTRIES,
     Bounded,

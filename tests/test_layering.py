@@ -20,24 +20,21 @@ from tests.support.import_graph import (
 
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {
-    "version": "",
-    "arguments": "",
-    "ranks": "",
-    "overlay": "",
-    "batch": "arguments ranks",
-    "head": "arguments ranks",
-    "losses": "arguments ranks batch",
+    "common": "",
+    "batch": "common",
+    "head": "common",
+    "losses": "common batch",
     "backends": "batch head",
-    "engine": "version arguments batch head backends",
-    "schedule": "arguments batch head backends losses engine",
-    "linear_logprobs": "arguments batch head backends engine",
+    "engine": "common batch head backends",
+    "schedule": "common batch head backends losses engine",
+    "linear_logprobs": "common batch head backends engine",
     "linear_policy_loss": "batch head losses engine schedule",
-    "linear_divergence": "arguments batch head backends engine",
-    "fused_head": "batch head losses linear_logprobs linear_policy_loss linear_divergence overlay",
+    "linear_divergence": "common batch head backends engine",
+    "fused_head": "common batch head losses linear_logprobs linear_policy_loss linear_divergence",
     "warm_up": "batch head losses schedule linear_policy_loss",
-    "hf": "head fused_head overlay",
-    "integrations": "ranks batch head losses linear_logprobs linear_policy_loss linear_divergence "
-    "fused_head hf overlay",
+    "hf": "common head fused_head",
+    "integrations": "common batch head losses linear_logprobs linear_policy_loss linear_divergence "
+    "fused_head hf",
     "testing": "batch losses linear_policy_loss",
 }
 TRAINER = {

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_kernels.version import VERSION
+from grpo_kernels.common import VERSION
 
 ROOT = Path(__file__).parent.parent
 OWN = ("grpo_kernels", "grpo_trainer")

@@ -11,7 +11,7 @@ import griffe
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`(~?)([\w.]+)`")
 _SEVERAL = re.compile(r"^    (\w+(?:, \w+)+):(.*\n(?: {5,}.*\n|\n(?= {5}))*)", re.M)
 _NOTES = ("type:", "noqa")  # to tools, among comments
-_CHECKED = ("number", "choice")  # of grpo_kernels.arguments: a default, and what is checked
+_CHECKED = ("number", "choice")  # of grpo_kernels.common: a default, and what is checked
 
 
 class Docstrings(griffe.Extension):

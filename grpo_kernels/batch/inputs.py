@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import (
+from grpo_kernels.batch import host
+from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
+from grpo_kernels.common import (
     NOT_NEGATIVE,
     check_device,
     check_integers,
@@ -17,8 +19,6 @@ from grpo_kernels.arguments import (
     check_number,
     kind_of,
 )
-from grpo_kernels.batch import host
-from grpo_kernels.batch.sampling_mask import SamplingMask, check_sampling_mask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

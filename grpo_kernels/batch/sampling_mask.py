@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_kernels.arguments import check_device, check_integers, kind_of
+from grpo_kernels.common import check_device, check_integers, kind_of
 
 _MAX_VOCABULARY = 2**31  # row and id are joined to one int64 key
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from grpo_kernels.arguments import check_like, check_name
 from grpo_kernels.batch import host
 from grpo_kernels.batch.inputs import (
     IGNORE_INDEX,
@@ -26,7 +25,7 @@ from grpo_kernels.batch.inputs import (
     check_cu_seqlens,
     check_target,
 )
-from grpo_kernels.ranks import gather, process_group
+from grpo_kernels.common import check_like, check_name, gather, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

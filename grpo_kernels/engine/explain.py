@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from grpo_kernels.backends import device_numerics, why_backend
+from grpo_kernels.common import VERSION
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head
-from grpo_kernels.version import VERSION
 
 _NAMES = ("hidden", "weight", "bias", "lora_a", "lora_b")  # of :class:`Needs`
 

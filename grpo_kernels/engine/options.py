@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_kernels.arguments import check_fields, choice, number
+from grpo_kernels.common import check_fields, choice, number
 
 
 @dataclass(frozen=True, kw_only=True)

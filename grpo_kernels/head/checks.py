@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from grpo_kernels.arguments import POSITIVE, check_device, check_number
+from grpo_kernels.common import POSITIVE, check_device, check_number
 from grpo_kernels.head.head import Head, HeadLoRA, Transform, VocabShard, stats_dtype
 from grpo_kernels.head.matmul import tf32_unavailable
 from grpo_kernels.head.parameters import why_not_whole

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.ranks import gather, process_group
+from grpo_kernels.common import gather, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_kernels.common import process_group
 from grpo_kernels.head import DividedGradient, VocabShard
-from grpo_kernels.ranks import process_group
 
 
 def vocab_shard_of(

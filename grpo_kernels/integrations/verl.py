@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.common import ForwardOverlay, apply_overlay
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.common import summed_loss
@@ -24,7 +25,6 @@ from grpo_kernels.integrations.probe import Probe, Replacement, Use
 from grpo_kernels.integrations.switch import HOSTS, Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

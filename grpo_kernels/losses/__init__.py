@@ -1,6 +1,6 @@
 """Which loss: plain torch on (T,) vectors, each defined once. Knows the batch, and no kernel."""
 
-from grpo_kernels.arguments import check_name, check_number
+from grpo_kernels.common import check_name, check_number
 from grpo_kernels.losses.config import LossConfig
 from grpo_kernels.losses.metrics import Metrics, Stat
 from grpo_kernels.losses.registry import LOSSES, NamedLoss, register_loss

@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, hint, number
 from grpo_kernels.batch import host
+from grpo_kernels.common import NOT_NEGATIVE, POSITIVE, check_fields, choice, hint, number
 from grpo_kernels.losses import terms
 from grpo_kernels.losses.registry import LOSSES, NamedLoss
 from grpo_kernels.losses.surrogates import Surrogate

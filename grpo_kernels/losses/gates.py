@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, number
+from grpo_kernels.common import NOT_NEGATIVE, POSITIVE, number
 from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.surrogates import Surrogate, clip_shares
 from grpo_kernels.losses.terms import Terms

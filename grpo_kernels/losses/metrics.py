@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import check_name
 from grpo_kernels.batch import Segments, TokenBatch
+from grpo_kernels.common import check_name
 
 # name -> (kind, values): what a surrogate reports, see `indicator_values` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]

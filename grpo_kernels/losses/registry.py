@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from grpo_kernels.arguments import check_name
+from grpo_kernels.common import check_name
 from grpo_kernels.losses.gates import Cppo, DppoKl, DppoTv, IcePop, Ipo, KPop, Trm, Vaco
 from grpo_kernels.losses.surrogates import (
     Aspo,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
+from grpo_kernels.common import NOT_NEGATIVE, POSITIVE, check_fields, choice, number
 from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.terms import Terms
 

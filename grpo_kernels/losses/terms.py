@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_kernels.batch import Segments, TokenBatch, host
-from grpo_kernels.ranks import gather
+from grpo_kernels.common import gather
 
 # exp(20) is 5e8: far outside every trust region, far inside fp32
 LOG_RATIO_LIMIT = 20.0

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_kernels.arguments import check_device
 from grpo_kernels.batch import TokenBatch, host
+from grpo_kernels.common import check_device
 from grpo_kernels.engine import (
     Forward,
     Gradients,

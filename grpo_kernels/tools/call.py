@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels.arguments import check_fields, choice
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.common import check_fields, choice
 from grpo_kernels.engine import Needs, RunOptions
 from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig

@@ -21,7 +21,7 @@ from grpo_kernels.backends import (
     cpu,
     why_backend,
 )
-from grpo_kernels.version import VERSION
+from grpo_kernels.common import VERSION
 
 _EXAMPLE_VOCABULARY = 151936  # of the Qwen models
 _PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "vllm")

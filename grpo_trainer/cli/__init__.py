@@ -41,7 +41,7 @@ def _is_ctrl_c(error: BaseException | None) -> bool:
 def _run(words: Sequence[str]) -> None:
     if words and words[0].startswith("-"):  # else it is a command
         if "--version" in words:
-            from grpo_kernels.version import VERSION
+            from grpo_kernels.common import VERSION
 
             _print_for_a_reader(f"grpo-train {VERSION}\n")
             return

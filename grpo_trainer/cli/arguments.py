@@ -10,7 +10,7 @@ from typing import Any
 from transformers import BitsAndBytesConfig
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
-from grpo_kernels.arguments import check_name, check_number
+from grpo_kernels.common import check_name, check_number
 from grpo_kernels.tools import install_command
 from grpo_trainer.common import load_module, setting
 from grpo_trainer.config import GRPOConfig, options

@@ -10,7 +10,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, TrainingArguments
 
-from grpo_kernels.arguments import check_name
+from grpo_kernels.common import check_name
 from grpo_trainer.config.fields import expect, number, options
 
 _boolean = expect("True or False", lambda value: isinstance(value, bool))

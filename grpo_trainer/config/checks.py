@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_kernels import LossConfig
-from grpo_kernels.arguments import check_name, check_number
+from grpo_kernels.common import check_name, check_number
 from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.config.fields import (
     EITHER,

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch
 
 from grpo_kernels import Bounded
-from grpo_kernels.arguments import check_name, check_number
 from grpo_kernels.backends import KINDS
+from grpo_kernels.common import check_name, check_number
 from grpo_kernels.losses import CORRECTION_MODES
 from grpo_trainer.common import hint, setting
 from grpo_trainer.masking import cut_at_secret, masked_url

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.arguments import check_number
+from grpo_kernels.common import check_number
 from grpo_trainer.experience.advantages import (
     NO_SPREAD,
     STD_OFFSET,

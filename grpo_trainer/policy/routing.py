@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo_kernels import Head, Metrics
+from grpo_kernels.common import ForwardOverlay, apply_overlay
 from grpo_kernels.hf import EXPERTS_PER_TOKEN, TOLERANCE
 from grpo_kernels.losses import Stat
-from grpo_kernels.overlay import ForwardOverlay, apply_overlay
 from grpo_trainer.data import Column, MicroBatch, Sample
 
 NO_EXPERT = -1  # of a token that is routed by the policy itself

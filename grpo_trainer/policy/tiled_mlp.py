@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from grpo_kernels.common import ForwardOverlay, apply_overlay, remove_overlay
 from grpo_kernels.hf import TOKEN_WISE_MLPS
-from grpo_kernels.overlay import ForwardOverlay, apply_overlay, remove_overlay
 
 
 def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from grpo_kernels.arguments import hint
+from grpo_kernels.common import hint
 from grpo_trainer.config import loss_config
 from grpo_trainer.data import looks_local
 from grpo_trainer.engines import MAX_LOGPROBS, EngineContext

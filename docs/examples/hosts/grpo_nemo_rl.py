@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import linear_logprobs
+from grpo_kernels.common import gather, process_group
 from grpo_kernels.integrations.megatron import vocab_shard_of
 from grpo_kernels.integrations.probe import Host, Probe, Replacement
 from grpo_kernels.integrations.switch import Switch
-from grpo_kernels.ranks import gather, process_group
 
 
 def from_parallel_hidden_states_to_logprobs(
