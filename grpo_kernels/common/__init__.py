@@ -1,4 +1,4 @@
-"""What every folder may use: checks of arguments, groups of ranks, overlays, the version."""
+"""What every folder may use: checks of arguments, ranks, overlays, hosts, the version."""
 
 from grpo_kernels.common.arguments import (
     NOT_NEGATIVE,
@@ -14,6 +14,7 @@ from grpo_kernels.common.arguments import (
     kind_of,
     number,
 )
+from grpo_kernels.common.hosts import HOSTS, Host
 from grpo_kernels.common.overlay import ForwardOverlay, apply_overlay, remove_overlay
 from grpo_kernels.common.ranks import gather, process_group
 from grpo_kernels.common.version import VERSION

@@ -6,9 +6,9 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
+from grpo_kernels.common import HOSTS
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations.probe import Probe, Use
-from grpo_kernels.integrations.switch import HOSTS
 
 _PLUGIN = "axolotl.integrations.base:BasePlugin"
 # the numbers are those of Liger's module, which liger.py compares

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from grpo_kernels.common import HOSTS
 from grpo_kernels.fused_head import FusedHead, score, unfuse
 from grpo_kernels.head import Head, Transform
 from grpo_kernels.integrations.probe import (
@@ -25,7 +26,7 @@ from grpo_kernels.integrations.probe import (
     normal,
     unlike,
 )
-from grpo_kernels.integrations.switch import HOSTS, Switch, claim, release
+from grpo_kernels.integrations.switch import Switch, claim, release
 from grpo_kernels.linear_logprobs import LinearLogprobs
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_kernels.batch import IGNORE_INDEX, TokenBatch
+from grpo_kernels.common import HOSTS
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import logit_scale, softcap
 from grpo_kernels.integrations.common import divergence_of, in_dtype_of
 from grpo_kernels.integrations.probe import Probe, Replacement, find, gradients, normal, unlike
-from grpo_kernels.integrations.switch import HOSTS, Switch, alive
+from grpo_kernels.integrations.switch import Switch, alive
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from grpo_kernels.common import HOSTS
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations.probe import Probe, Replacement, Use
-from grpo_kernels.integrations.switch import HOSTS, Switch
+from grpo_kernels.integrations.switch import Switch
 
 if __name__.startswith("_swift_external_"):
     # ms-swift puts a plugin's folder first in sys.path, and this one has files named after hosts

@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from grpo_kernels.common import Host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,27 +35,6 @@ FLOOR = 1e-6  # where these are small
 _REGISTER_PARAMETER = nn.Module.register_parameter
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Host:
-    """A package that an adapter was written for, and the versions it was tested with."""
-
-    package: str  # as pip knows it
-    tested: tuple[str, ...]  # prefixes of versions: "1.16" stands for every 1.16.x
-
-    def installed(self) -> str:
-        """Return the version that is installed; raise ImportError for none."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            raise ImportError(
-                f"{self.package}: expected version {' or '.join(self.tested)} or one that is like "
-                "it, but it is not installed"
-            ) from None
-
-    def was_tested(self, installed: str) -> bool:
-        return any(f"{installed}.".startswith(f"{each}.") for each in self.tested)
 
 
 class Replacement(NamedTuple):

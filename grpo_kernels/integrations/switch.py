@@ -8,20 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from grpo_kernels.integrations.probe import LOCK, Host, Probe, Replacement, find, missing
-
-# by adapter, and for lazy_scorers by host
-HOSTS = {
-    "trl": Host("trl", ("1.16",)),
-    "verl": Host("verl", ("0.9",)),
-    "torchtitan": Host("torchtitan", ("0.3",)),
-    "liger": Host("liger-kernel", ("0.8.1", "0.8.5")),
-    "axolotl": Host("axolotl", ("0.19",)),
-    "ms_swift": Host("ms-swift", ("4.6",)),
-    "lazy_scorers, trl": Host("trl", ("0.29", "1.9")),  # ms-swift has the older one
-    "lazy_scorers, openrlhf": Host("openrlhf", ("0.11",)),
-    "lazy_scorers, skyrl": Host("skyrl", ("0.3",)),
-}
+from grpo_kernels.integrations.probe import LOCK, Probe, Replacement, find, missing
 
 
 class _Place(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.common import HOSTS
 from grpo_kernels.fused_head import FusedHead
 from grpo_kernels.integrations.probe import Probe, Use
-from grpo_kernels.integrations.switch import HOSTS
 from grpo_kernels.losses import LossConfig, Metrics
 
 _LOSS = "torchtitan.components.loss"

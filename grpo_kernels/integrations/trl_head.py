@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.common import ForwardOverlay, apply_overlay
+from grpo_kernels.common import HOSTS, ForwardOverlay, apply_overlay
 from grpo_kernels.head import Head, Transform, head_of_layer
 from grpo_kernels.hf import add_fused_head, keep_head_in_fp32
 from grpo_kernels.integrations.common import divergence_of
@@ -28,7 +28,7 @@ from grpo_kernels.integrations.probe import (
     tiny_model,
     unlike,
 )
-from grpo_kernels.integrations.switch import HOSTS, Switch, alive, claim
+from grpo_kernels.integrations.switch import Switch, alive, claim
 from grpo_kernels.linear_logprobs import LinearLogprobs, linear_logprobs
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.batch import TokenBatch
+from grpo_kernels.common import HOSTS
 from grpo_kernels.head import Head
 from grpo_kernels.integrations.probe import Probe, Use, gradient, normal, tiny_model, unlike
-from grpo_kernels.integrations.switch import HOSTS
 from grpo_kernels.integrations.trl_head import SWITCH, add_fused_lm_head
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.common import ForwardOverlay, apply_overlay
+from grpo_kernels.common import HOSTS, ForwardOverlay, apply_overlay
 from grpo_kernels.head import Head, VocabShard
 from grpo_kernels.hf import add_fused_head
 from grpo_kernels.integrations.common import summed_loss
 from grpo_kernels.integrations.megatron import vocab_shard_of, with_share_of_gradient
 from grpo_kernels.integrations.probe import Probe, Replacement, Use
-from grpo_kernels.integrations.switch import HOSTS, Switch, claim
+from grpo_kernels.integrations.switch import Switch, claim
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.losses import LossConfig
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from grpo_kernels.integrations import HOSTS
+from grpo_kernels.common import HOSTS
 from grpo_kernels.tools import check, machine, plan
 from grpo_kernels.tools.text import OneLineParser, in_units, read_in_part
 
