@@ -12,10 +12,12 @@ from tests.support.import_graph import (
     PACKAGES,
     Import,
     circles,
+    floors,
     imports,
     module_graph,
     modules,
     room,
+    room_graph,
 )
 
 # room: the rooms of its package that it may know; a room that is not named here may know all
@@ -120,6 +122,13 @@ def test_what_is_imported_by_a_call_counts() -> None:
 def test_every_room_exists() -> None:
     named = {*ROOMS, *TOP, *(below for known in ROOMS.values() for below in known)}
     assert named <= {room(module) for module in modules()}
+
+
+def test_kernels_stay_few_rooms_on_few_floors() -> None:
+    rooms = room_graph("grpo_kernels")
+    assert set(rooms) <= {*ROOMS, *TOP}  # of a room that is not in the table no rule is checked
+    assert len(rooms) <= 16
+    assert floors(rooms) <= 9
 
 
 @pytest.mark.parametrize(

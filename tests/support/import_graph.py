@@ -93,6 +93,16 @@ def room_graph(package: str) -> dict[str, set[str]]:
     return {name: targets - {name, package} for name, targets in rooms.items() if name != package}
 
 
+def floors(graph: Graph) -> int:
+    """Return the number of nodes on the longest path of a graph without circles."""
+
+    @cache
+    def height(node: str) -> int:
+        return 1 + max(map(height, graph[node]), default=0)
+
+    return max(map(height, graph))
+
+
 def circles(graph: Graph) -> list[list[str]]:
     """Return the groups of nodes that reach each other."""
     reached = {node: _reach(graph, node) for node in graph}
@@ -120,7 +130,7 @@ def main() -> None:
         lines = sum(len(modules()[name].read_text().splitlines()) for name in graph)
         arrows = sum(map(len, rooms.values()))
         print(f"// {package}: {len(graph)} files, {lines} lines, {len(rooms)} rooms,", end=" ")
-        print(f"{arrows} arrows, {len(circles(graph))} circles of files")
+        print(f"{floors(rooms)} floors, {arrows} arrows, {len(circles(graph))} circles of files")
         print(f"digraph {package} {{")
         for name, below in sorted(rooms.items()):
             print(f'  "{name}" -> {{{" ".join(f"{chr(34)}{b}{chr(34)}" for b in sorted(below))}}};')
