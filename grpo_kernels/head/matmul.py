@@ -104,20 +104,19 @@ def accumulate(
     a: Tensor,  # (M, K)
     b: Tensor,  # (K, N)
     first: bool,
-    alpha: float = 1.0,
 ) -> None:
-    """Compute ``out += alpha a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
+    """Compute ``out += a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
     beta = 0 if first else 1
     if out.dtype == a.dtype and a.device.type == "cpu" and _torch_is_slow(a.dtype):
-        _accumulate_rounded(out=out, a=a, b=b, first=first, alpha=alpha)
+        _accumulate_rounded(out, a, b, first)
     elif out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
-    elif a.is_cuda and first and alpha == 1:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif a.is_cuda and first:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
     elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
     elif mkl_available(a.dtype):
-        mkl_matmul(a, b, out, accumulate=not first, alpha=alpha)
+        mkl_matmul(a, b, out, accumulate=not first)
     else:
         if out.shape[0] < out.shape[1]:
             out, a, b = out.t(), b.t(), a.t()
@@ -125,13 +124,13 @@ def accumulate(
         for start in range(0, out.shape[0], SLICE_COLUMNS):
             rows = slice(start, start + SLICE_COLUMNS)
             place = out[rows]
-            torch.addmm(place, a[rows].float(), wide, beta=beta, alpha=alpha, out=place)
+            torch.addmm(place, a[rows].float(), wide, beta=beta, out=place)
 
 
 _ROUNDED_AT_ONCE = 1 << 20  # fp32 sums: 4 MiB, which is enough for a fast GEMM
 
 
-def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float) -> None:
+def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Do what ``accumulate`` does for a 16-bit ``out``: a few rows of fp32 sums at a time."""
     if out.shape[0] < out.shape[1]:
         out, a, b = out.t(), b.t(), a.t()
@@ -140,7 +139,7 @@ def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool, alpha: f
         sums = torch.empty(place.shape)
         if not first:
             sums.copy_(place)
-        mkl_matmul(factor, b, sums, accumulate=not first, alpha=alpha)
+        mkl_matmul(factor, b, sums, accumulate=not first)
         place.copy_(sums)
 
 
@@ -183,9 +182,8 @@ def mkl_matmul(
     b: Tensor,  # (K, N) likewise
     out: Tensor,  # (M, N) fp32, columns contiguous
     accumulate: bool = False,
-    alpha: float = 1.0,
 ) -> Tensor:
-    """Compute ``out = alpha a @ b``, or ``out += alpha a @ b``, without rounding in between."""
+    """Compute ``out = a @ b``, or ``out += a @ b``, without rounding in between."""
     (rows, depth), columns = a.shape, b.shape[1]
     assert out.shape == (rows, columns) and out.dtype == torch.float32, (out.shape, out.dtype)
     assert a.dtype == b.dtype and b.shape[0] == depth, (a.shape, b.shape, a.dtype, b.dtype)
@@ -199,7 +197,7 @@ def mkl_matmul(
     assert out.stride(1) == 1 or columns == 1, out.stride()
     multiply(
         *(_ROW_MAJOR, how_a, how_b, rows, columns, depth),
-        *(alpha, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
+        *(1.0, a.data_ptr(), stride_a, b.data_ptr(), stride_b),
         *(float(accumulate), out.data_ptr(), max(out.stride(0), columns)),
     )
     return out

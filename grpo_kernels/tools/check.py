@@ -142,10 +142,9 @@ def _products(
             sums = full((len(a), depth), dtype=out)
             accumulate(sums, a, b, first=True)
             yield f"{name}{words}", sums, a.double() @ b.double()
-    for words, alpha in (("", 1.0), (" half", 0.5)):
-        sums = full((columns, depth), fill_value=3.0, dtype=wide)
-        accumulate(sums, dlogits.t(), hidden, first=False, alpha=alpha)
-        yield f"dweight, added{words}", sums, 3 + alpha * (dlogits.t().double() @ hidden.double())
+    sums = full((columns, depth), fill_value=3.0, dtype=wide)
+    accumulate(sums, dlogits.t(), hidden, first=False)
+    yield "dweight, added", sums, 3 + dlogits.t().double() @ hidden.double()
 
 
 def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:
