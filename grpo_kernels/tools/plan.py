@@ -188,7 +188,7 @@ def _gemm_rate(
         row = find_gpu(torch.cuda.get_device_name())
     if row is None:
         return None, "not known: --gpu or --tflops says it"
-    peak = row.tflops[column]
+    peak = row.tflops_fp32 if column else row.tflops
     sheet = f"the {peak:g} TFLOP/s in the data sheet of {row.name}"
     return peak * _REACHED, f"a guess, {_REACHED:.0%} of {sheet}"
 
