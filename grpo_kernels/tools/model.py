@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_kernels.hf import EXPERTS_PER_TOKEN, TOKEN_WISE_MLPS
 
@@ -64,48 +64,54 @@ def model_of(config: Any) -> Model:
     """Measure the model that a config of transformers describes. It is made without memory.
 
     Raises:
-        ValueError: it is none that generates text by attention.
+        ValueError: it is no model that generates text by attention.
     """
     made = _without_memory(config)
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    strange = kinds - _ATTENTION
-    if strange:
-        raise ValueError(
-            f"model: expected layers of attention ({', '.join(sorted(_ATTENTION))}), whose "
-            f"activations are known; got {', '.join(sorted(strange))}"
-        )
-    window = getattr(text, "sliding_window", None)
-    head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
-    tied = head.weight is embedding.weight
-    own = {id(head.weight), id(embedding.weight)}
-    linears = [module for _, module in _named_linears(made) if module is not head]
-    of_linears = {id(module.weight) for module in linears}
-    rest = {id(x): x for x in made.parameters() if id(x) not in own | of_linears}
+    has_windows = _has_windows(text)
     layers = _layers(made)
-    stacks = sum(x.numel() for x in layers.parameters() if _is_stack(x))
-    # peft's all-linear reaches for stacks, too, and forms their updates as a whole
-    adapted = [_attention(layer) for layer in layers] if stacks else [made]
-    targets = [(name, x) for part in adapted for name, x in _named_linears(part) if x is not head]
+    head = made.get_output_embeddings().weight
+    embedding = made.get_input_embeddings().weight
+    tied = head is embedding
+    linears = [x for x in _linears(made) if x.weight is not head]
+    parts = {
+        "head": head.numel(),
+        "embedding": 0 if tied else embedding.numel(),
+        "linear": sum(x.weight.numel() for x in linears),
+        "experts": sum(x.numel() for x in layers.parameters() if _is_stack(x)),
+    }
+    adapted = linears
+    if parts["experts"]:  # peft's all-linear reaches for stacks, too, and forms whole updates
+        adapted = [x for layer in layers for x in _linears(_attention(layer))]
     return Model(
         layers=tuple(_layer(layer, text) for layer in layers),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         softcap=getattr(text, "final_logit_softcapping", None) is not None,
         tied=tied,
-        head=head.weight.numel(),
-        embedding=0 if tied else embedding.weight.numel(),
-        linear=sum(module.weight.numel() for module in linears),
-        experts=stacks,
-        other=sum(x.numel() for x in rest.values()) - stacks,
-        adapted=tuple(sorted({name for name, _ in targets})) if stacks else (),
-        adapter_widths=sum(sum(module.weight.shape) for _, module in targets),
-        cached=sum(_cached(layer, text) for layer in layers),
-        windows=int("sliding_attention" in kinds or (not kinds and bool(window))),
+        **parts,
+        other=sum(x.numel() for x in made.parameters()) - sum(parts.values()),
+        adapted=tuple(sorted({x.name for x in adapted})) if parts["experts"] else (),
+        adapter_widths=sum(x.inputs + x.outputs for x in adapted),
+        cached=len(layers) * _cached(text),
+        windows=int(has_windows),
         attention=None if made._supports_sdpa else _flash_attention(made),
         images=_takes_images(config),
         quantized=_quantized_by(config),
     )
+
+
+def _has_windows(text: Any) -> bool:
+    """Return whether some layers have a window; raise ValueError for layers without attention."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if strange := kinds - _ATTENTION:
+        raise ValueError(
+            f"model: expected layers of attention ({', '.join(sorted(_ATTENTION))}), whose "
+            f"activations are known; got {', '.join(sorted(strange))}"
+        )
+    if kinds:
+        return "sliding_attention" in kinds
+    return bool(getattr(text, "sliding_window", None))
 
 
 def _without_memory(config: Any) -> Any:
@@ -150,13 +156,31 @@ def _flash_attention(made: Any) -> str:
     return "kernels-community/vllm-flash-attn3" if sinks else "flash_attention_2"
 
 
-def _named_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what adapters on all linear layers adapt, and what 4 bits quantize, by last names."""
+class _Linear(NamedTuple):
+    """A layer that adapters on all linear layers adapt, and that 4 bits quantize."""
+
+    name: str  # the last part of it
+    weight: Tensor
+    inputs: int
+    outputs: int
+
+    def own_width(self, hidden: int) -> int:
+        """Return the inputs or outputs that are no hidden states."""
+        widths = {self.inputs, self.outputs} - {hidden}
+        return max(widths, default=hidden)
+
+
+def _linears(module: nn.Module) -> Iterator[_Linear]:
     from transformers.pytorch_utils import Conv1D
 
     for name, part in module.named_modules():
-        if isinstance(part, nn.Linear | Conv1D):
-            yield name.rpartition(".")[2], part
+        if isinstance(part, nn.Linear):
+            outputs, inputs = part.weight.shape
+        elif isinstance(part, Conv1D):
+            inputs, outputs = part.weight.shape
+        else:
+            continue
+        yield _Linear(name.rpartition(".")[2], part.weight, inputs, outputs)
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
@@ -164,56 +188,39 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _layer(layer: nn.Module, text: Any) -> Layer:
-    hidden, routed, inner, biased = text.hidden_size, 0, 0, False
+    hidden, inner, routed, biased = text.hidden_size, 0, 0, False
     attention = _attention(layer)
-    parts = [part for part in layer.children() if part is not attention]
-    for part in parts:
-        into = [_inputs(x) for _, x in _named_linears(part) if _outputs(x) == hidden]
-        inner += max(into, default=0)
+    others = [part for part in layer.children() if part is not attention]
+    for part in others:
+        inner += max((x.inputs for x in _linears(part) if x.outputs == hidden), default=0)
         stacks = [x for x in part.parameters() if _is_stack(x)]
         if stacks:
             routed = next(getattr(text, name) for name in EXPERTS_PER_TOKEN if hasattr(text, name))
             biased = any("bias" in name for name, _ in part.named_parameters())
             per_expert = sum(stack[0].numel() for stack in stacks) // hidden
             inner += routed * math.ceil(per_expert / 3)  # gate, up and down
-    widths = (width for _, x in _named_linears(attention) for width in _own_widths(x, hidden))
     return Layer(
         hidden=hidden,
-        queries=max(widths, default=hidden),
+        queries=max((x.own_width(hidden) for x in _linears(attention)), default=hidden),
         inner=inner,
-        norms=sum("norm" in type(part).__name__.lower() for part in parts),
+        norms=sum("norm" in type(part).__name__.lower() for part in others),
         routed=routed,
         biased=biased,
         tiled=type(getattr(layer, "mlp", None)).__name__ in TOKEN_WISE_MLPS,
     )
 
 
-def _attention(layer: nn.Module) -> Any:
+def _attention(layer: nn.Module) -> nn.Module:
     """Return the attention of a layer, or raise ValueError if it has another mixer of tokens."""
-    parts = dict(layer.named_children())
-    kinds = {name: type(part).__name__.lower() for name, part in parts.items()}
-    mixers = [name for name, kind in kinds.items() if re.search("attention|mamba|recurrent", kind)]
-    if len(mixers) != 1 or "attention" not in kinds[mixers[0]]:
-        got = ", ".join(type(parts[name]).__name__ for name in mixers) or "none"
+    kinds = [(type(part).__name__, part) for part in layer.children()]
+    mixers = [x for x in kinds if re.search("attention|mamba|recurrent", x[0].lower())]
+    if len(mixers) != 1 or "attention" not in mixers[0][0].lower():
+        got = ", ".join(kind for kind, _ in mixers) or "none"
         raise ValueError(f"model: expected one attention in each layer, got {got}")
-    return parts[mixers[0]]
+    return mixers[0][1]
 
 
-def _own_widths(linear: Any, hidden: int) -> list[int]:
-    """Return the inputs and outputs that are no hidden states."""
-    widths = [_inputs(linear), _outputs(linear)]
-    return [width for width in widths if width != hidden] or widths[:1]
-
-
-def _inputs(linear: Any) -> int:
-    return linear.weight.shape[1 if isinstance(linear, nn.Linear) else 0]
-
-
-def _outputs(linear: Any) -> int:
-    return linear.weight.shape[0 if isinstance(linear, nn.Linear) else 1]
-
-
-def _cached(layer: nn.Module, text: Any) -> int:
+def _cached(text: Any) -> int:
     """Return the keys and values that a layer caches of a token; a window does not count."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
