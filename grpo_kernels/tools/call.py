@@ -18,19 +18,17 @@ from grpo_kernels.schedule import KEPT_DEPTHS, Plan, planned_rows
 
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
-WIDE = 4  # bytes of an element in fp32
+FP32_BYTES = 4  # of an element
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A loss of ``tokens`` valid tokens, all with a gradient, at an LM head.
+    """A loss of ``tokens`` valid tokens, all of which have a gradient, at an LM head.
 
-    Sizes are in bytes: of the ``weight``, its gradient and its copy in the dtype of the hidden
-    states (``cast``), of the hidden ``rows`` and of their gradient before the loss's own is
-    multiplied in (``dhidden``); of all that is given, and of all gradients.
+    Its sizes are in bytes.
 
     Raises:
-        ValueError: a dtype is none of those that are known; the message names the argument.
+        ValueError: a dtype is unknown; the message names the argument.
     """
 
     # "eager" | "trl", the schedules of ours "one_pass" | "two_pass", or one pass that keeps
@@ -57,6 +55,11 @@ class Call:
             )
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the hidden states have 16 bits."""
+        return self.dtype.itemsize < FP32_BYTES
+
+    @property
     def elements(self) -> int:
         return self.vocabulary * self.hidden
 
@@ -70,33 +73,38 @@ class Call:
 
     @property
     def cast(self) -> int:
-        same = self.weight_dtype in (None, self.dtype)
-        return 0 if same else self.elements * self.dtype.itemsize
+        """Bytes of the weight's copy in the dtype of the hidden states."""
+        if self.weight_dtype in (None, self.dtype):
+            return 0
+        return self.elements * self.dtype.itemsize
 
     @property
     def rows(self) -> int:
+        """Bytes of the hidden states."""
         return self.tokens * self.hidden * self.dtype.itemsize
 
     @property
-    def wide_rows(self) -> int:
-        return self.tokens * self.hidden * WIDE
+    def fp32_rows(self) -> int:
+        return self.tokens * self.hidden * FP32_BYTES
 
     @property
     def dhidden(self) -> int:
-        return self.wide_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
+        """Bytes of the hidden states' gradient before the loss's own is multiplied in."""
+        return self.fp32_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
 
     @property
     def inputs(self) -> int:
-        of_teacher = self.teacher * (self.tokens + self.vocabulary) * self.dtype.itemsize
-        return self.rows + self.weight + of_teacher
+        teacher = self.teacher * (self.tokens + self.vocabulary) * self.dtype.itemsize
+        return self.rows + self.weight + teacher
 
     @property
     def returned(self) -> int:
+        """Bytes of all gradients."""
         return self.rows + self.dweight
 
     @property
     def plan(self) -> Plan:
-        """The plan of ours. Its route is that of any number of tokens, what it saves is not."""
+        """The plan of ours; only what it saves depends on the number of tokens."""
         return replace(_plan(replace(self, tokens=1)), tokens=self.tokens)
 
     @property

@@ -1,22 +1,39 @@
-"""Peak memory of a loss at a head: formulas over the plan of the call. Nothing is run."""
+"""Peak memory of a loss at a head: formulas over the plan of the call. Nothing is run.
+
+A run on tensors without memory cannot take their place: a budget is searched by asking for the
+memory of many numbers of tokens, on devices that are not here. ``tests/tools/test_plan.py`` counts
+what steps allocate and compares.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from grpo_kernels.backends import BACKENDS
-from grpo_kernels.engine import chunk_height, tile_height, tile_shape
+from grpo_kernels.engine import Bounded, Route, chunk_height, tile_height, tile_shape
 from grpo_kernels.head import leading_dim
-from grpo_kernels.tools.call import FP16, WIDE, Call
+from grpo_kernels.tools.call import FP16, FP32_BYTES, Call
 from grpo_kernels.tools.machine import native_isas
 
 # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
-_TRL_ROWS, _TRL_COLUMNS = 4096, 32768
+_TRL_ROWS = 4096
+_TRL_COLUMNS = 32768
 
 
 def growth(call: Call) -> int:
     """Return the bytes from the inputs alone to the peak of one forward and backward."""
-    return max(call.returned, {"eager": _eager, "trl": _trl}.get(call.name, _ours)(call))
+    if call.options.bounded is not None:
+        return max(call.returned, _bounded(call, call.options.bounded))
+    formulas = {
+        "eager": _eager,
+        "trl": _trl,
+        "one_pass": _one_pass,
+        "two_pass": _two_pass,
+        "exponentials": _exponentials,
+    }
+    return max(call.returned, formulas[call.name](call))
 
 
 def total(call: Call) -> int:
@@ -24,175 +41,192 @@ def total(call: Call) -> int:
     return call.inputs + growth(call)
 
 
-def _copies(call: Call, elements: int) -> int:
-    """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
-    narrow = call.device == "cpu" and call.dtype.itemsize < WIDE
-    return WIDE * elements if narrow and "amx" not in native_isas()[:1] else 0
-
-
 def _eager(call: Call) -> int:
     """Estimate full logits: ``F.linear``, ``log_softmax(dtype=float32)``, ``gather``, autograd."""
-    width, elements = call.dtype.itemsize, call.tokens * call.vocabulary
-    logits, wide = elements * width, elements * WIDE
+    elements = call.tokens * call.vocabulary
+    logits = elements * call.dtype.itemsize
+    logprobs = elements * FP32_BYTES
     # only CUDA's fp16 kernel writes the gradient of its input in 16 bits
-    dlogits = logits if call.dtype == FP16 and call.device != "cpu" else wide
-    gradients = call.rows + (0 if call.frozen else call.elements * width)
-    return call.cast + max(  # autocast keeps its copy to the end
-        # what a softcap saves, the log-softmax, its gradient (zeros but for the targets), dlogits
-        call.softcap * logits + 2 * wide + dlogits,
+    dlogits = logits if call.dtype == FP16 and call.device != "cpu" else logprobs
+    dweight = 0 if call.frozen else call.elements * call.dtype.itemsize
+    gradients = call.rows + dweight
+    peak = max(
+        # the gradient of the log-softmax is zeros but for the targets
+        call.softcap * logits + 2 * logprobs + dlogits,
         logits + gradients,
         gradients + (call.dweight if call.cast else 0),  # the weight's in two dtypes
     )
+    return call.cast + peak  # autocast keeps its copy to the end
 
 
 def _trl(call: Call) -> int:
     """Estimate the backward of ``ChunkedLogProbFunction``: tiles of logits, fp32 gradient sums."""
     width = call.dtype.itemsize
-    rows, columns = min(call.tokens, _TRL_ROWS), min(call.vocabulary, _TRL_COLUMNS)
-    several = call.tokens > rows or call.vocabulary > columns
-    # of the weight, cast: the slice in use, and the one before it while this one is made
-    slices = (1 + several) * columns * call.hidden * width if call.cast else 0
-    # on a CPU in fp32: the scores, softmaxes and gradients of a tile, and a flag
-    tile = rows * columns * (WIDE * (7 + call.softcap) + 1) if call.device == "cpu" else 0
-    sums, rounded = _sums(call, wide=True)
-    kept = sums + rows * _TRL_COLUMNS * width + slices
-    return kept + max(rounded, tile)
+    rows = min(call.tokens, _TRL_ROWS)
+    columns = min(call.vocabulary, _TRL_COLUMNS)
+    slices = tile = 0
+    if call.cast:  # of the weight: the slice in use, and the one before it while this one is made
+        several = call.tokens > rows or call.vocabulary > columns
+        slices = (1 + several) * columns * call.hidden * width
+    if call.device == "cpu":  # in fp32: scores, softmaxes and gradients of a tile, and a flag
+        tile = rows * columns * (FP32_BYTES * (7 + call.softcap) + 1)
+    dweight = _weight_sum(call)
+    kept = call.fp32_rows + dweight + rows * _TRL_COLUMNS * width + slices
+    return kept + max(_rounded(call, call.fp32_rows, dweight), tile)
 
 
-def _sums(call: Call, single: bool = False, wide: bool = False) -> tuple[int, int]:
-    """Return the bytes of both gradients as they are summed, and of those rounded at the end.
-
-    ``single``: the weight's is of one GEMM, rounded once. ``wide``: all sums are fp32.
-    """
-    dhidden = call.wide_rows if wide else call.dhidden
-    dweight = _summed_weight(call, single)
-    return dhidden + dweight, _rounded(call, dhidden, dweight)
-
-
-def _summed_weight(call: Call, single: bool) -> int:
-    narrow = call.frozen or (single and call.dtype != FP16 and not call.cast)
-    return call.dweight if narrow else call.elements * WIDE
-
-
-def _rounded(call: Call, dhidden: int, dweight: int) -> int:
-    """Return the bytes of the gradients that are not what they were summed in."""
-    pairs = ((dhidden, call.rows), (dweight, call.dweight))
-    return sum(end for size, end in pairs if size != end)
+def _one_pass(call: Call) -> int:
+    chunk = _chunk(call)
+    dweight = _weight_sum(call, of_one_gemm=chunk.is_only)
+    rounded = _rounded(call, call.dhidden, dweight)
+    return call.dhidden + dweight + max(_summing(call, chunk), rounded)
 
 
 def _exponentials(call: Call) -> int:
     """Estimate one pass that keeps the exponentials of all logits for its backward."""
-    route, width = call.plan.route, call.dtype.itemsize
+    route = call.plan.route
     rows = -(-call.tokens // route.block) * route.block
-    kept = rows * leading_dim(route.columns, call.dtype, route.device) * width
+    kept = rows * _row_bytes(route, call.dtype)
     # the hidden states times a factor each, and a block of a product in fp32 before
     return kept + call.cast + 2 * call.rows + call.dweight
 
 
-def _ours(call: Call) -> int:
-    if call.options.bounded is not None:
-        return _bounded(call)
-    ways = {"one_pass": _one_pass, "two_pass": _two_pass, "exponentials": _exponentials}
-    return ways[call.name](call)
-
-
-class _Tiles(NamedTuple):
-    """The tiles of logits of ours: bytes, with the copy of the weight that forms them."""
-
-    height: int  # rows of a chunk in the forward
-    single: bool  # it is the only one
-    forward: int  # bytes of a chunk's logits, and of those of a teacher
-    rows: int  # of a slice of the vocabulary, whose logits are formed again
-    columns: int
-    again: int  # bytes of a slice's logits
-
-
-def _tiles(call: Call) -> _Tiles:
-    tokens, route = call.tokens, call.plan.route
-    most = route.tile_rows // (1 + bool(call.teacher))  # rows of each of two tiles
-    height = min(tokens, chunk_height(tokens, most, route.block))
-    pitch = leading_dim(route.columns, route.logits, route.device) * route.logits.itemsize
-    forward = tile_height(height, most, route.device) * pitch * (1 + bool(call.teacher))
-    rows, columns = tile_shape(tokens, route.columns, route.tile_rows * route.columns, route.block)
-    again = min(rows, tokens) * columns * route.logits.itemsize
-    again += _copies(call, (min(rows, tokens) + call.hidden) * columns)
-    return _Tiles(
-        height=height,
-        single=tokens <= most,
-        forward=forward + call.cast,
-        rows=rows,
-        columns=columns,
-        again=again + call.cast,
+def _two_pass(call: Call) -> int:
+    """Estimate two passes, by what is kept between them."""
+    saving = call.plan.saving
+    kept = saving.nbytes
+    tile = _chunk(call).nbytes
+    sum_and_rounded_rows = call.fp32_rows + (call.rows if call.is_narrow else 0)
+    if saving.kind == "dlogits":  # the backward is only the GEMMs of the gradients
+        dweight = _weight_sum(call, of_one_gemm=True)
+        products = max(call.cast + call.fp32_rows, _rounded(call, call.dhidden, dweight))
+        return kept + max(tile, call.dhidden + dweight + products)
+    if saving.kind == "dhidden":  # the backward multiplies its rows by the loss's gradient
+        return max(max(kept, call.dhidden) + tile, kept + sum_and_rounded_rows)
+    return max(
+        tile if _statistics_take_a_tile(call) else call.cast,
+        _weight_from_new_logits(call) + call.fp32_rows,
+        call.dweight + sum_and_rounded_rows,
     )
 
 
-def _one_pass(call: Call) -> int:
-    tiles = _tiles(call)
-    sums, rounded = _sums(call, tiles.single)
-    return sums + max(_summing_tile(call, tiles), rounded)
-
-
-def _summing_tile(call: Call, tiles: _Tiles) -> int:
-    """Return the bytes of a chunk's logits and of what is beside them to sum the gradients."""
-    sums_weight = not (tiles.single or call.frozen)
-    elements = tiles.height * (call.vocabulary + call.hidden) if sums_weight else 0
-    return tiles.forward + _copies(call, elements)
-
-
-def _two_pass(call: Call) -> int:
-    """Estimate two passes, by what is kept between them."""
-    tiles, saving, wide = _tiles(call), call.plan.saving, call.wide_rows
-    kept = saving.nbytes
-    rounded_rows = call.rows if call.rows != wide else 0
-    sums, rounded = _sums(call, single=True)
-    # the forward has a tile only where no GEMM comes with its statistics
-    no_tile = BACKENDS["cpu"].unavailable() is None if call.device == "cpu" else rounded_rows
-    forward = call.cast if no_tile else tiles.forward
-    again = _weight_again(call, tiles)
-    phases = {  # what is there in turn
-        "nothing": (forward, again + wide, call.dweight + wide + rounded_rows),
-        # whose rows the backward multiplies
-        "dhidden": (max(kept, call.dhidden) + tiles.forward, kept + wide + rounded_rows),
-        # the backward is the GEMMs of the gradients alone
-        "dlogits": (kept + tiles.forward, kept + sums + max(call.cast + wide, rounded)),
-    }
-    return max(phases[saving.kind])
-
-
-def _weight_again(call: Call, tiles: _Tiles) -> int:
-    """Return the bytes of dweight, and of what sums it from logits that are formed again.
-
-    A slice of it is summed apart where its own dtype would round the sums.
-    """
-    rounds = call.tokens > tiles.rows and call.weight < call.elements * WIDE
-    apart = (rounds or call.dtype == FP16) and not call.frozen
-    return tiles.again + call.dweight + (tiles.columns * call.hidden * WIDE if apart else 0)
-
-
-def _bounded(call: Call) -> int:
+def _bounded(call: Call, bounded: Bounded) -> int:
     """Estimate a backward by entries, at most: as if every row needed more than it may have.
 
     The logits of such rows are formed again, and their gradients are fp32 until the end.
     """
-    bounded, tiles, kept = call.options.bounded, _tiles(call), call.plan.saving.nbytes
-    assert bounded is not None
-    exact, two_pass = bounded.exact_weight and not call.frozen, call.name == "two_pass"
-    wide, sparse = call.wide_rows, 0 if exact or call.frozen else call.elements * WIDE
-    copies = kept // 2  # of either the values or the ids among what is kept
-    if two_pass:
-        found = kept * tiles.height // call.tokens  # a chunk's entries, which are copied
-        forward = tiles.forward + kept + found
-        before, dweight = kept + copies, call.dweight if exact else sparse
+    chunk = _chunk(call)
+    kept = call.plan.saving.nbytes
+    copies = kept // 2  # of the values or the ids among what is kept
+    is_exact = bounded.exact_weight and not call.frozen
+    sparse = 0 if is_exact or call.frozen else call.elements * FP32_BYTES
+    products = call.cast + (_sorted_entries(call, kept) if sparse else 0)
+    of_weight = 0
+    if call.name == "two_pass":
+        chunk_entries = kept * chunk.rows // call.tokens  # which are copied
+        forward = chunk.nbytes + kept + chunk_entries
+        before = kept + copies
+        products += copies
+        dweight = call.dweight if is_exact else sparse
+        if is_exact:
+            of_weight = before + call.fp32_rows + _weight_from_new_logits(call)
+        end = kept
     else:
-        dweight = _summed_weight(call, tiles.single) if exact else sparse
-        forward = dweight - sparse + _summing_tile(call, tiles) + kept
-        before = dweight - sparse + (kept if tiles.single else 2 * kept)
-    products = call.cast + two_pass * copies + (_sorted_entries(call, kept) if sparse else 0)
+        exact = _weight_sum(call, of_one_gemm=chunk.is_only) if is_exact else 0
+        forward = exact + _summing(call, chunk) + kept
+        before = exact + (kept if chunk.is_only else 2 * kept)
+        dweight = exact + sparse
+        end = 0
     # the rows that need more with their gradient, which is put among that of all rows
-    of_rows = before + sparse + call.rows + wide + max(tiles.again, wide, products)
-    of_weight = before + wide + _weight_again(call, tiles) if exact and two_pass else 0
-    end = two_pass * kept + wide + dweight + _rounded(call, wide, dweight)
+    at_rows = max(_slice(call).nbytes, call.fp32_rows, products)
+    of_rows = before + sparse + call.rows + call.fp32_rows + at_rows
+    end += call.fp32_rows + dweight + _rounded(call, call.fp32_rows, dweight)
     return max(forward, of_rows, of_weight, end)
+
+
+class _Chunk(NamedTuple):
+    """The rows whose logits are there at a time in a forward."""
+
+    rows: int
+    is_only: bool  # they are all rows
+    nbytes: int  # of their logits, a teacher's too, and of the weight's copy that forms them
+
+
+def _chunk(call: Call) -> _Chunk:
+    route = call.plan.route
+    tiles = 2 if call.teacher else 1
+    most = route.tile_rows // tiles
+    rows = min(call.tokens, chunk_height(call.tokens, most, route.block))
+    height = tile_height(rows, most, route.device)
+    nbytes = tiles * height * _row_bytes(route, route.logits) + call.cast
+    return _Chunk(rows=rows, is_only=call.tokens <= most, nbytes=nbytes)
+
+
+class _Slice(NamedTuple):
+    """The part of the logits that a backward forms again at a time."""
+
+    rows: int
+    columns: int
+    nbytes: int  # of these logits, and of the weight's copy that forms them
+
+
+def _slice(call: Call) -> _Slice:
+    route = call.plan.route
+    elements = route.tile_rows * route.columns
+    rows, columns = tile_shape(call.tokens, route.columns, elements, route.block)
+    height = min(rows, call.tokens)
+    logits = height * columns * route.logits.itemsize
+    copies = _copies(call, (height + call.hidden) * columns)
+    return _Slice(rows=rows, columns=columns, nbytes=logits + copies + call.cast)
+
+
+def _row_bytes(route: Route, dtype: torch.dtype) -> int:
+    return leading_dim(route.columns, dtype, route.device) * dtype.itemsize
+
+
+def _copies(call: Call, elements: int) -> int:
+    """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
+    copies = call.device == "cpu" and call.is_narrow and "amx" not in native_isas()[:1]
+    return FP32_BYTES * elements if copies else 0
+
+
+def _summing(call: Call, chunk: _Chunk) -> int:
+    """Return the bytes of a chunk's logits, and of the factors that are copied to sum dweight."""
+    if chunk.is_only or call.frozen:
+        return chunk.nbytes
+    return chunk.nbytes + _copies(call, chunk.rows * (call.vocabulary + call.hidden))
+
+
+def _weight_sum(call: Call, of_one_gemm: bool = False) -> int:
+    """Return the bytes of the weight's gradient before it is rounded to the weight's dtype."""
+    rounds_at_once = of_one_gemm and call.dtype != FP16 and not call.cast
+    return call.dweight if call.frozen or rounds_at_once else call.elements * FP32_BYTES
+
+
+def _rounded(call: Call, dhidden: int, dweight: int) -> int:
+    """Return the bytes of the gradients that are not what they were summed in."""
+    rows = 0 if dhidden == call.rows else call.rows
+    return rows + (0 if dweight == call.dweight else call.dweight)
+
+
+def _statistics_take_a_tile(call: Call) -> bool:
+    """Return whether no GEMM comes with the statistics of its rows."""
+    if call.device == "cpu":
+        return BACKENDS["cpu"].unavailable() is not None
+    return not call.is_narrow
+
+
+def _weight_from_new_logits(call: Call) -> int:
+    """Return the bytes of dweight, and of what sums it from logits that are formed again.
+
+    A slice of it is summed apart where its own dtype would round the sums.
+    """
+    part = _slice(call)
+    rounds = call.tokens > part.rows and call.weight < call.elements * FP32_BYTES
+    apart = 0
+    if (rounds or call.dtype == FP16) and not call.frozen:
+        apart = part.columns * call.hidden * FP32_BYTES
+    return part.nbytes + call.dweight + apart
 
 
 def _sorted_entries(call: Call, kept: int) -> int:

@@ -96,7 +96,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks, shard, memory, device = arguments.shard, None, arguments.gpu_memory, call.device
     if ranks is not None:
         call = replace(call, vocabulary=-(-call.vocabulary // ranks), sums_dhidden=True)
-        sums = 2 * (call.wide_rows * (ranks - 1) // ranks)  # by rings, at least
+        sums = 2 * (call.fp32_rows * (ranks - 1) // ranks)  # by rings, at least
         sent = {
             "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
             "to sum the gradient of the hidden states in fp32": sums,
