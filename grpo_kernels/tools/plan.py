@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,44 +26,75 @@ from grpo_kernels.tools.plan_table import table
 from grpo_kernels.tools.text import byte_size, count, in_units, positive
 
 _REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
-# TFLOP/s of a thread in 16 bits and in fp32, by the instructions of the native kernels
-_MEASURED_THREADS = {"amx": (0.9, 0.2)}  # a Xeon with two threads
-_SOME_THREAD = (0.05, 0.05)  # a guess
 _OF_HEAD = ("hidden", "vocabulary", "dtype", "weight_dtype", "frozen", "softcap")
 _ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who has the target
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add those of the subcommand. What a message names is the ``dest`` of an option."""
+    """Add the options of the subcommand. Messages name an option by its ``dest``."""
     plan.add_argument("--model", help="folder with a config.json, that file, or a hub id")
-    tokens = "tokens of a micro-batch; for the head only those with a loss"
-    plan.add_argument("--tokens", type=count, required=True, help=tokens)
+    plan.add_argument(
+        "--tokens",
+        type=count,
+        required=True,
+        help="tokens of a micro-batch; for the head only those with a loss",
+    )
     add_run_arguments(plan)
-    head = plan.add_argument_group("the head").add_argument
-    head("--hidden", type=count, help="hidden size, in place of --model")
-    head("--vocab", type=count, help="vocabulary size, in place of --model")
-    head("--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]")
-    head("--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]")
-    head("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
-    sharded = "over ranks that share the vocabulary, as tp=8, and say what one takes"
-    head("--shard", type=_read_ranks, metavar="tp=RANKS", help=sharded)
-    device = plan.add_argument_group("the device").add_argument
-    device("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
-    device("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
-    reserved = "for all else in training; with --model the body's activations are estimated"
-    device("--reserved", type=byte_size, default=0, help=reserved)
-    device("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
-    device("--gpu", help=f"for the time, and with --train for the memory: {GPU_NAMES}")
-    device("--tflops", type=positive, help="for the time: reached by GEMMs")
-    backward = plan.add_argument_group("our backward").add_argument
-    kept = "what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]"
-    backward("--activation-bytes", type=lambda x: 0 if x == "0" else byte_size(x), help=kept)
-    slots = Bounded().slots
-    entries = f"also with a bounded error, by as many entries of a row [{slots}]"
-    backward("--bounded", type=count, nargs="?", const=slots, metavar="SLOTS", help=entries)
-    of_teacher = "also the divergence from a teacher of that hidden size"
-    plan.add_argument("--teacher", type=count, metavar="HIDDEN", help=of_teacher)
+    _add_head(plan.add_argument_group("the head").add_argument)
+    _add_device(plan.add_argument_group("the device").add_argument)
+    _add_backward(plan.add_argument_group("our backward").add_argument)
+    plan.add_argument(
+        "--teacher",
+        type=count,
+        metavar="HIDDEN",
+        help="also the divergence from a teacher of that hidden size",
+    )
     plan.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_head(add: Callable[..., Any]) -> None:
+    add("--hidden", type=count, help="hidden size, in place of --model")
+    add("--vocab", type=count, help="vocabulary size, in place of --model")
+    add("--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]")
+    add("--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]")
+    add("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
+    add(
+        "--shard",
+        type=_read_ranks,
+        metavar="tp=RANKS",
+        help="over ranks that share the vocabulary, as tp=8, and say what one takes",
+    )
+
+
+def _add_device(add: Callable[..., Any]) -> None:
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
+    add("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
+    add(
+        "--reserved",
+        type=byte_size,
+        default=0,
+        help="for all else in training; with --model the body's activations are estimated",
+    )
+    add("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
+    add("--gpu", help=f"for the time, and with --train for the memory: {GPU_NAMES}")
+    add("--tflops", type=positive, help="for the time: reached by GEMMs")
+
+
+def _add_backward(add: Callable[..., Any]) -> None:
+    add(
+        "--activation-bytes",
+        type=lambda text: 0 if text == "0" else byte_size(text),
+        help="what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]",
+    )
+    slots = Bounded().slots
+    add(
+        "--bounded",
+        type=count,
+        nargs="?",
+        const=slots,
+        metavar="SLOTS",
+        help=f"also with a bounded error, by as many entries of a row [{slots}]",
+    )
 
 
 def _read_ranks(text: str) -> int:
@@ -75,48 +106,43 @@ def _read_ranks(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit code."""
+    facts_of, lines_of = (_facts, table) if arguments.train is None else (run_facts, run_lines)
     try:
         check_run_arguments(arguments)
-        facts = _facts(arguments) if arguments.train is None else run_facts(arguments)
+        facts = facts_of(arguments)
     except ValueError as error:
         name, _, message = str(error).partition(": ")
         name = "max_workspace" if name == "max_workspace_bytes" else name
         if name not in vars(arguments):
             raise
         arguments.parser.error(f"argument --{name.replace('_', '-')}: {message}")
-    lines = table if arguments.train is None else run_lines
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(lines(facts)))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join(lines_of(facts)))
     return 0
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
     whole, body = _asked(arguments)
-    call, per_token = whole, None if body is None else _per_token(body, whole)
-    ranks, shard, memory, device = arguments.shard, None, arguments.gpu_memory, call.device
-    if ranks is not None:
-        call = replace(call, vocabulary=-(-call.vocabulary // ranks), sums_dhidden=True)
-        sums = 2 * (call.fp32_rows * (ranks - 1) // ranks)  # by rings, at least
-        sent = {
-            "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
-            "to sum the gradient of the hidden states in fp32": sums,
-        }
-        rows = call.vocabulary
-        shard = {"by": "tensor parallelism", "ranks": ranks, "rows": rows, "sent_bytes": sent}
-    tflops, source = _gemm_rate(device, call.dtype, arguments.gpu, arguments.tflops)
-    if memory is None and device in machine.device_types():
-        memory = machine.device_memory(device)
+    call, shard = whole, None
+    if arguments.shard is not None:
+        vocabulary = -(-whole.vocabulary // arguments.shard)
+        call = replace(whole, vocabulary=vocabulary, sums_dhidden=True)
+        shard = _shard(call, arguments.shard)
+    tflops, source = _gemm_rate(call, arguments.gpu, arguments.tflops)
+    memory = arguments.gpu_memory
+    if memory is None and call.device in machine.device_types():
+        memory = machine.device_memory(call.device)
     free = None if memory is None else max(0, memory - arguments.reserved)
+    per_token = None if body is None else _per_token(body, whole)
     head = {name: getattr(whole, name) for name in _OF_HEAD}
     for name in ("dtype", "weight_dtype"):
         head[name] = str(head[name]).removeprefix("torch.")
-    calls = _calls(call, arguments.max_workspace, arguments.bounded, arguments.teacher)
     return {
         "model": arguments.model and name_of(arguments.model),
         "head": head,
         "shard": shard,
         "tokens": call.tokens,
-        "device": device,
+        "device": call.device,
         "memory_bytes": memory,
         "reserved_bytes": arguments.reserved,
         "body_bytes_per_token": per_token,
@@ -125,7 +151,25 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "default": call.default,
         "tflops": tflops,
         "tflops_source": source,
-        "implementations": [_line(title, one, tflops, free, per_token) for title, one in calls],
+        "implementations": [
+            _line(title, one, tflops, free=free, per_token=per_token or 0)
+            for title, one in _calls(call, arguments)
+        ],
+    }
+
+
+def _shard(call: Call, ranks: int) -> dict[str, Any]:
+    """Return what the call of one rank sends to others, by rings at least."""
+    sums = 2 * (call.fp32_rows * (ranks - 1) // ranks)
+    sent = {
+        "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
+        "to sum the gradient of the hidden states in fp32": sums,
+    }
+    return {
+        "by": "tensor parallelism",
+        "ranks": ranks,
+        "rows": call.vocabulary,
+        "sent_bytes": sent,
     }
 
 
@@ -167,45 +211,48 @@ def _per_token(model: Model, call: Call) -> int:
     )
 
 
-def _gemm_rate(
-    device: str, dtype: torch.dtype, gpu: str | None, tflops: float | None
-) -> tuple[float | None, str]:
+def _gemm_rate(call: Call, gpu: str | None, tflops: float | None) -> tuple[float | None, str]:
     """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
-    column = 1 if dtype == torch.float32 else 0
     if gpu is not None and tflops is not None:
         raise ValueError("gpu: not allowed with --tflops")
-    if gpu is not None and device == "cpu":
+    if gpu is not None and call.device == "cpu":
         raise ValueError(f"gpu: expected a name only with --device cuda; got {gpu!r}")
-    row = None if gpu is None else gpu_named(gpu)
     if tflops is not None:
         return tflops, "--tflops"
-    if device == "cpu":
-        isa, threads = next(iter(machine.native_isas()), ""), torch.get_num_threads()
-        rate = _MEASURED_THREADS.get(isa, _SOME_THREAD)[column]
-        source = f"measured on another CPU with {isa}" if isa in _MEASURED_THREADS else "a guess"
-        return rate * threads, f"{source}, for {threads} threads"
-    if row is None and torch.cuda.is_available():
-        row = find_gpu(torch.cuda.get_device_name())
-    if row is None:
-        return None, "not known: --gpu or --tflops says it"
-    peak = row.tflops_fp32 if column else row.tflops
-    sheet = f"the {peak:g} TFLOP/s in the data sheet of {row.name}"
-    return peak * _REACHED, f"a guess, {_REACHED:.0%} of {sheet}"
+    if call.device == "cpu":
+        return _cpu_rate(call)
+    sheet = None if gpu is None else gpu_named(gpu)
+    if sheet is None and torch.cuda.is_available():
+        sheet = find_gpu(torch.cuda.get_device_name())
+    if sheet is None:
+        return None, "unknown: pass --gpu or --tflops"
+    peak = sheet.tflops if call.is_narrow else sheet.tflops_fp32
+    source = f"a guess, {_REACHED:.0%} of the {peak:g} TFLOP/s in the data sheet of {sheet.name}"
+    return peak * _REACHED, source
 
 
-def _calls(
-    call: Call, tile: int | None, slots: int | None, teacher: int | None
-) -> Iterator[tuple[str, Call]]:
+def _cpu_rate(call: Call) -> tuple[float, str]:
+    threads = torch.get_num_threads()
+    rate, source = 0.05, "a guess"
+    if "amx" in machine.native_isas()[:1]:  # measured: a Xeon with two threads
+        rate = 0.9 if call.is_narrow else 0.2
+        source = "measured on another CPU with amx"
+    return rate * threads, f"{source}, for {threads} threads"
+
+
+def _calls(call: Call, arguments: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Yield what is estimated, by title."""
+    tile, slots, teacher = arguments.max_workspace, arguments.bounded, arguments.teacher
     if slots is not None and call.sums_dhidden:
         raise ValueError("bounded: not allowed with a part of the vocabulary")
     if not call.sums_dhidden:
         yield "eager, full logits", replace(call, name="eager")
         yield "TRL 1.16, chunked head", replace(call, name="trl")
-    ours = {name: replace(call, name=name) for name in ("one_pass", "two_pass")}
-    for name, one in ours.items():
-        keeps = f", keeps {one.keeps}" if one.keeps not in (None, "nothing") else ""
-        yield f"ours, {name}" + (" (the default)" if name == call.default else "") + keeps, one
+    ours = [replace(call, name=name) for name in ("one_pass", "two_pass")]
+    for one in ours:
+        default = " (the default)" if one.name == call.default else ""
+        keeps = "" if one.keeps in (None, "nothing") else f", keeps {one.keeps}"
+        yield f"ours, {one.name}{default}{keeps}", one
     if call.may_keep_exponentials:
         title = "ours, one_pass, keeps exponentials (the default on H100, H200 and B200)"
         yield title, replace(call, name="exponentials")
@@ -214,15 +261,17 @@ def _calls(
         yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)
     if teacher is not None:
         yield f"ours, divergence from a teacher of {teacher:,}", replace(call, teacher=teacher)
-    if slots is not None:
-        for how in ("", ", exact_weight=False")[: 2 - call.frozen]:
-            options = replace(call.options, backward=Bounded(slots=slots, exact_weight=not how))
-            for name, one in ours.items():
-                yield f"ours, {name}, bounded{how}", replace(one, options=options)
+    if slots is None:
+        return
+    for exact in (True,) if call.frozen else (True, False):
+        options = replace(call.options, backward=Bounded(slots=slots, exact_weight=exact))
+        how = "" if exact else ", exact_weight=False"
+        for one in ours:
+            yield f"ours, {one.name}, bounded{how}", replace(one, options=options)
 
 
 def _line(
-    title: str, call: Call, tflops: float | None, free: int | None, per_token: int | None
+    title: str, call: Call, tflops: float | None, *, free: int | None, per_token: int
 ) -> dict[str, Any]:
     """Return the answer for one of them."""
     return {
@@ -235,9 +284,7 @@ def _line(
         "gemms": call.gemms,
         "keeps": call.keeps,
         "seconds": call.flop / (tflops * 1e12) if tflops else None,
-        "largest_micro_batch_tokens": None
-        if free is None
-        else _largest(call, free, per_token or 0),
+        "largest_micro_batch_tokens": None if free is None else _largest(call, free, per_token),
     }
 
 

@@ -14,7 +14,7 @@ from grpo_kernels.tools.hub import loaded_from, name_of, read_config
 from grpo_kernels.tools.memory import ENGINE_WEIGHTS, ENGINES, Engine, Run, moments
 from grpo_kernels.tools.model import model_of
 from grpo_kernels.tools.search import Answer, answer
-from grpo_kernels.tools.text import count, in_units
+from grpo_kernels.tools.text import count, in_units, share
 from grpo_kernels.tools.training import WAYS, training
 
 _PLACES = {
@@ -26,52 +26,47 @@ _PLACES = {
 _NEVER = 1 << 20  # characters, after which a line is broken
 # options of the table of heads, which a whole run decides itself
 _OF_THE_HEAD = (
-    *("hidden", "vocab", "dtype", "weight_dtype", "frozen_head", "shard", "reserved"),
-    *("max_workspace", "tflops", "activation_bytes", "bounded", "teacher"),
+    "hidden",
+    "vocab",
+    "dtype",
+    "weight_dtype",
+    "frozen_head",
+    "shard",
+    "reserved",
+    "max_workspace",
+    "tflops",
+    "activation_bytes",
+    "bounded",
+    "teacher",
 )
+_OF_COLOCATED = ["engine_share", "engine_weights", "engine_sleeps"]
 
 
 def add_run_arguments(plan: argparse.ArgumentParser) -> None:
     """Add the options of a whole run."""
-    run = plan.add_argument_group("a whole run, and what to set so that it fits").add_argument
-    run("--train", choices=WAYS, help="what is trained; without it only the head is planned")
-    run("--lora-rank", type=count, help="of lora and qlora, on all linear layers [16]")
-    widest = "tokens of the longest sequence, for attention masks [4096]"
-    run("--longest", type=count, help=widest)
-    run("--engine", choices=ENGINES, help="what generates [none: not on this GPU]")
-    run("--engine-share", type=_share, help="vllm_gpu_memory_utilization [0.3, or what it needs]")
-    run("--engine-weights", choices=ENGINE_WEIGHTS, help="of a colocated vLLM [bf16]")
-    run("--engine-sleeps", action="store_true", help="vllm_enable_sleep_mode is on")
-    run("--reference", action="store_true", help="a reference model, for beta above 0")
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number > 0 and <= 1; got {text!r}")
-    return share
+    add = plan.add_argument_group("a whole run, and what to set so that it fits").add_argument
+    add("--train", choices=WAYS, help="what is trained; without it only the head is planned")
+    add("--lora-rank", type=count, help="of lora and qlora, on all linear layers [16]")
+    add(
+        "--longest",
+        type=count,
+        help="tokens of the longest sequence, for attention masks [4096]",
+    )
+    add("--engine", choices=ENGINES, help="what generates [none: not on this GPU]")
+    add("--engine-share", type=share, help="vllm_gpu_memory_utilization [0.3, or what it needs]")
+    add("--engine-weights", choices=ENGINE_WEIGHTS, help="of a colocated vLLM [bf16]")
+    add("--engine-sleeps", action="store_true", help="vllm_enable_sleep_mode is on")
+    add("--reference", action="store_true", help="a reference model, for beta above 0")
 
 
 def check_run_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError for options of the head next to those of a run, and for those of neither."""
+    with_adapter = arguments.train in ("lora", "qlora")
     whole = arguments.train is not None
-    names = {
-        "lora_rank": arguments.train in ("lora", "qlora"),
-        "longest": whole,
-        "engine": whole,
-        "engine_share": arguments.engine == "colocate",
-        "engine_weights": arguments.engine == "colocate",
-        "engine_sleeps": arguments.engine == "colocate",
-        "reference": whole,
-    }
-    needs = dict.fromkeys(names, "--train") | {"lora_rank": "--train lora or qlora"}
-    for name, allowed in names.items():
-        if getattr(arguments, name) and not allowed:
-            needed = "--engine colocate" if name.startswith("engine_") else needs[name]
-            raise ValueError(f"{name}: expected only with {needed}")
+    colocated = arguments.engine == "colocate"
+    _check_absent(arguments, ["lora_rank"], unless=with_adapter, needs="--train lora or qlora")
+    _check_absent(arguments, ["longest", "engine", "reference"], unless=whole, needs="--train")
+    _check_absent(arguments, _OF_COLOCATED, unless=colocated, needs="--engine colocate")
     if not whole:
         return
     for name in _OF_THE_HEAD:
@@ -79,16 +74,23 @@ def check_run_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}: not allowed with --train, which decides it")
     if arguments.model is None:
         raise ValueError("model: expected it with --train")
-    longest, tokens = arguments.longest, arguments.tokens
-    if longest is not None and longest > tokens:
+    if (arguments.longest or 0) > arguments.tokens:
         raise ValueError(
-            f"longest: expected at most --tokens, {tokens}, since a micro-batch holds whole "
-            f"sequences; got {longest}"
+            f"longest: expected at most --tokens, {arguments.tokens}, since a micro-batch holds "
+            f"whole sequences; got {arguments.longest}"
         )
     if arguments.device != "cuda":
         raise ValueError(f"device: expected cuda with --train; got {arguments.device!r}")
     if arguments.gpu is not None and arguments.gpu_memory is not None:
         raise ValueError("gpu: not allowed with --gpu-memory and --train")
+
+
+def _check_absent(
+    arguments: argparse.Namespace, names: list[str], *, unless: bool, needs: str
+) -> None:
+    for name in names:
+        if getattr(arguments, name) and not unless:
+            raise ValueError(f"{name}: expected only with {needs}")
 
 
 def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -11,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-_MOST = 2**31 - 1  # of a count: far above what there is, and small enough to compute with
-_LARGEST = 1 << 44  # bytes, likewise
+_LARGEST_COUNT = 2**31 - 1  # far above real ones, and small enough to compute with
+_LARGEST_SIZE = 1 << 44  # bytes, likewise
 _UNITS = {
     "B": 1,
     **{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
@@ -32,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def read_in_part() -> Iterator[None]:
-    """Exit quietly with code 1 if nobody reads on what is printed inside, as after ``| head``."""
+    """Exit quietly with code 1 when the reader of stdout is gone, as after ``| head``."""
     try:
         try:
             yield
@@ -47,21 +46,30 @@ def count(text: str) -> int:
     """Read an argument that is a whole number above 0."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"expected a whole number > 0; got {text!r}")
-    if int(text) > _MOST:
-        raise argparse.ArgumentTypeError(f"expected a number <= {_MOST}; got {text!r}")
+    if int(text) > _LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"expected a number <= {_LARGEST_COUNT}; got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> float:
     """Read an argument that is a finite number above 0."""
+    return _number(text, "> 0", most=sys.float_info.max)
+
+
+def share(text: str) -> float:
+    """Read an argument that is a part of a whole."""
+    return _number(text, "> 0 and <= 1", most=1)
+
+
+def _number(text: str, expected: str, most: float) -> float:
     with suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= most:
             return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number > 0; got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number {expected}; got {text!r}")
 
 
 def byte_size(text: str) -> int:
-    """Read an argument in bytes. The unit has to be there: 24 could be GB or GiB."""
+    """Read an argument in bytes. It needs a unit: 24 could be GB or GiB."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
     unit = {name.lower(): size for name, size in _UNITS.items()}.get(match[2]) if match else None
     if match is None or unit is None or float(match[1]) == 0:
@@ -69,8 +77,10 @@ def byte_size(text: str) -> int:
             f"expected a size with a unit ({', '.join(_UNITS)}), such as 24GiB; got {text!r}"
         )
     size = float(match[1]) * unit
-    if size > _LARGEST:
-        raise argparse.ArgumentTypeError(f"expected at most {in_units(_LARGEST)}; got {text!r}")
+    if size > _LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {in_units(_LARGEST_SIZE)}; got {text!r}"
+        )
     return int(size)
 
 
@@ -83,7 +93,7 @@ def in_units(size: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with columns of equal width: the first to the left, the others to the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    """Return a table's lines: the first column is aligned left, the others right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = f"{{:<{first}}}" + "".join(f"  {{:>{width}}}" for width in others)
     return [line.format(*row).rstrip() for row in rows]
