@@ -14,7 +14,7 @@ from grpo_kernels.common import check_fields, choice
 from grpo_kernels.engine import Needs, RunOptions
 from grpo_kernels.head import Head
 from grpo_kernels.losses import LossConfig
-from grpo_kernels.schedule import KEPT_DEPTHS, Plan, planned_rows
+from grpo_kernels.schedule import Plan, keeps_exponentials, planned_rows
 
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
@@ -129,9 +129,12 @@ class Call:
     @property
     def may_keep_exponentials(self) -> bool:
         """Whether one pass keeps exponentials on a GPU that stores them in place of logits."""
-        known = self.device == "cuda" and self.dtype == torch.bfloat16
-        plain = not (self.frozen or self.softcap or self.sums_dhidden or self.teacher)
-        return known and plain and self.tokens <= KEPT_DEPTHS * self.hidden
+        if self.device != "cuda" or self.dtype != torch.bfloat16:
+            return False
+        if self.softcap or self.sums_dhidden or self.teacher:
+            return False
+        plan = replace(self, name="one_pass").plan
+        return keeps_exponentials(plan.route.storing(), plan.head, plan.needs, self.tokens)
 
     @property
     def default(self) -> str:

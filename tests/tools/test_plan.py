@@ -422,3 +422,4 @@ def test_exponentials_that_are_kept_take_no_more_than_logits_in_bf16() -> None:
         assert extra == 2 * tokens * (151936 + hidden)
     assert not replace(call, tokens=4 * hidden + 1).may_keep_exponentials
     assert not replace(call, frozen=True).may_keep_exponentials
+    assert not replace(call, options=RunOptions(activation_bytes=0)).may_keep_exponentials
