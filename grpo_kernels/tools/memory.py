@@ -17,10 +17,13 @@ from grpo_kernels.tools.training import NF4, Training
 
 GIB = 1 << 30
 SLACK = 2 * GIB  # the CUDA context, workspaces of libraries, what the allocator cannot use
+_OF_CUDA = {"CUDA context, slack": SLACK}
 ENGINE_SLACK = 2 * GIB  # of vLLM's share: its activations, CUDA graphs, and a little cache
 DEFAULT_SHARE = 0.3  # the trainer's vllm_gpu_memory_utilization
-_SHARE_STEP, _LARGEST_SHARE = 0.05, 0.9
-STEP, _MOST_STEPS = 256, 1 << 13  # tokens, of what is tried
+_SHARE_STEP = 0.05
+_LARGEST_SHARE = 0.9
+STEP = 256  # tokens between the micro-batches that are tried
+_MOST_STEPS = 1 << 13
 ENGINES = ("none", "colocate", "server", "transformers")
 ENGINE_WEIGHTS = {"bf16": 2, "fp8": 1}  # bytes of a weight of the body's matrices
 _FP8 = "fp8_per_channel"  # of vLLM's methods one that quantizes the weights of every update
@@ -143,6 +146,23 @@ class Run:
         calls = [self.head(name) for name in self.schedules()]
         return max(total(call) - call.weight for call in calls)
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Return what is on the GPU at all times, by name."""
+        way, model = self.training, self.model
+        parts = {"weights": way.weights(model), "optimizer states": way.optimizer(model)}
+        if self.reference and not way.rank:  # an adapter that is switched off is its own reference
+            parts["reference model"] = model.parameters * way.weight
+        return parts
+
+    def step_bytes(self) -> dict[str, int]:
+        """Return what is on the GPU at the peak of a step besides, by name."""
+        return {
+            "gradients": self.training.gradients(self.model),
+            "activations": self.activation_bytes(),
+            "attention masks": masks(self.model, self.tokens, self.longest),
+            "LM head and loss": self.head_bytes(),
+        }
+
     def host_bytes(self) -> int:
         """Return the bytes of main memory that offloaded hidden states take, pinned."""
         model = self.model
@@ -176,37 +196,31 @@ class Moment:
 
 def moments(run: Run) -> list[Moment]:
     """Return the moments of a step at which memory may run out."""
-    model, way, engine = run.model, run.training, run.engine
-    stays = {"weights": way.weights(model), "optimizer states": way.optimizer(model)}
-    if run.reference and not way.rank:  # an adapter that is switched off is its own reference
-        stays["reference model"] = model.parameters * way.weight
-    share = int(engine.share_of(model, run.memory) * run.memory) if engine.colocated else 0
-    of_engine = {"engine weights": min(share, engine.weight_bytes(model))}
-    of_engine["engine KV cache"] = share - of_engine["engine weights"]
-    training = stays | {
-        "gradients": way.gradients(model),
-        "activations": run.activation_bytes(),
-        "attention masks": masks(model, run.tokens, run.longest),
-        "LM head and loss": run.head_bytes(),
-    }
-    slack = {"CUDA context, slack": SLACK}
-    if engine.colocated and not engine.sleeps:
-        training |= of_engine
-    result = [Moment(name="training", parts=training | slack, limit=run.memory)]
-    if engine.colocated and engine.sleeps:
-        waking = stays | of_engine | slack
-        if (sent := _sent_at_once(run)) > waking["engine KV cache"]:  # which wakes after them
-            del waking["engine KV cache"]
-            waking["weights on their way"] = sent
-        result.append(Moment(name="waking the engine", parts=waking, limit=run.memory))
-    if engine.colocated:
-        needed = {"engine weights": engine.weight_bytes(model), "engine slack": ENGINE_SLACK}
-        result.append(Moment(name="vLLM's share", parts=needed, limit=share))
-    return result
+    engine, weights = run.engine, run.engine.weight_bytes(run.model)
+    training = run.resident_bytes() | run.step_bytes()
+    if not engine.colocated:
+        return [Moment(name="training", parts=training | _OF_CUDA, limit=run.memory)]
+    share = int(engine.share_of(run.model, run.memory) * run.memory)
+    of_engine = {"engine weights": min(share, weights), "engine KV cache": max(0, share - weights)}
+    needed = {"engine weights": weights, "engine slack": ENGINE_SLACK}
+    in_share = Moment(name="vLLM's share", parts=needed, limit=share)
+    if not engine.sleeps:
+        parts = training | of_engine | _OF_CUDA
+        return [Moment(name="training", parts=parts, limit=run.memory), in_share]
+    waking = run.resident_bytes() | of_engine | _OF_CUDA
+    sent = _sent_at_once(run)
+    if sent > waking["engine KV cache"]:  # which wakes after them
+        del waking["engine KV cache"]
+        waking["weights on their way"] = sent
+    return [
+        Moment(name="training", parts=training | _OF_CUDA, limit=run.memory),
+        Moment(name="waking the engine", parts=waking, limit=run.memory),
+        in_share,
+    ]
 
 
 def _sent_at_once(run: Run) -> int:
-    """Return the bytes of a layer, or of the head, on its way to an engine: it reloads by layers.
+    """Return the bytes of weights on their way to an engine, which reloads layer by layer.
 
     With QLoRA it has loaded its weights itself, and gets only the adapter.
     """

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import combinations
+from functools import cache, cached_property
+from itertools import chain, combinations
 
 from grpo_kernels.tools.memory import Run, missing
 from grpo_kernels.tools.training import training
 
+FULL = training("full")
+BF16 = training("bf16")
 # what a change costs, from cheap to dear
 COSTS = ("time", "rounding", "less is trained", "another GPU")
 
@@ -33,48 +35,52 @@ def _offload(run: Run) -> Run | None:
 
 
 def _tiles(run: Run) -> Run | None:
-    can = all(layer.tiled for layer in run.model.layers)
-    return replace(run, tiled=True) if can and not run.tiled else None
+    if run.tiled or not all(layer.tiled for layer in run.model.layers):
+        return None
+    return replace(run, tiled=True)
+
+
+def _eight_bit(run: Run) -> Run | None:
+    if run.training != FULL:
+        return None
+    return replace(run, training=FULL.eight_bit())
+
+
+def _bf16(run: Run) -> Run | None:
+    return replace(run, training=BF16) if run.training == FULL else None
+
+
+def _lora(run: Run) -> Run | None:
+    return replace(run, training=training("lora")) if run.training in (FULL, BF16) else None
+
+
+def _qlora(run: Run) -> Run | None:
+    rank = run.training.rank or 16
+    if run.training not in (FULL, BF16, training("lora", rank)):
+        return None
+    changed = replace(run, training=training("qlora", rank))
+    return None if changed.merges_into_rounded else changed
 
 
 def _sleep(run: Run) -> Run | None:
     engine = run.engine
-    can = engine.colocated and not engine.sleeps
-    return replace(run, engine=replace(engine, sleeps=True)) if can else None
-
-
-def _eight_bit(run: Run) -> Run | None:
-    full = run.training == training("full")
-    return replace(run, training=run.training.eight_bit()) if full else None
-
-
-def _bf16(run: Run) -> Run | None:
-    return replace(run, training=training("bf16")) if run.training == training("full") else None
+    if not engine.colocated or engine.sleeps:
+        return None
+    return replace(run, engine=replace(engine, sleeps=True))
 
 
 def _fp8_engine(run: Run) -> Run | None:
     engine = run.engine
-    can = engine.colocated and engine.weights == "bf16"
-    return replace(run, engine=replace(engine, weights="fp8")) if can else None
-
-
-def _lora(run: Run) -> Run | None:
-    whole = run.training in (training("full"), training("bf16"))
-    return replace(run, training=training("lora")) if whole else None
-
-
-def _qlora(run: Run) -> Run | None:
-    way, rank = run.training, run.training.rank or 16
-    plain = way in (training("full"), training("bf16"), training("lora", rank))
-    changed = replace(run, training=training("qlora", rank))
-    return changed if plain and not changed.merges_into_rounded else None
+    if not engine.colocated or engine.weights != "bf16":
+        return None
+    return replace(run, engine=replace(engine, weights="fp8"))
 
 
 def _server(run: Run) -> Run | None:
     engine = run.engine
-    can = engine.colocated and not engine.sleeps and engine.weights == "bf16"
-    moved = replace(engine, place="server", share=None)
-    return replace(run, engine=moved) if can else None
+    if not engine.colocated or engine.sleeps or engine.weights != "bf16":
+        return None
+    return replace(run, engine=replace(engine, place="server", share=None))
 
 
 CHANGES = (
@@ -93,13 +99,13 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """A run, changed as little as it takes to fit; or the nearest one, where none fits."""
+    """A run with the fewest changes that make it fit; where none do, the one that lacks least."""
 
     asked: Run
     run: Run
     changes: tuple[Change, ...]
 
-    @property
+    @cached_property
     def missing(self) -> int:
         """Bytes that the run lacks; 0: it fits."""
         return missing(self.run)
@@ -112,7 +118,11 @@ def answer(asked: Run) -> Answer:
     by how many round, then by how many cost time; among equals the order is that of CHANGES. Where
     no set fits, it is the one that lacks the least memory.
     """
-    best: Answer | None = None
+    return min(_answers(asked), key=lambda tried: tried.missing)  # the first of equals
+
+
+def _answers(asked: Run) -> Iterator[Answer]:
+    """Yield the possible sets of changes, the cheapest first; one that fits is the last."""
     for changes in _sets():
         run: Run | None = asked
         for change in changes:
@@ -120,24 +130,19 @@ def answer(asked: Run) -> Answer:
         if run is None:
             continue
         tried = Answer(asked, run, changes)
+        yield tried
         if not tried.missing:
-            return tried
-        if best is None or tried.missing < best.missing:
-            best = tried
-    assert best is not None  # no changes are a set, too
-    return best
+            return
 
 
 @cache
-def _sets() -> tuple[tuple[Change, ...], ...]:
-    return tuple(sorted(_subsets(), key=_dearness))
+def _sets() -> list[tuple[Change, ...]]:
+    counts = range(len(CHANGES) + 1)
+    sets = chain.from_iterable(combinations(CHANGES, count) for count in counts)
+    return sorted(sets, key=_costs)
 
 
-def _subsets() -> Iterator[tuple[Change, ...]]:
-    for count in range(len(CHANGES) + 1):
-        yield from combinations(CHANGES, count)
-
-
-def _dearness(changes: tuple[Change, ...]) -> list[int]:
+def _costs(changes: tuple[Change, ...]) -> list[int]:
+    """Return how many changes have each cost, the dearest first."""
     counts = Counter(change.cost for change in changes)
-    return [counts[cost] for cost in reversed(COSTS)]  # sorting keeps the order of equals
+    return [counts[cost] for cost in reversed(COSTS)]
