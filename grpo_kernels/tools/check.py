@@ -1,15 +1,16 @@
 """``grpo-kernels check``: values and gradients of every backend on this machine, against fp64.
 
 The yardstick is that of the tests: at most twice the error of eager PyTorch at the same dtype.
-Before them come canaries, GEMMs of the libraries whose results are known to the bit.
+First come GEMMs of the libraries whose results are known to the bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,25 +43,45 @@ _FLOORS = {
 DTYPES = tuple(_FLOORS)
 _EAGER_SLACK = 10  # times this is what eager PyTorch itself may be off by
 
-# (sequences, length, hidden size, vocabulary), the rows of a tile
+
+class _Shape(NamedTuple):
+    sequences: int
+    length: int
+    hidden: int
+    vocabulary: int
+    tile_rows: int
+
+    def problem(self, device: torch.device, dtype: torch.dtype) -> Problem:
+        made = make_problem(self.sequences, self.length, self.hidden, self.vocabulary)
+        return made.to(device, dtype)
+
+
 _SHAPES = (
-    ((1, 1, 5, 1), 1),
-    ((4, 7, 16, 53), 8),  # several tiles; the third sequence is wholly masked
-    ((3, 3, 40, 2503), 9),  # several tiles of columns, few enough elements for one thread
+    _Shape(1, 1, 5, 1, tile_rows=1),
+    _Shape(4, 7, 16, 53, tile_rows=8),  # several tiles; the third sequence is wholly masked
+    # several tiles of columns, few enough elements for one thread
+    _Shape(3, 3, 40, 2503, tile_rows=9),
 )
 # C, V, D: odd K, K that are no multiples of 64, few rows, odd vocabularies
-_GEMMS = ((1, 257, 17), (7, 1000, 96), (33, 2503, 41), (200, 4099, 130))
+_GEMMS = [(1, 257, 17), (7, 1000, 96), (33, 2503, 41), (200, 4099, 130)]
 # A GPU's library cuts a long K into parts that it sums apart, where the result is small: dhidden of
 # a few rows of a real head, and of a chunk.
-_LARGE_GEMMS = ((7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896))
+_LARGE_GEMMS = [(7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896)]
 
 Results = dict[str, Tensor]
-Found = tuple[float, float, str | None]  # error, bound, and what is wrong in their place
 LEGEND = """\
 This takes about a minute.
 error: the difference from fp64, relative to the largest element; the worst of several shapes.
 library: matrix multiplications of torch, on numbers with exact sums: no error is allowed."""
 LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
+
+
+class _Found(NamedTuple):
+    """What a check has found."""
+
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str | None = None  # what is wrong, in place of an error
 
 
 def outcomes() -> Iterator[tuple[bool, str]]:
@@ -70,32 +91,43 @@ def outcomes() -> Iterator[tuple[bool, str]]:
     """
     for device in map(torch.device, device_types()):
         for dtype in DTYPES:
-            yield _outcome("library", device, dtype, "GEMMs of a step", _gemms)
+            check = partial(_gemms, device, dtype)
+            yield _outcome("library", device, dtype, "GEMMs of a step", check=check)
         for (name, backend), dtype in product(BACKENDS.items(), DTYPES):
-            if (backend.unavailable() or backend.unsuited(device, dtype)) is None:
-                for what in _RUNS:
-                    yield _outcome(name, device, dtype, what, partial(_worst, name, what))
+            if backend.unavailable() or backend.unsuited(device, dtype):
+                continue
+            for what in _RUNS:
+                check = partial(_worst, name, what, device, dtype)
+                yield _outcome(name, device, dtype, what, check=check)
 
 
 def _outcome(
-    backend: str, device: torch.device, dtype: torch.dtype, what: str, check: Callable[..., Found]
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    what: str,
+    *,
+    check: Callable[[], _Found],
 ) -> tuple[bool, str]:
     try:
-        error, allowed, failure = check(device, dtype)
+        found = check()
     except Exception as problem:  # it is what the user has to report
-        line = str(problem).strip().splitlines()[:1]
-        error, allowed, failure = 0.0, 0.0, ": ".join([type(problem).__name__, *line])
-    ok = failure is None and error <= allowed
-    values = [f"{error:.1e}", f"{allowed:.1e}", "ok" if ok else "FAILED"]
-    if failure is not None:
-        values = ["-", "-", f"FAILED: {failure}"]
-    return ok, LINE.format(backend, device.type, str(dtype).removeprefix("torch."), what, *values)
+        message = str(problem).strip().splitlines()[:1]
+        found = _Found(failure=": ".join([type(problem).__name__, *message]))
+    ok = found.failure is None and found.error <= found.allowed
+    error, allowed, verdict = f"{found.error:.1e}", f"{found.allowed:.1e}", "ok" if ok else "FAILED"
+    if found.failure is not None:
+        error = allowed = "-"
+        verdict = f"FAILED: {found.failure}"
+    name = str(dtype).removeprefix("torch.")
+    return ok, LINE.format(backend, device.type, name, what, error, allowed, verdict)
 
 
-def _gemms(device: torch.device, dtype: torch.dtype) -> Found:
-    large = _LARGE_GEMMS if device.type == "cuda" and dtype != torch.float64 else ()
-    wrong = (said for shape in (*_GEMMS, *large) for said in wrong_gemms(device, dtype, *shape))
-    return 0.0, 0.0, next(wrong, None)
+def _gemms(device: torch.device, dtype: torch.dtype) -> _Found:
+    large = device.type == "cuda" and dtype != torch.float64
+    shapes = _GEMMS + _LARGE_GEMMS if large else _GEMMS
+    wrong = (line for shape in shapes for line in wrong_gemms(device, dtype, *shape))
+    return _Found(failure=next(wrong, None))
 
 
 def wrong_gemms(
@@ -111,11 +143,11 @@ def wrong_gemms(
     part of K or reads beyond a strided row gives others.
     """
     with matmul_precision(device, "fp32"):
-        for gemm, came, exact in _products(device, dtype, rows, columns, depth):
-            differ = int(torch.ne(came, exact.to(came.dtype)).sum())  # NaNs, too
+        for gemm, result, exact in _products(device, dtype, rows, columns, depth):
+            differ = int(torch.ne(result, exact.to(result.dtype)).sum())  # NaNs, too
             if differ:
                 shape = f"C {rows} V {columns} D {depth}"
-                yield f"{gemm}, {shape}: {differ} of {came.numel()} sums are wrong"
+                yield f"{gemm}, {shape}: {differ} of {result.numel()} sums are wrong"
 
 
 def _products(
@@ -123,69 +155,81 @@ def _products(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, result and exact result of every GEMM of a step."""
     generator = torch.Generator(device).manual_seed(0)
-    wide, full = stats_dtype(dtype), partial(torch.full, fill_value=float("nan"), device=device)
+    wide = stats_dtype(dtype)
+
+    def unset(height: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((height, width), math.nan, dtype=dtype, device=device)
 
     def tile(dtype: torch.dtype) -> Tensor:
-        return full((rows, leading_dim(columns, dtype, device)), dtype=dtype)[:, :columns]
+        return unset(rows, leading_dim(columns, dtype, device), dtype)[:, :columns]
 
-    hidden, weight = (full((n, depth), dtype=dtype) for n in (rows, columns))
+    hidden = unset(rows, depth, dtype)
+    weight = unset(columns, depth, dtype)
     # 16 bits of a gradient lie in the first half of each row of a tile
     dlogits = output_view(tile(wide), dtype)
     for x in (hidden, weight, dlogits):
         x.random_(0, 2, generator=generator).mul_(2).sub_(1)
     zero_row_padding(dlogits)
+    factors = {"dhidden": (dlogits, weight), "dweight": (dlogits.t(), hidden)}
     for out in dict.fromkeys((wide, dtype)):
         words = "" if out == wide else " of 16 bits"
         logits = project(hidden, Head(weight), tile(out))
         yield f"logits{words}", logits, hidden.double() @ weight.double().t()
-        for name, a, b in (("dhidden", dlogits, weight), ("dweight", dlogits.t(), hidden)):
-            sums = full((len(a), depth), dtype=out)
+        for name, (a, b) in factors.items():
+            sums = unset(len(a), depth, out)
             accumulate(sums, a, b, first=True)
             yield f"{name}{words}", sums, a.double() @ b.double()
-    sums = full((columns, depth), fill_value=3.0, dtype=wide)
+    sums = torch.full_like(weight, 3.0, dtype=wide)
     accumulate(sums, dlogits.t(), hidden, first=False)
     yield "dweight, added", sums, 3 + dlogits.t().double() @ hidden.double()
 
 
-def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> Found:
+def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> _Found:
     """Return the error that is nearest to its bound, or farthest over it."""
-    pairs = []
-    for shape, rows in _SHAPES:
+    found = []
+    for shape in _SHAPES:
         exact = _eager(what, shape, torch.device("cpu"), torch.float64)
         eager = _eager(what, shape, device, dtype)
-        problem = make_problem(*shape).to(device, dtype)
-        tile = rows * shape[-1] * max(4, dtype.itemsize)
+        tile = shape.tile_rows * shape.vocabulary * max(4, dtype.itemsize)
+        problem = shape.problem(device, dtype)
         with poisoned_allocations():
-            got = _RUNS[what](problem, backend=backend, max_workspace_bytes=tile)
-        for name, value in got.items():
+            results = _RUNS[what](problem, backend=backend, max_workspace_bytes=tile)
+        for name, value in results.items():
             floor = _FLOORS[dtype][name.startswith("d")]
-            # eager itself, and so what it excuses, is held to a fixed bound
             allowed = max(2 * relative_error(eager[name], exact[name]), floor)
-            bound = min(allowed, _EAGER_SLACK * floor)
-            pairs.append((relative_error(value, exact[name]), bound))
-    return *max(pairs, key=lambda pair: pair[0] / pair[1]), None
+            # eager itself, and so what it excuses, is held to a fixed bound
+            allowed = min(allowed, _EAGER_SLACK * floor)
+            found.append(_Found(relative_error(value, exact[name]), allowed))
+    return max(found, key=lambda each: each.error / each.allowed)
 
 
 @cache
-def _eager(what: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Results:
-    return _RUNS[what](make_problem(*shape).to(device, dtype), backend="reference")
+def _eager(what: str, shape: _Shape, device: torch.device, dtype: torch.dtype) -> Results:
+    return _RUNS[what](shape.problem(device, dtype), backend="reference")
 
 
 def _logprobs(problem: Problem, **options: Any) -> Results:
-    target = torch.where(problem.mask, problem.target, -100)
-    options |= dict(temperature=0.7, softcap=5.0, outputs=("logprobs", "entropy"))
-    out = linear_logprobs(problem.hidden, problem.weight, target, bias=problem.bias, **options)
-    assert out.logprobs is not None and out.entropy is not None
+    out = linear_logprobs(
+        problem.hidden,
+        problem.weight,
+        torch.where(problem.mask, problem.target, -100),
+        bias=problem.bias,
+        temperature=0.7,
+        softcap=5.0,
+        outputs=("logprobs", "entropy"),
+        **options,
+    )
+    assert out.logprobs is not None and out.entropy is not None and problem.bias is not None
     total = (out.logprobs.double().sin() + 0.3 * out.entropy.double()).sum()
-    assert problem.bias is not None
-    found = torch.autograd.grad(total, [problem.hidden, problem.weight, problem.bias])
-    gradients = dict(zip(("dhidden", "dweight", "dbias"), found, strict=True))
+    leaves = [problem.hidden, problem.weight, problem.bias]
+    dhidden, dweight, dbias = torch.autograd.grad(total, leaves)
+    gradients = {"dhidden": dhidden, "dweight": dweight, "dbias": dbias}
     return {"logprobs": out.logprobs, "entropy": out.entropy, **gradients}
 
 
 def _loss(config: LossConfig, problem: Problem, **options: Any) -> Results:
-    found = testing.run(problem, config, **options)
-    return {name: found[name] for name in ("loss", "dhidden", "dweight", "dbias")}
+    results = testing.run(problem, config, **options)
+    return {name: results[name] for name in ("loss", "dhidden", "dweight", "dbias")}
 
 
 _DAPO = LossConfig(loss_type="dapo", beta=0.05, temperature=0.8)
