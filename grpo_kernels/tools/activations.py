@@ -15,9 +15,9 @@ TILE = 1024  # tokens of an MLP's tile
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """Bytes of a layer's inside, which is computed again, in 16 bits.
+    """Bytes of a token in a layer, which is computed again in 16 bits.
 
-    They are for each number of the hidden states, of the queries of all heads and of the MLP's
+    Each field is for a number of the hidden states, of the queries of all heads, or of the MLP's
     width.
     """
 
@@ -65,12 +65,11 @@ def activations(
         tile: tokens of an MLP's tile, where layers have one; None: all at once.
     """
     kept = _IN_FLIGHT if offload else len(model.layers)
-    of_states = tokens * (kept + _LAST_STATES) * model.hidden * state
-    of_layer = max(
+    states = tokens * (kept + _LAST_STATES) * model.hidden * state
+    return states + max(
         _of_layer(layer, tokens, inside=inside, tile=tile, width=width, state=state)
         for layer in model.layers
     )
-    return of_states + of_layer
 
 
 def masks(model: Model, tokens: int, longest: int) -> int:
@@ -80,13 +79,16 @@ def masks(model: Model, tokens: int, longest: int) -> int:
     copy in 16 bits. One row needs none, but for a window.
     """
     kinds = model.windows + (longest < tokens)
-    return tokens * min(tokens, longest) * (kinds + 2) if kinds and model.attention is None else 0
+    if not kinds or model.attention is not None:
+        return 0
+    return tokens * min(tokens, longest) * (kinds + 2)
 
 
 def _of_layer(
     layer: Layer, tokens: int, *, inside: Inside, tile: int | None, width: int, state: int
 ) -> int:
-    at_once = min(tokens, tile) if tile and layer.tiled else tokens
+    mlp_tokens = min(tokens, tile) if tile and layer.tiled else tokens
     # experts compute in the dtype of their weights: autocast does not reach them
-    of_mlp = inside.mlp(layer) * (max(width, state) if layer.routed else width) // 2
-    return tokens * inside.outside_mlp(layer) * width // 2 + at_once * of_mlp
+    mlp_width = max(width, state) if layer.routed else width
+    mlp = mlp_tokens * inside.mlp(layer) * mlp_width // 2
+    return tokens * inside.outside_mlp(layer) * width // 2 + mlp

@@ -52,9 +52,13 @@ def facts() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return versions by name; None for a package that is not installed."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    own = {"grpo-kernels": VERSION, "python": platform.python_version()}
-    return {**own, **found, "cuda": torch.version.cuda, "rocm": torch.version.hip}
+    return {
+        "grpo-kernels": VERSION,
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+    }
 
 
 def native_isas() -> list[str]:
@@ -81,27 +85,37 @@ def device_memory(device: str) -> int:
 
 def _devices() -> Iterator[dict[str, Any]]:
     """Yield the CPU, then every GPU."""
-    host = dict(device="cpu", name=cpu_name(), memory_bytes=device_memory("cpu"))
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield host | dict(capability=capability, threads=torch.get_num_threads())
+    yield {
+        "device": "cpu",
+        "name": cpu_name(),
+        "memory_bytes": device_memory("cpu"),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found = dict(device=f"cuda:{index}", name=gpu.name, memory_bytes=gpu.total_memory)
-        yield found | dict(capability=f"{gpu.major}.{gpu.minor}")
+        yield {
+            "device": f"cuda:{index}",
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
 
 
-def _default(device: str, dtype: torch.dtype) -> dict[str, Any]:
+def _default(type_: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the choice of ``backend="auto"``, and the rows of its logits tile."""
-    where, name, rows = torch.device(device), None, None
+    device = torch.device(type_)
+    question = {"device": type_, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        choice = choose_backend("auto", where, dtype)
+        choice = choose_backend("auto", device, dtype)
     except ValueError as error:  # the environment variable forces one that cannot run
-        reasons = [str(error)]
-    else:
-        name, reasons = choice.name, why_backend(choice, "auto", where, dtype)
-        rows = chunk_rows(_EXAMPLE_VOCABULARY, dtype, "fp32", where, None)
-    found = {"backend": name, "chunk_rows": rows, "reasons": reasons}
-    return {"device": device, "dtype": str(dtype).removeprefix("torch."), **found}
+        return {**question, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
+    return {
+        **question,
+        "backend": choice.name,
+        "chunk_rows": chunk_rows(_EXAMPLE_VOCABULARY, dtype, "fp32", device, None),
+        "reasons": why_backend(choice, "auto", device, dtype),
+    }
 
 
 def installed_version(distribution: str) -> str | None:
@@ -113,17 +127,17 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_command(*extras: str) -> str:
-    """Return what installs the packages of our ``extras``, the last of which contains the others.
+    """Return the command that installs our ``extras``, the last of which contains the others.
 
-    Outside of a clone the packages are named: grpo-kernels itself may be on no index.
+    Outside of a clone it names the packages: grpo-kernels itself may be on no index.
     """
     from_clone = f"pip install '.[{extras[-1]}]'"
     try:
         rows = importlib.metadata.requires("grpo-kernels") or []
     except importlib.metadata.PackageNotFoundError:  # runs from the folder of its source
         return from_clone
-    parts = [row.partition(";") for row in rows if not row.startswith("grpo-kernels[")]
     markers = [f'extra == "{extra}"' for extra in extras]
+    parts = [row.partition(";") for row in rows if not row.startswith("grpo-kernels[")]
     needed = [name for name, _, marker in parts if marker.strip() in markers]
     return f"{from_clone} in a clone, or pip install {shlex.join(needed)}"
 
@@ -131,5 +145,6 @@ def install_command(*extras: str) -> str:
 def cpu_name() -> str:
     """Return the processor's own name."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    text = info.read_text() if info.exists() else ""
+    line = re.search(r"^model name\s*: (.*)", text, re.M)
+    return line[1].strip() if line else platform.processor() or platform.machine()
