@@ -1,4 +1,4 @@
-"""warm_up: compile what a training step will launch, before the first step."""
+"""warm_up: compile the kernels of a training step before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 INPUTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "rollout_weights", "sampling_mask")
 
-_SEQUENCES, _LENGTH = 6, 4  # of tokens: more than a tile has rows
+# the tokens of a small batch: more than a tile has rows
+_SEQUENCES = 6
+_LENGTH = 4
 _TILE_ROWS = 16
 
 
@@ -39,69 +41,71 @@ def warm_up(
     softcap: float | None = None,
     **options: Any,
 ) -> None:
-    """Compile what ``linear_policy_loss`` will launch for this head and loss.
+    """Compile the kernels that ``linear_policy_loss`` will launch for this head and loss.
 
-    It runs the loss on a few rows, forward and backward, in all ways that a batch of any size may
-    take. No gradient is left anywhere, and the random state stays. Where nothing is compiled (every
-    backend but Triton's) none is run. Call it under the autocast of the training step. It
-    does not prepare calls inside ``torch.compile``, nor batches that are built with a mask.
+    It runs the loss on a few rows, forward and backward, in every way that a batch of any size may
+    take. It leaves no gradients, and does not change the random state. It does nothing for backends
+    that do not compile: all but Triton's. Call it under the autocast of the training step. It does
+    not prepare calls inside ``torch.compile``, or batches that are built with a mask.
 
     Args:
-        weight, bias, lora, logit_scale, softcap: the head, as for ``linear_policy_loss``; what
-            requires a gradient there must require it here.
+        weight, bias, lora, logit_scale, softcap: the head, as for ``linear_policy_loss``; tensors
+            that require a gradient there must require it here.
         config: the loss.
         dtype: of the hidden states; None: that of the weight.
-        inputs: what the batches will have of ``old_logprobs``, ``ref_logprobs``,
-            ``rollout_logprobs``, ``rollout_weights`` and ``sampling_mask``.
-        gradients: False for calls without a gradient alone.
+        inputs: which of ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``,
+            ``rollout_weights`` and ``sampling_mask`` the batches will have.
+        gradients: False if no call will compute gradients.
         group: processes that all call this function. On each machine the process whose
             ``LOCAL_RANK`` is 0 compiles while the others wait at a barrier of the group; then
-            these find the kernels in Triton's cache on disk. None: this process waits for none.
+            they find the kernels in Triton's cache on disk. None: this process does not wait.
         options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
             ``batch_invariant``, ``metric_rows``, as for ``linear_policy_loss``.
 
     Raises:
-        ValueError: as ``linear_policy_loss`` would for such a call; an input has an unknown name;
-            there is a group but no ``LOCAL_RANK``.
+        ValueError: ``linear_policy_loss`` would raise it for such a call; an input has an unknown
+            name; or there is a group but no ``LOCAL_RANK``.
     """
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
-    # by all processes at once
+    # all processes have to take part in gathering the head
     head = unshard_head(head_of(weight, bias, lora, logit_scale, softcap, 1.0))
     check_weight(head.weight)
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
             raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
-        shape, device = (_SEQUENCES, _LENGTH, head.weight.shape[1]), head.weight.device
-        hidden = torch.zeros(shape, dtype=dtype or head.weight.dtype, device=device)
+        shape = (_SEQUENCES, _LENGTH, head.weight.shape[1])
+        hidden_dtype = dtype or head.weight.dtype
+        hidden = torch.zeros(shape, dtype=hidden_dtype, device=head.weight.device)
         hidden.requires_grad_(gradients)
-        batch = _batch(inputs, device)
+        batch = _batch(inputs, head.weight.device)
         with torch.set_grad_enabled(gradients):
             plan = explain(hidden, head, batch, config, **options)
         if not plan.route.backend.compiles:
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
-        # frozen, so that no (V, D) tensor is made: the weight's gradient needs no other kernel than
-        # that of `_scale_sums`
+        # frozen, so that no (V, D) tensor is made: the weight's gradient needs no other kernels
+        # than those of `_scale_sums`
         others = (None if x is None else x.detach() for x in head.tensors[1:])
         frozen = head.with_tensors(head.weight.detach(), *others)
-        given = hidden, frozen, batch, config
-        with torch.no_grad():  # also of rows without an advantage
-            linear_policy_loss(*given, **options)
+        with torch.no_grad():  # also launches the kernels of rows without an advantage
+            linear_policy_loss(hidden, frozen, batch, config, **options)
+        if not gradients:
+            return
         with torch.enable_grad():
-            for asked in _ways(plan) if gradients else ():
-                loss = linear_policy_loss(*given, **{**options, **asked}).loss
-                torch.autograd.grad(loss, hidden)
-        if gradients and _needs_all_rows(plan):
+            for schedule in _schedules(plan):
+                out = linear_policy_loss(hidden, frozen, batch, config, **(options | schedule))
+                torch.autograd.grad(out.loss, hidden)
+        if _needs_all_rows(plan):
             _store_exponentials(plan, frozen, hidden.detach(), batch)
-        elif gradients:
+        else:
             _scale_sums(plan, head)
 
 
 @contextmanager
 def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
-    """Let the block run in the first process of a machine, then in its others."""
+    """Run the block in the first process of each machine, then in its other processes."""
     if group is None:
         yield
         return
@@ -112,42 +116,46 @@ def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
         torch.distributed.barrier(group)
     try:
         yield
-    finally:  # nobody waits for a process that failed, be it before it compiled anything
+    finally:  # also where it failed, so that nobody waits for it
         if rank == "0":
             torch.distributed.barrier(group)
 
 
-def _ways(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield options of steps that launch together what any step launches."""
+def _schedules(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield options of steps that together launch every kernel that a step may launch."""
     if plan.options.schedule != "one_pass":
-        if plan.needs.of_head:  # logits formed again
+        if plan.needs.of_head:  # logits are formed again
             yield {"schedule": "two_pass", "activation_bytes": 0}
-        if not plan.needs.of_head or plan.options.activation_bytes:  # or kept
+        if not plan.needs.of_head or plan.options.activation_bytes:  # or something is kept
             yield {"schedule": "two_pass"}
-    runs = plan.options.schedule != "two_pass" and plan.why_two_passes is None
-    if runs and not _needs_all_rows(plan):
-        # what fixes a row's bits is no other kernel
+    if _may_take_one_pass(plan) and not _needs_all_rows(plan):
+        # batch_invariant adds no kernel
         yield {"schedule": "one_pass", "batch_invariant": False}
 
 
+def _may_take_one_pass(plan: Plan) -> bool:
+    return plan.options.schedule != "two_pass" and plan.why_two_passes is None
+
+
 def _needs_all_rows(plan: Plan) -> bool:
-    """Return whether one pass runs with exponentials of all rows only, which a trained head has."""
+    """Return whether one pass runs only with the exponentials of all rows, for a trained head."""
     return plan.keeps and plan.scope == "batch"
 
 
 def _store_exponentials(plan: Plan, head: Head, hidden: Tensor, batch: TokenBatch) -> None:
-    """Launch the GEMM that stores them, and what weighs them."""
-    backend, rows = plan.route.backend, hidden.flatten(0, 1)
-    pitch = leading_dim(len(head.weight), rows.dtype, rows.device)
-    out = rows.new_empty(len(rows), pitch)[:, : len(head.weight)]
-    ready = head.to(rows.dtype)
-    stats, gradient = backend.linear_logp_gradient(rows, ready, batch.target, out)
+    """Launch the GEMM that stores exponentials, and the kernel that weighs them."""
+    backend = plan.route.backend
+    rows = hidden.flatten(0, 1)
+    vocabulary = len(head.weight)
+    pitch = leading_dim(vocabulary, rows.dtype, rows.device)
+    out = rows.new_empty(len(rows), pitch)[:, :vocabulary]
+    stats, gradient = backend.linear_logp_gradient(rows, head.to(rows.dtype), batch.target, out)
     backend.weighted_gradient(gradient, torch.ones_like(stats.logprobs))
 
 
 def _scale_sums(plan: Plan, head: Head) -> None:
-    """Scale gradients of the head that are summed in fp32: of one pass over several chunks."""
-    if plan.options.schedule == "two_pass" or plan.why_two_passes is not None:
+    """Scale gradients of the head that one pass over several chunks sums in fp32."""
+    if not _may_take_one_pass(plan):
         return
     one = torch.ones((), device=head.weight.device)
     for dtype in {x.dtype for x in head.tensors if x is not None and x.requires_grad}:
@@ -155,10 +163,14 @@ def _scale_sums(plan: Plan, head: Head) -> None:
 
 
 def _batch(inputs: Collection[str], device: torch.device) -> TokenBatch:
-    """Return one of which every token has an advantage."""
+    """Return a batch in which every token has an advantage."""
     zeros = torch.zeros(_SEQUENCES, _LENGTH, device=device)
-    given: dict[str, Any] = dict.fromkeys(inputs, zeros)
+    target = zeros.long()
+    fields: dict[str, Any] = dict.fromkeys(inputs, zeros)
     if "sampling_mask" in inputs:
-        given["sampling_mask"] = SamplingMask.from_padded(zeros.long()[..., None])
-    given |= dict.fromkeys(("lengths", "active_lengths"), [_LENGTH] * _SEQUENCES)
-    return TokenBatch.from_padded(zeros.long(), torch.ones(_SEQUENCES, device=device), **given)
+        fields["sampling_mask"] = SamplingMask.from_padded(target[..., None])
+    lengths = [_LENGTH] * _SEQUENCES
+    advantages = torch.ones(_SEQUENCES, device=device)
+    return TokenBatch.from_padded(
+        target, advantages, lengths=lengths, active_lengths=lengths, **fields
+    )
