@@ -1,4 +1,4 @@
-"""Helpers for tests of kernels and losses, ours and those of users' own surrogates."""
+"""Helpers for tests of kernels and losses, for ours and for surrogates that users write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LossConfig, PolicyLossOutput
 
 _NEEDED = {
-    "cispo": {"epsilon_high": 5.0},  # it warns of a bound below 1
+    "cispo": {"epsilon_high": 5.0},  # a bound below 1 is a warning
     "trm": {"trm_threshold": 0.05},
     "vaco": {"vaco_threshold": 0.05},
 }
@@ -36,21 +36,26 @@ class Problem:
     logprobs: dict[str, Tensor]  # old_, ref_ and rollout_logprobs, (B, L)
 
     def batch(self, **overrides: Any) -> TokenBatch:
-        """Return the padded batch; a keyword replaces or (None) removes a part."""
+        """Return the padded batch; a keyword replaces a part, None removes it."""
         fields: dict[str, Any] = {"mask": self.mask, **self.logprobs, **overrides}
         advantages = fields.pop("advantages", self.advantages)
         return TokenBatch.from_padded(self.target, advantages, **fields)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
         """Return the same values in another dtype, as fresh leaves."""
-        hidden, weight, bias = (
-            None if x is None else x.detach().to(device, dtype).requires_grad_()
-            for x in (self.hidden, self.weight, self.bias)
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().to(device, dtype).requires_grad_()
+
+        return Problem(
+            hidden=leaf(self.hidden),
+            weight=leaf(self.weight),
+            bias=None if self.bias is None else leaf(self.bias),
+            target=self.target.to(device),
+            mask=self.mask.to(device),
+            advantages=self.advantages.to(device),
+            logprobs={name: value.to(device) for name, value in self.logprobs.items()},
         )
-        assert hidden is not None and weight is not None
-        target, mask, advantages = (x.to(device) for x in (self.target, self.mask, self.advantages))
-        logprobs = {name: value.to(device) for name, value in self.logprobs.items()}
-        return Problem(hidden, weight, bias, target, mask, advantages, logprobs)
 
 
 def make_problem(
@@ -66,9 +71,9 @@ def make_problem(
 ) -> Problem:
     """Make a random problem whose head inputs are exact in ``values_in``.
 
-    So the same problem can be posed in every wider dtype, and fp64 gives its true answer. The
-    third sequence, if there is one, is wholly masked. Old, reference and rollout log-probabilities
-    lie around the head's own.
+    So every wider dtype can hold the same problem, and fp64 gives its true answer. The third
+    sequence, if there is one, is wholly masked. Old, reference and rollout log-probabilities are
+    near the head's own.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,23 +82,34 @@ def make_problem(
 
     hidden = normal(sequences, length, hidden_size).to(values_in).double()
     weight = normal(vocab_size, hidden_size, scale=0.4).to(values_in).double()
-    of_head = normal(vocab_size).to(values_in).double()
+    head_bias = normal(vocab_size).to(values_in).double()
     target = torch.randint(0, vocab_size, (sequences, length), generator=generator)
     mask = torch.rand(sequences, length, generator=generator) > 0.3
     mask[2:3] = False
-    logits = hidden @ weight.t() + of_head * bias
+    logits = hidden @ weight.t() + head_bias * bias
     own = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     scales = {"old_logprobs": 0.2, "ref_logprobs": 0.3, "rollout_logprobs": 0.1}
-    near = {name: own + normal(sequences, length, scale=scale) for name, scale in scales.items()}
-    own_bias = of_head if bias else None
-    problem = Problem(hidden, weight, own_bias, target, mask, normal(sequences), near)
+    logprobs = {name: own + normal(sequences, length, scale=x) for name, x in scales.items()}
+    problem = Problem(
+        hidden=hidden,
+        weight=weight,
+        bias=head_bias if bias else None,
+        target=target,
+        mask=mask,
+        advantages=normal(sequences),
+        logprobs=logprobs,
+    )
     return problem.to("cpu", dtype)
 
 
 def make_config(loss_type: str, **settings: Any) -> LossConfig:
-    """Configure any named loss, with what it needs and a correction that each can take."""
-    needed: dict[str, Any] = dict(max_completion_length=9, rollout_correction_mode="token_truncate")
-    return LossConfig(loss_type=loss_type, **(needed | _NEEDED.get(loss_type, {}) | settings))
+    """Configure any named loss, with the settings it needs and a correction that all can take."""
+    needed: dict[str, Any] = {
+        "max_completion_length": 9,
+        "rollout_correction_mode": "token_truncate",
+        **_NEEDED.get(loss_type, {}),
+    }
+    return LossConfig(loss_type=loss_type, **(needed | settings))
 
 
 def run(
@@ -108,17 +124,17 @@ def run(
 ) -> dict[str, Tensor]:
     """Run ``linear_policy_loss`` forward and backward on a problem.
 
-    Return by name "loss", (), the gradients of the leaves that got one, "dhidden" and so on, and
+    Return by name the "loss", (), the gradients of the leaves that got one, such as "dhidden", and
     the metrics.
 
     Args:
         problem: the head and the hidden states.
         config: the loss.
         batch: None: the problem's own, in a window of two micro-batches.
-        scale: what the loss is multiplied with before the backward.
-        leaves: the tensors whose gradients are wanted, by name, if not those of the problem. Leaves
+        scale: multiplies the loss before the backward.
+        leaves: tensors to return the gradients of, by name; None: those of the problem. Leaves
             without ``requires_grad`` are left out; no ``.grad`` is written.
-        function: is called like ``linear_policy_loss``, in its place: it may be compiled.
+        function: called in place of ``linear_policy_loss``, such as a compiled one.
         options: keyword arguments of ``linear_policy_loss``; ``weight`` replaces the problem's.
     """
     if batch is None:
@@ -127,12 +143,11 @@ def run(
     out = function(problem.hidden, weight, batch, config, bias=problem.bias, **options)
     if leaves is None:
         leaves = {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
-    wanted = {
-        f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad
-    }
-    found = torch.autograd.grad(out.loss * scale, list(wanted.values()), allow_unused=True)
-    gradients = {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
-    return {"loss": out.loss.detach(), **gradients, **out.metrics}
+    trained = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    gradients = torch.autograd.grad(out.loss * scale, list(trained.values()), allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    by_name = {f"d{name}": gradient for name, gradient in pairs if gradient is not None}
+    return {"loss": out.loss.detach(), **by_name, **out.metrics}
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
@@ -147,9 +162,12 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 def assert_as_exact_as(
     value: Tensor, eager: Tensor, exact: Tensor, floor: float, what: str
 ) -> None:
-    """Assert that the error of ``value`` is at most twice that of ``eager``, or ``floor``, under
-    which both count as exact (rounding of the last digit)."""
-    own, theirs = relative_error(value, exact), relative_error(eager, exact)
+    """Assert that the error of ``value`` is at most twice that of ``eager``.
+
+    Below ``floor``, for the rounding of the last digit, both count as exact.
+    """
+    own = relative_error(value, exact)
+    theirs = relative_error(eager, exact)
     assert own <= max(2 * theirs, floor), f"{what}: error {own:.2e}, eager {theirs:.2e}"
 
 
@@ -160,7 +178,7 @@ def assert_all_as_exact_as(
     gradient_floor: float,
     value_floor: float = 1e-5,
 ) -> None:
-    """Assert it of all results by name, those of "d..." as gradients; NaN only where exact is."""
+    """Assert it of all results by name; "d..." are gradients. NaN is right only where exact is."""
     assert set(values) == set(exact)
     for name, value in values.items():
         if exact[name].isnan().all():
@@ -171,7 +189,7 @@ def assert_all_as_exact_as(
 
 
 class poisoned_allocations(TorchDispatchMode):  # noqa: N801
-    """A context in which uninitialised memory is NaN (or the largest integer): reading it shows."""
+    """A context in which uninitialized memory is NaN, or the largest integer, so reads show."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
