@@ -10,7 +10,6 @@ from grpo_kernels.tools.model import Model
 
 NF4 = 0.5 + 4 / 64  # bytes of a weight in blocks of 64, each with a scale in fp32
 EIGHT_BIT_SETTINGS = {"optim": "adamw_torch_8bit"}
-_ADAPTER_SETTINGS = {"dtype": "bfloat16", "use_peft": True, "lora_target_modules": "all-linear"}
 
 
 def moment_bytes(bits: int) -> float:
@@ -60,48 +59,49 @@ class Training:
         )
 
 
-def training(name: str, rank: int = 16) -> Training:
-    """Return one of :data:`WAYS`.
-
-    ``full`` is the trainer's default: fp32, computed in bf16 by autocast. ``bf16`` keeps weights
-    and gradients in bf16, moments in 8 bits, and rounds updates at random, so that small ones are
-    not lost. ``lora`` and ``qlora`` train adapters on all linear layers of the body.
-    """
-    if name == "full":
-        return Training(
-            title="full", linear=4, weight=4, trained=4, moments=8, cast=2, state=4, settings={}
-        )
-    if name == "bf16":
-        stochastic = {"optim_args": "bf16_stochastic_round=True"}
-        return Training(
-            title="full, bf16",
-            linear=2,
-            weight=2,
-            trained=2,
-            moments=moment_bytes(8),
-            settings={"dtype": "bfloat16"} | EIGHT_BIT_SETTINGS | stochastic,
-        )
-    own_rank = {} if rank == 16 else {"lora_r": rank}
-    adapter = Training(
-        title="LoRA",
+_LORA = Training(
+    title="LoRA",
+    linear=2,
+    weight=2,
+    trained=4,
+    moments=8,
+    inside=ADAPTED,
+    rank=16,
+    settings={"dtype": "bfloat16", "use_peft": True, "lora_target_modules": "all-linear"},
+)
+WAYS = {
+    # the trainer's default: fp32, computed in bf16 by autocast
+    "full": Training(
+        title="full", linear=4, weight=4, trained=4, moments=8, cast=2, state=4, settings={}
+    ),
+    # rounds updates at random, so that small ones are not lost
+    "bf16": Training(
+        title="full, bf16",
         linear=2,
         weight=2,
-        trained=4,
-        moments=8,
-        inside=ADAPTED,
-        rank=rank,
-        settings=_ADAPTER_SETTINGS | own_rank,
-    )
-    if name == "lora":
-        return adapter
-    return replace(
-        adapter,
+        trained=2,
+        moments=moment_bytes(8),
+        settings={
+            "dtype": "bfloat16",
+            **EIGHT_BIT_SETTINGS,
+            "optim_args": "bf16_stochastic_round=True",
+        },
+    ),
+    "lora": _LORA,
+    "qlora": replace(
+        _LORA,
         title="QLoRA",
         linear=NF4,
         trained=2,  # what is trained above a quantized base is in bf16
         moments=4,
-        settings=adapter.settings | {"load_in_4bit": True},
-    )
+        settings=_LORA.settings | {"load_in_4bit": True},
+    ),
+}
 
 
-WAYS = ("full", "bf16", "lora", "qlora")
+def training(name: str, rank: int = 16) -> Training:
+    """Return one of :data:`WAYS`, with adapters of this rank if it has some."""
+    way = WAYS[name]
+    if way.rank in (0, rank):
+        return way
+    return replace(way, rank=rank, settings=way.settings | {"lora_r": rank})
