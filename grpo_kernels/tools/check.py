@@ -126,16 +126,14 @@ def _outcome(
 def _gemms(device: torch.device, dtype: torch.dtype) -> _Found:
     large = device.type == "cuda" and dtype != torch.float64
     shapes = _GEMMS + _LARGE_GEMMS if large else _GEMMS
-    wrong = (line for shape in shapes for line in wrong_gemms(device, dtype, *shape))
+    wrong = (line for shape in shapes for line in wrong_gemms(device, dtype, shape))
     return _Found(failure=next(wrong, None))
 
 
 def wrong_gemms(
     device: torch.device,
     dtype: torch.dtype,  # of the inputs
-    rows: int,  # C, the K of dweight
-    columns: int,  # V, the K of dhidden
-    depth: int,  # D, the K of the logits
+    shape: tuple[int, int, int],  # C, V, D: the K of dweight, of dhidden and of the logits
 ) -> Iterator[str]:
     """Say of every GEMM of a step, for a tile of logits, whose result is not the expected one.
 
@@ -143,17 +141,19 @@ def wrong_gemms(
     part of K or reads beyond a strided row gives others.
     """
     with matmul_precision(device, "fp32"):
-        for gemm, result, exact in _products(device, dtype, rows, columns, depth):
+        for gemm, result, exact in _products(device, dtype, shape):
             differ = int(torch.ne(result, exact.to(result.dtype)).sum())  # NaNs, too
             if differ:
-                shape = f"C {rows} V {columns} D {depth}"
-                yield f"{gemm}, {shape}: {differ} of {result.numel()} sums are wrong"
+                rows, columns, depth = shape
+                where = f"C {rows} V {columns} D {depth}"
+                yield f"{gemm}, {where}: {differ} of {result.numel()} sums are wrong"
 
 
 def _products(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, depth: int
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, result and exact result of every GEMM of a step."""
+    rows, columns, depth = shape
     generator = torch.Generator(device).manual_seed(0)
     wide = stats_dtype(dtype)
 

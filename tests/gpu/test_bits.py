@@ -61,7 +61,7 @@ def inputs(
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_gemms_lose_no_part_of_k(device: torch.device, dtype: torch.dtype) -> None:
     for shape in SHAPES[device.type]:
-        assert list(wrong_gemms(device, dtype, *shape)) == []
+        assert list(wrong_gemms(device, dtype, shape)) == []
 
 
 def test_a_row_of_the_fused_forward_keeps_its_bits(device: torch.device) -> None:
