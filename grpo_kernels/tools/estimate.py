@@ -93,21 +93,34 @@ def _exponentials(call: Call) -> int:
 
 def _two_pass(call: Call) -> int:
     """Estimate two passes, by what is kept between them."""
-    saving = call.plan.saving
-    kept = saving.nbytes
-    tile = _chunk(call).nbytes
-    sum_and_rounded_rows = call.fp32_rows + (call.rows if call.is_narrow else 0)
-    if saving.kind == "dlogits":  # the backward is only the GEMMs of the gradients
-        dweight = _weight_sum(call, of_one_gemm=True)
-        products = max(call.cast + call.fp32_rows, _rounded(call, call.dhidden, dweight))
-        return kept + max(tile, call.dhidden + dweight + products)
-    if saving.kind == "dhidden":  # the backward multiplies its rows by the loss's gradient
-        return max(max(kept, call.dhidden) + tile, kept + sum_and_rounded_rows)
+    formulas = {
+        "nothing": _keeps_nothing,
+        "dhidden": _keeps_dhidden,
+        "dlogits": _keeps_dlogits,
+    }
+    return formulas[call.plan.saving.kind](call, _chunk(call).nbytes)
+
+
+def _keeps_nothing(call: Call, tile: int) -> int:
     return max(
         tile if _statistics_take_a_tile(call) else call.cast,
         _weight_from_new_logits(call) + call.fp32_rows,
-        call.dweight + sum_and_rounded_rows,
+        call.dweight + _sum_and_rounded_rows(call),
     )
+
+
+def _keeps_dhidden(call: Call, tile: int) -> int:
+    """Estimate a backward that multiplies what is kept by the loss's own gradient."""
+    kept = call.plan.saving.nbytes
+    return max(max(kept, call.dhidden) + tile, kept + _sum_and_rounded_rows(call))
+
+
+def _keeps_dlogits(call: Call, tile: int) -> int:
+    """Estimate a backward that is only the GEMMs of the gradients."""
+    dweight = _weight_sum(call, of_one_gemm=True)
+    rounded = _rounded(call, call.dhidden, dweight)
+    backward = call.dhidden + dweight + max(call.cast + call.fp32_rows, rounded)
+    return call.plan.saving.nbytes + max(tile, backward)
 
 
 def _bounded(call: Call, bounded: Bounded) -> int:
@@ -207,6 +220,10 @@ def _rounded(call: Call, dhidden: int, dweight: int) -> int:
     """Return the bytes of the gradients that are not what they were summed in."""
     rows = 0 if dhidden == call.rows else call.rows
     return rows + (0 if dweight == call.dweight else call.dweight)
+
+
+def _sum_and_rounded_rows(call: Call) -> int:
+    return call.fp32_rows + (call.rows if call.is_narrow else 0)
 
 
 def _statistics_take_a_tile(call: Call) -> bool:
