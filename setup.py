@@ -28,7 +28,7 @@ CSRC = Path("csrc")
 NATIVE = Extension(
     "grpo_kernels._native",
     sources=sorted(str(path) for path in CSRC.glob("*.cpp")),
-    depends=sorted(str(path) for path in (*CSRC.glob("*.h"), *CSRC.glob("*.inc"))),
+    depends=sorted(str(path) for path in CSRC.glob("*.h")),
     language="c++",
     extra_compile_args=[
         "-std=c++17",

@@ -17,7 +17,7 @@ namespace {
 // A vector has a pair of elements of each of sixteen tokens. Subnormal bf16 counts as zero.
 constexpr int64_t kLanes = 16, kTileRows = 8, kTileVectors = 3;  // sums that fit the registers
 constexpr int64_t kPanel = kTileVectors * kLanes;
-constexpr int64_t kPairBlock = 64;  // summed apart, as in gemm_fp32.inc
+constexpr int64_t kPairBlock = 64;  // summed apart, as in gemm_fp32-inl.h
 constexpr int64_t kGroupStride = kBlockRows * kLanes;
 
 int64_t pairs_of(const Linear& linear) { return (linear.depth + 1) / 2; }

@@ -69,7 +69,7 @@ struct Gemm {
 };
 
 // Sums of each token of a chunk over each split: (splits, padded tokens). Sums in
-// row_kernels.inc says what they are; `best` is the first block that holds `top`.
+// row_kernels-inl.h says what they are; `best` is the first block that holds `top`.
 struct Partials {
   double* e;
   double* ed;

@@ -18,13 +18,13 @@
 #endif
 
 namespace grpo::avx2 {
-#include "simd.inc"
-#include "convert.inc"
-#include "row_kernels.inc"
-#include "divergence.inc"
-#include "gemm_fp32.inc"
-#include "fold.inc"
-#include "entries.inc"
+#include "simd-inl.h"
+#include "convert-inl.h"
+#include "row_kernels-inl.h"
+#include "divergence-inl.h"
+#include "gemm_fp32-inl.h"
+#include "fold-inl.h"
+#include "entries-inl.h"
 }  // namespace grpo::avx2
 
 #if defined(__clang__)

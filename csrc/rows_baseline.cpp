@@ -10,13 +10,13 @@
 #define GRPO_LANES 4
 
 namespace grpo::baseline {
-#include "simd.inc"
-#include "convert.inc"
-#include "row_kernels.inc"
-#include "divergence.inc"
-#include "gemm_fp32.inc"
-#include "fold.inc"
-#include "entries.inc"
+#include "simd-inl.h"
+#include "convert-inl.h"
+#include "row_kernels-inl.h"
+#include "divergence-inl.h"
+#include "gemm_fp32-inl.h"
+#include "fold-inl.h"
+#include "entries-inl.h"
 }  // namespace grpo::baseline
 
 namespace grpo {

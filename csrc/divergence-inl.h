@@ -1,5 +1,5 @@
 // The divergence of a student's row from a teacher's, and its gradient by the student's logits.
-// Included once per instruction set, after row_kernels.inc. What each kind adds per id, and its
+// Included once per instruction set, after row_kernels-inl.h. What each kind adds per id, and its
 // pull, s times the derivative by s, are those of grpo_kernels/backends/divergence.py.
 
 constexpr float kLeastLogp = -1e4f;  // LEAST_LOGP of grpo_kernels/backends/base.py

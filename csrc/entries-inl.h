@@ -1,5 +1,5 @@
 // The pass over a row of logits that chooses the entries of its gradient, and the sums of products
-// with entries. Included once per instruction set, after row_kernels.inc.
+// with entries. Included once per instruction set, after row_kernels-inl.h.
 
 // A block of strands is one of the blocks that a row is walked in.
 static_assert(kStrands == kBlock);

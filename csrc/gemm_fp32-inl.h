@@ -1,4 +1,4 @@
-// Blocks of logits by fp32 multiply-adds. Included once per instruction set, after convert.inc.
+// Blocks of logits by fp32 multiply-adds. Included once per instruction set, after convert-inl.h.
 
 // Summed apart: a panel's share stays in L1, and fewer terms are rounded one after the other.
 constexpr int64_t kDepthBlock = 128;

@@ -1,5 +1,5 @@
 // Blocks of logits folded into the sums of their tokens, which lie side by side in a vector.
-// Included once per instruction set, after row_kernels.inc.
+// Included once per instruction set, after row_kernels-inl.h.
 
 constexpr int64_t kTerms = 32;  // summed in fp32; these sums are added in fp64
 

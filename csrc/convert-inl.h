@@ -1,5 +1,5 @@
 // Loads and stores of the tile dtypes, in plain bit operations so that they run anywhere.
-// Included once per instruction set, after simd.inc.
+// Included once per instruction set, after simd-inl.h.
 
 GRPO_INLINE Float load(const float* source) {
   Float x;

@@ -1,4 +1,4 @@
-// The two row kernels. Included once per instruction set, after convert.inc.
+// The two row kernels. Included once per instruction set, after convert-inl.h.
 
 constexpr int64_t kBlock = 2048;  // a row is walked in blocks that stay in L1
 
