@@ -1,6 +1,8 @@
 // The C entry points: pick the instruction set, spread the rows over threads. No exception leaves
 // them.
 #include <memory>
+#include <string_view>
+#include <utility>
 
 #include "entries.h"
 #include "linear.h"
@@ -62,7 +64,20 @@ Status status_of(const Work& work) {
 }  // namespace
 }  // namespace grpo
 
-GRPO_EXPORT int32_t grpo_abi_version() { return grpo::kAbiVersion; }
+// The bytes of a struct of the C ABI, by its name; 0 for another name.
+GRPO_EXPORT int64_t grpo_struct_size(const char* name) {
+  using namespace grpo;
+#define GRPO_SIZE(type) {#type, sizeof(type)}
+  static constexpr std::pair<std::string_view, int64_t> sizes[] = {
+      GRPO_SIZE(Tile),       GRPO_SIZE(Stats),    GRPO_SIZE(Gradient), GRPO_SIZE(Divergence),
+      GRPO_SIZE(Update),     GRPO_SIZE(Linear),   GRPO_SIZE(Entries),  GRPO_SIZE(Outer),
+      GRPO_SIZE(Extraction), GRPO_SIZE(TailSums), GRPO_SIZE(Product)};
+#undef GRPO_SIZE
+  for (const auto& [type, bytes] : sizes) {
+    if (type == name) return bytes;
+  }
+  return 0;
+}
 
 // The name of the rank-th best instruction set of this machine, from 0; null beyond the last.
 GRPO_EXPORT const char* grpo_isa(int32_t rank) {

@@ -2,14 +2,13 @@
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
-// `grpo_kernels/backends/cpu.py` mirrors these structs: change both, and kAbiVersion.
+// `grpo_kernels/backends/cpu.py` mirrors the structs of the C ABI, and compares their sizes with
+// grpo_struct_size when it loads the library.
 #pragma once
 
 #include <cstdint>
 
 namespace grpo {
-
-constexpr int32_t kAbiVersion = 8;
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 

@@ -31,7 +31,6 @@ from grpo_kernels.backends.torch_backend import Backend
 from grpo_kernels.head import Head, Transform
 
 _LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
-_ABI_VERSION = 8  # kAbiVersion of csrc/rows.h
 _DONE = 0  # kDone of csrc/rows.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # of vectors that are not fp32
@@ -107,9 +106,7 @@ def _load() -> Any:
             )
         return "the native CPU extension was not built when grpo-kernels was installed"
     library = ctypes.CDLL(str(_LIBRARY))
-    library.grpo_abi_version.restype = ctypes.c_int32
-    if library.grpo_abi_version() != _ABI_VERSION:
-        return f"the native CPU extension {_LIBRARY} belongs to another version of grpo-kernels"
+    _check_structs(library)
     library.grpo_isa.argtypes = [ctypes.c_int32]
     library.grpo_isa.restype = ctypes.c_char_p
     for name, structs in _KERNELS.items():
@@ -119,6 +116,19 @@ def _load() -> Any:
         function.restype = ctypes.c_int32
         function.errcheck = _check_status
     return library
+
+
+def _check_structs(library: Any) -> None:
+    """Raise ImportError unless the library was compiled with the structs of this file."""
+    library.grpo_struct_size.argtypes = [ctypes.c_char_p]
+    library.grpo_struct_size.restype = ctypes.c_int64
+    for name in _STRUCTS:
+        size, expected = library.grpo_struct_size(name.encode()), ctypes.sizeof(_VIEWS[name])
+        if size != expected:
+            raise ImportError(
+                f"{_LIBRARY}: expected struct {name} of {expected} bytes, got {size}; "
+                "build the native CPU extension again, for example with pip install -e ."
+            )
 
 
 def _check_status(status: int, function: Any, arguments: tuple) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.backends import BACKENDS
+from grpo_kernels.backends import BACKENDS, cpu
 from grpo_kernels.backends.cpu import Native
 from grpo_kernels.head import Head, Transform
 from tests.backends.conftest import ISAS
@@ -121,6 +123,31 @@ def test_out_of_memory_is_torchs_error() -> None:
     assert (
         BACKENDS["cpu"].linear_stats(hidden, few, target, "fp32", False).logprobs.isfinite().all()
     )
+
+
+_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
+
+
+@pytest.mark.skipif(not CSRC.exists(), reason="no sources")
+@pytest.mark.parametrize("name", cpu._STRUCTS)
+def test_a_mirror_has_the_fields_of_the_header(name: str) -> None:
+    """Sizes do not show fields in another order, or in the padding at the end."""
+    headers = "".join(path.read_text() for path in CSRC.glob("*.h"))
+    (body,) = re.findall(rf"^struct {name} {{$(.*?)^}};$", headers, re.M | re.S)
+    fields = []
+    for kind, pointer, names in re.findall(r"^  (?:const )?(\w+)(\*?) (\w[\w, ]*);", body, re.M):
+        view = ctypes.c_void_p if pointer else (_TYPES | cpu._VIEWS)[kind]
+        fields += [(field, view) for field in names.split(", ")]
+    assert cpu._VIEWS[name]._fields_ == fields
+
+
+def test_a_struct_of_another_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = cpu._VIEWS["Tile"]
+    shorter = type("Tile", (ctypes.Structure,), {"_fields_": view._fields_[:-1]})
+    sizes = f"struct Tile of {ctypes.sizeof(shorter)} bytes, got {ctypes.sizeof(view)}"
+    monkeypatch.setitem(cpu._VIEWS, "Tile", shorter)
+    with pytest.raises(ImportError, match=sizes):
+        cpu._load.__wrapped__()
 
 
 _STARVED = """
