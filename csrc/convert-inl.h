@@ -1,5 +1,12 @@
 // Loads and stores of the tile dtypes, in plain bit operations so that they run anywhere.
-// Included once per instruction set, after simd-inl.h.
+#pragma once
+
+#include <cstring>
+
+#include "rows.h"
+#include "simd-inl.h"
+
+namespace grpo::GRPO_ISA {
 
 GRPO_INLINE Float load(const float* source) {
   Float x;
@@ -88,3 +95,5 @@ GRPO_INLINE void store_lanes(T* target, Float x, int64_t count) {
     store_some(target, x, count);
   }
 }
+
+}  // namespace grpo::GRPO_ISA

@@ -1,6 +1,13 @@
 // The divergence of a student's row from a teacher's, and its gradient by the student's logits.
-// Included once per instruction set, after row_kernels-inl.h. What each kind adds per id, and its
-// pull, s times the derivative by s, are those of grpo_kernels/backends/divergence.py.
+// What each kind adds per id, and its pull, s times the derivative by s, are those of
+// grpo_kernels/backends/divergence.py.
+#pragma once
+
+#include <cstring>
+
+#include "row_kernels-inl.h"
+
+namespace grpo::GRPO_ISA {
 
 constexpr float kLeastLogp = -1e4f;  // LEAST_LOGP of grpo_kernels/backends/base.py
 
@@ -153,3 +160,5 @@ void divergence(const Tile& tile, const Divergence& of, int64_t row) {
   if (of.kind == kReverseKl) return divergence_of_kind<kReverseKl>(tile, of, row);
   divergence_of_kind<kJsd>(tile, of, row);
 }
+
+}  // namespace grpo::GRPO_ISA

@@ -1,5 +1,14 @@
 // The pass over a row of logits that chooses the entries of its gradient, and the sums of products
-// with entries. Included once per instruction set, after row_kernels-inl.h.
+// with entries.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "entries.h"
+#include "row_kernels-inl.h"
+
+namespace grpo::GRPO_ISA {
 
 // A block of strands is one of the blocks that a row is walked in.
 static_assert(kStrands == kBlock);
@@ -292,3 +301,5 @@ void combine(const Product& product, const Summand* summands, int64_t count, int
 }
 
 constexpr EntryKernels kEntries = {extract, tail_sums, combine};
+
+}  // namespace grpo::GRPO_ISA

@@ -1,5 +1,15 @@
 // Blocks of logits folded into the sums of their tokens, which lie side by side in a vector.
-// Included once per instruction set, after row_kernels-inl.h.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "gemm_fp32-inl.h"
+#include "linear.h"
+#include "row_kernels-inl.h"
+
+namespace grpo::GRPO_ISA {
 
 constexpr int64_t kTerms = 32;  // summed in fp32; these sums are added in fp64
 
@@ -245,3 +255,5 @@ const Gemm* gemm(int32_t dtype) {
 }
 
 constexpr LinearKernels kLinear = {kLanes, gemm, fold, merge};
+
+}  // namespace grpo::GRPO_ISA

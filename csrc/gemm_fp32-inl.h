@@ -1,4 +1,12 @@
-// Blocks of logits by fp32 multiply-adds. Included once per instruction set, after convert-inl.h.
+// Blocks of logits by fp32 multiply-adds.
+#pragma once
+
+#include <type_traits>
+
+#include "convert-inl.h"
+#include "linear.h"
+
+namespace grpo::GRPO_ISA {
 
 // Summed apart: a panel's share stays in L1, and fewer terms are rounded one after the other.
 constexpr int64_t kDepthBlock = 128;
@@ -135,3 +143,5 @@ void block(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, 
 template <class T>
 constexpr Gemm kGemm = {kChunkTokens,     kPanel,  packed_bytes,
                         scratch_bytes<T>, pack<T>, block<T>};
+
+}  // namespace grpo::GRPO_ISA

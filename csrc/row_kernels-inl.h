@@ -1,4 +1,16 @@
-// The two row kernels. Included once per instruction set, after convert-inl.h.
+// Statistics of a row of logits, and its gradient.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "convert-inl.h"
+#include "rows.h"
+#include "simd-inl.h"
+
+namespace grpo::GRPO_ISA {
 
 constexpr int64_t kBlock = 2048;  // a row is walked in blocks that stay in L1
 
@@ -258,3 +270,5 @@ void dlogits(const Tile& tile, const Gradient& grad, int64_t row) {
   if (grad.out_dtype == kFloat16) return dlogits_row<float, Float16>(tile, grad, row);
   dlogits_row<float, float>(tile, grad, row);
 }
+
+}  // namespace grpo::GRPO_ISA

@@ -1,7 +1,17 @@
 // A vector of GRPO_LANES floats in the compiler's own vector types, with exp and tanh.
-// Included once per instruction set, inside that set's namespace: hence no include guard.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifndef GRPO_ISA  // the set of every machine, which an editor sees, too
+#define GRPO_ISA baseline
+#define GRPO_LANES 4
+#endif
 
 #define GRPO_INLINE static inline __attribute__((always_inline))
+
+namespace grpo::GRPO_ISA {
 
 constexpr int64_t kLanes = GRPO_LANES;
 typedef float Float __attribute__((vector_size(4 * GRPO_LANES)));
@@ -107,3 +117,5 @@ GRPO_INLINE bool any(Bits x) {
   for (const uint64_t word : words) all |= word;
   return all != 0;
 }
+
+}  // namespace grpo::GRPO_ISA
