@@ -69,6 +69,17 @@ GRPO_INLINE void store(Float16* target, Float x) { store_halves(target, float16_
 GRPO_INLINE Float to_bfloat16(Float x) { return from_bfloat16(bfloat16_bits(x)); }
 GRPO_INLINE Float to_float16(Float x) { return from_float16(float16_bits(x)); }
 
+// Calls work(element) with an element of a tile's dtype, for its type.
+template <class Work>
+GRPO_INLINE auto with_dtype(int32_t dtype, const Work& work) {
+  switch (dtype) {
+    case kFloat32: return work(float{});
+    case kBFloat16: return work(BFloat16{});
+    case kFloat16: return work(Float16{});
+  }
+  __builtin_unreachable();  // cpu.py passes no other
+}
+
 // The first `count` < kLanes lanes; the rest are `fill`, and nothing beyond them is read.
 template <class T>
 GRPO_INLINE Float load_some(const T* source, int64_t count, float fill) {

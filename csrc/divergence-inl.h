@@ -61,14 +61,10 @@ struct LogProbs {
 
 GRPO_INLINE const float* scores_of(const Tile& tile, int64_t row, int64_t begin, int64_t count,
                                    const Scores& scores, float* buffer) {
-  const int64_t at = row * tile.row_stride + begin;
-  if (tile.dtype == kBFloat16) {
-    return score_block(static_cast<const BFloat16*>(tile.logits) + at, count, scores, buffer);
-  }
-  if (tile.dtype == kFloat16) {
-    return score_block(static_cast<const Float16*>(tile.logits) + at, count, scores, buffer);
-  }
-  return score_block(static_cast<const float*>(tile.logits) + at, count, scores, buffer);
+  return with_dtype(tile.dtype, [&](auto element) {
+    const auto* logits = static_cast<const decltype(element)*>(tile.logits);
+    return score_block(logits + row * tile.row_stride + begin, count, scores, buffer);
+  });
 }
 
 struct OfIds {
@@ -150,9 +146,9 @@ void divergence_gradient(const Tile& tile, const Divergence& of, int64_t row) {
 template <int32_t kKind>
 void divergence_of_kind(const Tile& tile, const Divergence& of, int64_t row) {
   if (of.sums) return divergence_sums<kKind>(tile, of, row);
-  if (of.out_dtype == kBFloat16) return divergence_gradient<kKind, BFloat16>(tile, of, row);
-  if (of.out_dtype == kFloat16) return divergence_gradient<kKind, Float16>(tile, of, row);
-  divergence_gradient<kKind, float>(tile, of, row);
+  with_dtype(of.out_dtype, [&](auto result) {
+    divergence_gradient<kKind, decltype(result)>(tile, of, row);
+  });
 }
 
 void divergence(const Tile& tile, const Divergence& of, int64_t row) {

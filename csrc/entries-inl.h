@@ -63,27 +63,22 @@ int64_t block_others(const Tile& tile, int64_t row, int64_t begin, int64_t next,
 
 int64_t block_others(const Tile& tile, int64_t row, int64_t begin, int64_t next,
                      const Others& others, float* out) {
-  const auto of = tile.dtype == kFloat32    ? block_others<float>
-                  : tile.dtype == kBFloat16 ? block_others<BFloat16>
-                                            : block_others<Float16>;
-  return of(tile, row, begin, next, others, out);
+  return with_dtype(tile.dtype, [&](auto element) {
+    return block_others<decltype(element)>(tile, row, begin, next, others, out);
+  });
 }
 
 GRPO_INLINE Float size_of(Float x) { return (Float)((Bits)x & 0x7fffffffu); }
 
-template <class T>
-double curve_at(const Tile& tile, int64_t row) {
-  const T* logits = static_cast<const T*>(tile.logits) + row * tile.row_stride;
-  const double u = score_one(logits + tile.target[row], Scores(tile, row));
-  return (1 - u) * (1 + u);
-}
-
 // The derivative of u at the row's target, but for Scores::inner.
 double target_curve(const Tile& tile, int64_t row) {
   if (tile.softcap == 0) return 1;
-  if (tile.dtype == kFloat32) return curve_at<float>(tile, row);
-  if (tile.dtype == kBFloat16) return curve_at<BFloat16>(tile, row);
-  return curve_at<Float16>(tile, row);
+  return with_dtype(tile.dtype, [&](auto element) {
+    const auto* logits = static_cast<const decltype(element)*>(tile.logits);
+    const int64_t at = row * tile.row_stride + tile.target[row];
+    const double u = score_one(logits + at, Scores(tile, row));
+    return (1 - u) * (1 + u);
+  });
 }
 
 // A row on its way to its entries. Sizes are in units of its cut.
@@ -280,24 +275,15 @@ void combine_row(const Product& product, const Summand* summands, int64_t count,
   }
 }
 
-template <class T>
-GRPO_INLINE void combine_of(const Product& product, const Summand* summands, int64_t count,
-                            int64_t row, float* sums) {
-  if (product.out_dtype == kFloat32) {
-    return combine_row<T, float>(product, summands, count, row, sums);
-  }
-  combine_row<T, T>(product, summands, count, row, sums);
-}
-
 void combine(const Product& product, const Summand* summands, int64_t count, int64_t row,
              float* sums) {
-  if (product.source_dtype == kFloat32) {
-    return combine_of<float>(product, summands, count, row, sums);
-  }
-  if (product.source_dtype == kBFloat16) {
-    return combine_of<BFloat16>(product, summands, count, row, sums);
-  }
-  combine_of<Float16>(product, summands, count, row, sums);
+  with_dtype(product.source_dtype, [&](auto element) {
+    using T = decltype(element);
+    if (product.out_dtype != kFloat32) {
+      return combine_row<T, T>(product, summands, count, row, sums);
+    }
+    combine_row<T, float>(product, summands, count, row, sums);
+  });
 }
 
 constexpr EntryKernels kEntries = {extract, tail_sums, combine};

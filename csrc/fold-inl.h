@@ -250,8 +250,7 @@ void merge(const Linear& linear, const Chunk& chunk, int64_t at, const Partials&
 }
 
 const Gemm* gemm(int32_t dtype) {
-  if (dtype == kFloat32) return &kGemm<float>;
-  return dtype == kBFloat16 ? &kGemm<BFloat16> : &kGemm<Float16>;
+  return with_dtype(dtype, [](auto element) { return &kGemm<decltype(element)>; });
 }
 
 constexpr LinearKernels kLinear = {kLanes, gemm, fold, merge};

@@ -258,17 +258,15 @@ void dlogits_row(const Tile& tile, const Gradient& grad, int64_t row) {
 }
 
 void stats(const Tile& tile, const Stats& out, int64_t row) {
-  if (tile.dtype == kFloat32) return stats_row<float>(tile, out, row);
-  if (tile.dtype == kBFloat16) return stats_row<BFloat16>(tile, out, row);
-  stats_row<Float16>(tile, out, row);
+  with_dtype(tile.dtype, [&](auto element) { stats_row<decltype(element)>(tile, out, row); });
 }
 
 void dlogits(const Tile& tile, const Gradient& grad, int64_t row) {
-  if (tile.dtype == kBFloat16) return dlogits_row<BFloat16, BFloat16>(tile, grad, row);
-  if (tile.dtype == kFloat16) return dlogits_row<Float16, Float16>(tile, grad, row);
-  if (grad.out_dtype == kBFloat16) return dlogits_row<float, BFloat16>(tile, grad, row);
-  if (grad.out_dtype == kFloat16) return dlogits_row<float, Float16>(tile, grad, row);
-  dlogits_row<float, float>(tile, grad, row);
+  with_dtype(grad.out_dtype, [&](auto result) {
+    using Out = decltype(result);
+    if (tile.dtype == kFloat32) return dlogits_row<float, Out>(tile, grad, row);
+    dlogits_row<Out, Out>(tile, grad, row);
+  });
 }
 
 }  // namespace grpo::GRPO_ISA
