@@ -13,6 +13,15 @@ namespace grpo::GRPO_ISA {
 // A block of strands is one of the blocks that a row is walked in.
 static_assert(kStrands == kBlock);
 
+constexpr uint32_t kGolden = 0x9E3779B9u;
+
+// The end of MurmurHash3.
+GRPO_INLINE Bits mixed(Bits x) {
+  x = (x ^ x >> 16) * 0x85EBCA6Bu;
+  x = (x ^ x >> 13) * 0xC2B2AE35u;
+  return x ^ x >> 16;
+}
+
 // A row's entries but for that of the target, negated, each times a factor: with a gradient of the
 // entropy that of log p, d + rest, is a factor, too. d is as in RowGradient.
 struct Others {

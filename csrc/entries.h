@@ -69,18 +69,9 @@ struct Summand {
   float weight;
 };
 
-constexpr uint32_t kGolden = 0x9E3779B9u;
 constexpr int64_t kStrands = 2048;  // of `grpo_kernels/backends/entries.py`
 constexpr int32_t kWhole = -1;
 constexpr float kAnyError = 1e30f;  // or more as a cut: the row has no gradient
-
-// The end of MurmurHash3, of a number or of a vector of them.
-template <class Bits>
-static inline __attribute__((always_inline)) Bits mixed(Bits x) {
-  x = (x ^ x >> 16) * 0x85EBCA6Bu;
-  x = (x ^ x >> 13) * 0xC2B2AE35u;
-  return x ^ x >> 16;
-}
 
 struct EntryKernels {
   void (*extract)(const Tile&, const Extraction&, int64_t row);

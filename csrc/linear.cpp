@@ -28,100 +28,111 @@ class Array {
   std::unique_ptr<T, Free> start_;
 };
 
-// What one chunk needs; the next uses it again.
-class Workspace {
- public:
-  Workspace(const Linear& linear, const Gemm& gemm, int64_t padded)
-      : sums(ceil_div(linear.tile.columns, kSplitRows) * padded),
-        packed(gemm.packed_bytes(linear, padded)),
-        target(padded),
-        slope(padded),
-        u(padded),
-        first(padded),
-        e(sums),
-        ed(sums),
-        ee(sums),
-        top(sums),
-        bottom(sums),
-        best(sums) {}
+// What is prepared for each token of the call, in whole groups.
+struct Tokens {
+  int64_t padded;
+  Array<int32_t> target{padded};
+  Array<float> slope{padded};
 
-  Chunk chunk(const Linear& linear, int64_t begin, int64_t count, int64_t padded) const {
+  void prepare(const Tile& tile) const {
     for (int64_t i = 0; i < padded; ++i) {
-      const bool inside = i < count;
-      target.get()[i] = inside ? int32_t(linear.tile.target[begin + i]) : -1;
-      slope.get()[i] = inside ? Scores(linear.tile, begin + i).slope : 1;
+      const bool inside = i < tile.rows;
+      target.get()[i] = inside ? int32_t(tile.target[i]) : -1;
+      slope.get()[i] = inside ? Scores(tile, i).slope : 1;
     }
-    return {begin, count, padded, packed.get(), target.get(), slope.get()};
   }
+};
+
+// What one chunk needs; the next uses it again.
+struct Workspace {
+  int64_t padded, splits, packed_bytes;
+  int64_t sums = splits * padded;
+  Array<char> packed{packed_bytes};
+  Array<double> e{sums}, ed{sums}, ee{sums};
+  Array<float> top{sums}, bottom{sums};
+  Array<int32_t> best{sums};
+  Array<float> u{padded};
+  Array<int32_t> first{padded};
+
   Partials partials() const {
     return {e.get(), ed.get(), ee.get(), top.get(), bottom.get(), best.get()};
   }
   AtTarget at_target() const { return {u.get(), first.get()}; }
-
- private:
-  int64_t sums;
-
- public:
-  Array<char> packed;
-
- private:
-  Array<int32_t> target;
-  Array<float> slope, u;
-  Array<int32_t> first;
-  Array<double> e, ed, ee;
-  Array<float> top, bottom;
-  Array<int32_t> best;
 };
 
-void pack_chunk(const Linear& linear, const Chunk& chunk, const Gemm& gemm, void* packed,
-                int32_t threads) {
-  constexpr int64_t kElementsPerThread = 1 << 17;
-  const int64_t panels = ceil_div(chunk.count, gemm.panel_tokens);
-  const int64_t useful = chunk.count * linear.depth / kElementsPerThread;
-  share(panels, std::min<int64_t>(threads, useful), [&](const auto& next) {
-    for (int64_t panel; (panel = next()) < panels;) {
-      gemm.pack(linear, chunk, panel * gemm.panel_tokens, packed);
-    }
-  });
-}
+// One call, of whose work each thread of a team takes its share.
+struct Call {
+  const Linear& linear;
+  const LinearKernels& kernels;
+  const Gemm& gemm;
+  const Workspace& workspace;
+  const Stats& out;
 
-void fold_chunk(const Linear& linear, const Chunk& chunk, const LinearKernels& kernels,
-                const Gemm& gemm, const Workspace& workspace, bool extras,
-                int32_t threads) {
-  const int64_t columns = linear.tile.columns;
-  const int64_t splits = ceil_div(columns, kSplitRows);
-  share(splits, threads, [&](const auto& next) {
-    const Array<float> block(kBlockRows * chunk.padded);
-    const Array<char> scratch(gemm.scratch_bytes(linear));
-    for (int64_t split; (split = next()) < splits;) {
+  void pack(Team& team, const Chunk& chunk) const {
+    const int64_t panels = ceil_div(chunk.count, gemm.panel_tokens);
+    for (int64_t panel; (panel = team.next(panels)) < panels;) {
+      gemm.pack(linear, chunk, panel * gemm.panel_tokens, workspace.packed.get());
+    }
+  }
+
+  void fold(Team& team, const Chunk& chunk, void* scratch, float* block) const {
+    const int64_t columns = linear.tile.columns, splits = workspace.splits;
+    const bool extras = out.is_top1 != nullptr;
+    for (int64_t split; (split = team.next(splits)) < splits;) {
       const int64_t end = std::min((split + 1) * kSplitRows, columns);
       for (int64_t row = split * kSplitRows; row < end; row += kBlockRows) {
         const int64_t rows = std::min(kBlockRows, end - row);
-        gemm.block(linear, chunk, row, rows, scratch.get(), block.get());
-        kernels.fold(linear, chunk, row, rows, block.get(), workspace.partials(),
-                     split * chunk.padded, extras, workspace.at_target());
+        gemm.block(linear, chunk, row, rows, scratch, block);
+        kernels.fold(linear, chunk, row, rows, block, workspace.partials(), split * chunk.padded,
+                     extras, workspace.at_target());
       }
     }
-  });
-}
+  }
+
+  void merge(Team& team, const Chunk& chunk) const {
+    const int64_t groups = chunk.padded / kernels.lanes;
+    for (int64_t group; (group = team.next(groups)) < groups;) {
+      kernels.merge(linear, chunk, group * kernels.lanes, workspace.partials(),
+                    workspace.at_target(), out);
+    }
+  }
+};
 
 }  // namespace
 
 void linear_stats(const Linear& linear, const Stats& out, const LinearKernels& kernels,
                   int32_t threads) {
   const Gemm& gemm = *kernels.gemm(linear.dtype);
-  const int64_t tokens = linear.tile.rows, lanes = kernels.lanes;
-  const Workspace workspace(linear, gemm,
-                            std::min(gemm.chunk_tokens, ceil_div(tokens, lanes) * lanes));
-  for (int64_t begin = 0; begin < tokens; begin += gemm.chunk_tokens) {
-    const int64_t count = std::min(gemm.chunk_tokens, tokens - begin);
-    const Chunk chunk = workspace.chunk(linear, begin, count, ceil_div(count, lanes) * lanes);
-    pack_chunk(linear, chunk, gemm, workspace.packed.get(), threads);
-    fold_chunk(linear, chunk, kernels, gemm, workspace, out.is_top1 != nullptr, threads);
-    for (int64_t at = 0; at < chunk.padded; at += lanes) {
-      kernels.merge(linear, chunk, at, workspace.partials(), workspace.at_target(), out);
+  const int64_t tokens = linear.tile.rows;
+  const auto padded = [&](int64_t count) { return ceil_div(count, kernels.lanes) * kernels.lanes; };
+  const int64_t widest = padded(std::min(gemm.chunk_tokens, tokens));
+  const int64_t splits = ceil_div(linear.tile.columns, kSplitRows);
+  const Tokens prepared{padded(tokens)};
+  prepared.prepare(linear.tile);
+  const Workspace workspace{widest, splits, gemm.packed_bytes(linear, widest)};
+  const Call call{linear, kernels, gemm, workspace, out};
+  Team::run(std::min<int64_t>(threads, splits), [&](Team& team) {
+    const Array<float> block(kBlockRows * widest);
+    const Array<char> scratch(gemm.scratch_bytes(linear));
+    for (int64_t begin = 0; begin < tokens; begin += gemm.chunk_tokens) {
+      const int64_t count = std::min(gemm.chunk_tokens, tokens - begin);
+      const Chunk chunk{begin,
+                        count,
+                        padded(count),
+                        workspace.packed.get(),
+                        prepared.target.get() + begin,
+                        prepared.slope.get() + begin};
+      {
+        const FlushSubnormals flushed;
+        call.pack(team, chunk);
+        team.meet();
+        call.fold(team, chunk, scratch.get(), block.get());
+        team.meet();
+      }
+      call.merge(team, chunk);
+      team.meet();
     }
-  }
+  });
 }
 
 }  // namespace grpo

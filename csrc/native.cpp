@@ -46,8 +46,9 @@ int64_t useful(const Tile& tile, int32_t threads) {
 
 template <class Work>
 void for_each_row(const Tile& tile, int32_t threads, const Work& work) {
-  share(tile.rows, useful(tile, threads), [&](const auto& next) {
-    for (int64_t row; (row = next()) < tile.rows;) work(row);
+  Team::run(std::min(tile.rows, useful(tile, threads)), [&](Team& team) {
+    const FlushSubnormals flushed;
+    for (int64_t row; (row = team.next(tile.rows)) < tile.rows;) work(row);
   });
 }
 
@@ -78,6 +79,8 @@ GRPO_EXPORT int64_t grpo_struct_size(const char* name) {
   }
   return 0;
 }
+
+GRPO_EXPORT int64_t grpo_threads_started() { return grpo::threads_started; }
 
 // The name of the rank-th best instruction set of this machine, from 0; null beyond the last.
 GRPO_EXPORT const char* grpo_isa(int32_t rank) {

@@ -65,10 +65,11 @@ int64_t bytes_of(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 void matmul(const Entries& entries, const Product& product, const EntryKernels& kernels,
             int32_t threads) {
   const int64_t workers = useful(threads, count_entries(entries) * product.width);
-  share(entries.rows, workers, [&](const auto& next) {
+  Team::run(std::min(entries.rows, workers), [&](Team& team) {
+    const FlushSubnormals flushed;
     const auto sums = room(product);
     const std::unique_ptr<Summand[]> summands(new Summand[entries.slots]);
-    for (int64_t row; (row = next()) < entries.rows;) {
+    for (int64_t row; (row = team.next(entries.rows)) < entries.rows;) {
       if (entries.used[row] < 0) continue;
       Summand* end = summands.get();
       for_each_entry(entries, row, [&](int32_t column, float value) {
@@ -85,9 +86,11 @@ void transposed_matmul(const Entries& entries, const Product& product, const Ent
   const Columns columns(entries, product);
   const int64_t ranges = (product.out_rows + kRange - 1) / kRange;
   const int64_t row_bytes = bytes_of(product.out_dtype) * product.width;
-  share(ranges, useful(threads, product.out_rows * product.width), [&](const auto& next) {
+  const int64_t workers = useful(threads, product.out_rows * product.width);
+  Team::run(std::min(ranges, workers), [&](Team& team) {
+    const FlushSubnormals flushed;
     const auto sums = room(product);
-    for (int64_t range; (range = next()) < ranges;) {
+    for (int64_t range; (range = team.next(ranges)) < ranges;) {
       const int64_t end = std::min((range + 1) * kRange, product.out_rows);
       for (int64_t row = range * kRange; row < end; ++row) {
         const int64_t first = columns.starts[row], count = columns.starts[row + 1] - first;

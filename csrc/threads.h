@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -33,32 +35,81 @@ class FlushSubnormals {
 #endif
 };
 
-// Each thread calls work(next) once, where next() gives the next of `items`, or `items` when there
-// is none left. Starting a thread takes tens of microseconds, a tile milliseconds; and there is no
-// pool that would spin beside torch's, or be lost in a fork. Where the system starts no more of
-// them, those that run do the work. Throws std::bad_alloc, once all have ended, if one of them did.
-template <class Work>
-void share(int64_t items, int64_t threads, const Work& work) {
-  std::atomic<int64_t> taken{0};
-  const auto next = [&] { return std::min(taken.fetch_add(1, std::memory_order_relaxed), items); };
-  std::atomic<bool> starved{false};
-  const auto run = [&] {
-    const FlushSubnormals flushed;
+// How many threads were started so far: tests count them.
+inline std::atomic<int64_t> threads_started{0};
+
+// The threads of one call. Starting one takes tens of microseconds, a tile milliseconds; and there
+// is no pool that would spin beside torch's, or be lost in a fork.
+class Team {
+ public:
+  // Each of `threads` calls work(team) once. Where the system starts no more of them, those that run
+  // do the work. Throws std::bad_alloc, once all have ended, if one of them did.
+  template <class Work>
+  static void run(int64_t threads, const Work& work) {
+    Team team(std::max<int64_t>(threads, 1));
+    std::vector<std::thread> started;
     try {
-      work(next);
+      while (int64_t(started.size()) + 1 < threads) {
+        started.emplace_back([&] { team.take_part(work); });
+        ++threads_started;
+      }
+    } catch (const std::system_error&) {
     } catch (const std::bad_alloc&) {
-      starved = true;
     }
-  };
-  std::vector<std::thread> started;
-  try {
-    for (int64_t i = 1; i < std::min(threads, items); ++i) started.emplace_back(run);
-  } catch (const std::system_error&) {
-  } catch (const std::bad_alloc&) {
+    team.leave(std::max<int64_t>(threads, 1) - 1 - int64_t(started.size()));
+    team.take_part(work);
+    for (std::thread& thread : started) thread.join();
+    if (team.starved_) throw std::bad_alloc();
   }
-  run();
-  for (std::thread& thread : started) thread.join();
-  if (starved) throw std::bad_alloc();
-}
+
+  // The next of `items` since the last meeting, or `items` where there is none left.
+  int64_t next(int64_t items) {
+    return std::min(taken_.fetch_add(1, std::memory_order_relaxed), items);
+  }
+
+  // Returns once every thread has called it. Throws std::bad_alloc if one of them did.
+  void meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t meeting = meetings_;
+    ++present_;
+    end_meeting_if_complete();
+    complete_.wait(lock, [&] { return meetings_ != meeting; });
+    if (starved_) throw std::bad_alloc();
+  }
+
+ private:
+  explicit Team(int64_t members) : members_(members) {}
+
+  template <class Work>
+  void take_part(const Work& work) {
+    try {
+      work(*this);
+    } catch (const std::bad_alloc&) {
+      starved_ = true;
+      leave(1);
+    }
+  }
+
+  // No meeting waits for `count` of the members any more.
+  void leave(int64_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members_ -= count;
+    end_meeting_if_complete();
+  }
+
+  void end_meeting_if_complete() {
+    if (present_ < members_) return;
+    present_ = 0;
+    taken_ = 0;
+    ++meetings_;
+    complete_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable complete_;
+  int64_t members_, present_ = 0, meetings_ = 0;
+  std::atomic<int64_t> taken_{0};
+  std::atomic<bool> starved_{false};
+};
 
 }  // namespace grpo

@@ -156,10 +156,12 @@ _STARVED = """
 int main() {
   std::atomic<int> done{0};
   try {
-    grpo::share(8, 4, [&](const auto& next) {
-      for (int64_t item; (item = next()) < 8; ++done) {
+    grpo::Team::run(4, [&](grpo::Team& team) {
+      for (int64_t item; (item = team.next(8)) < 8; ++done) {
         if (item == 3) throw std::bad_alloc();
       }
+      team.meet();
+      done = 8;
     });
   } catch (const std::bad_alloc&) {
     return done == 7 ? 0 : 1;
@@ -177,3 +179,14 @@ def test_a_starved_thread_is_noticed_once_all_have_ended(tmp_path: Path) -> None
         ["g++", "-std=c++17", "-pthread", f"-I{CSRC}", str(source), "-o", str(program)], check=True
     )
     assert subprocess.run([str(program)], check=False).returncode == 0
+
+
+def test_a_call_starts_its_threads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks of tokens it has."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    head = Head(torch.randn(5000, 8), None, Transform())
+    target = torch.zeros(2000, dtype=torch.int64)
+    started = cpu._load().grpo_threads_started
+    before = started()
+    BACKENDS["cpu"].linear_stats(torch.randn(2000, 8), head, target, "fp32", False)
+    assert started() - before == 2
