@@ -50,12 +50,12 @@ struct LogProbs {
   float anchor, rest;
 
   LogProbs(const Tile& tile, int64_t row, double lse) : scores(tile, row) {
-    anchor = float(lse / scores.slope);
-    rest = float(double(scores.slope) * anchor - lse);
+    anchor = float(lse / scores.score_scale);
+    rest = float(double(scores.score_scale) * anchor - lse);
   }
 
   Float operator()(Float u) const {
-    return at_least((u - anchor) * scores.slope + rest, kLeastLogp);
+    return at_least((u - anchor) * scores.score_scale + rest, kLeastLogp);
   }
 };
 

@@ -30,14 +30,14 @@ struct Others {
   float factor;  // of exp(d)
   float dentropy = 0, constant = 1;
 
-  Others(const Tile& tile, const Outer& outer, int64_t row, double lse, double scale)
+  Others(const Tile& tile, const GradStats& grad_stats, int64_t row, double lse, double scale)
       : scores(tile, row) {
-    anchor = float(lse / scores.slope);
-    const double rest = double(scores.slope) * anchor - lse;
+    anchor = float(lse / scores.score_scale);
+    const double rest = double(scores.score_scale) * anchor - lse;
     factor = float(scale * scores.dlogit * std::exp(rest));
-    if (!outer.entropy) return;
-    dentropy = outer.dentropy[row];
-    constant = float(outer.dlogp[row] + double(dentropy) * (outer.entropy[row] + rest));
+    if (!grad_stats.entropy) return;
+    dentropy = grad_stats.dentropy[row];
+    constant = float(grad_stats.dlogp[row] + double(dentropy) * (grad_stats.entropy[row] + rest));
   }
 
   template <bool kEntropy>
@@ -79,7 +79,7 @@ int64_t block_others(const Tile& tile, int64_t row, int64_t begin, int64_t next,
 
 GRPO_INLINE Float size_of(Float x) { return (Float)((Bits)x & 0x7fffffffu); }
 
-// The derivative of u at the row's target, but for Scores::inner.
+// The derivative of u at the row's target, but for Scores::cap_scale.
 double target_curve(const Tile& tile, int64_t row) {
   if (tile.softcap == 0) return 1;
   return with_dtype(tile.dtype, [&](auto element) {
@@ -174,10 +174,10 @@ class Choice {
 // By the target's score.
 double gradient_at_target(const Extraction& extraction, int64_t row) {
   const double logp = extraction.logp[row], others = -std::expm1(logp), p = std::exp(logp);
-  const Outer& outer = extraction.outer;
-  if (!outer.entropy) return others;
-  const double bonus = p == 0 ? 0 : outer.dentropy[row] * p * (logp + outer.entropy[row]);
-  return outer.dlogp[row] * others - bonus;
+  const GradStats& grad_stats = extraction.grad_stats;
+  if (!grad_stats.entropy) return others;
+  const double bonus = p == 0 ? 0 : grad_stats.dentropy[row] * p * (logp + grad_stats.entropy[row]);
+  return grad_stats.dlogp[row] * others - bonus;
 }
 
 void extract(const Tile& tile, const Extraction& extraction, int64_t row) {
@@ -190,13 +190,14 @@ void extract(const Tile& tile, const Extraction& extraction, int64_t row) {
     return;
   }
   const float cut = std::fmax(extraction.cuts[row], 1e-30f);
-  const Others others(tile, extraction.outer, row, extraction.lse[row], 1 / double(cut));
+  const Others others(tile, extraction.grad_stats, row, extraction.lse[row], 1 / double(cut));
   Choice choice(extraction, row, cut);
   const int64_t target = tile.target[row];
   double at_target = 0;
   const bool here = target >= 0 && target < tile.columns;  // else in another rank's columns
   if (here) {
-    at_target = gradient_at_target(extraction, row) * others.scores.dlogit * target_curve(tile, row);
+    const double curve = target_curve(tile, row);
+    at_target = gradient_at_target(extraction, row) * others.scores.dlogit * curve;
     choice.list(int32_t(target), float(at_target));
   }
   float buffer[kBlock];
@@ -220,7 +221,7 @@ void tail_sums(const Tile& tile, const TailSums& of, int64_t row) {
   float* sums = of.sums + row * 2 * of.num_cuts;
   std::memset(sums, 0, 2 * of.num_cuts * sizeof(float));
   if (!std::isfinite(of.lse[row])) return;
-  const Others others(tile, of.outer, row, of.lse[row], of.weight[row]);
+  const Others others(tile, of.grad_stats, row, of.lse[row], of.weight[row]);
   float buffer[kBlock];
   for (int64_t i = 0; i < of.sampled; ++i) {
     const int64_t begin = (row + i * of.blocks / of.sampled) % of.blocks * kBlock;

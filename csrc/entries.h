@@ -16,8 +16,8 @@ struct Entries {
   int64_t slots;
 };
 
-// Of which gradient entries are: that of log-probabilities, or of a loss with these.
-struct Outer {
+// Of what the entries are the gradient: of log-probabilities, or of a loss with these gradients.
+struct GradStats {
   const float* entropy;   // (rows,), or null with the rest
   const float* dlogp;     // (rows,)
   const float* dentropy;  // (rows,)
@@ -25,7 +25,7 @@ struct Outer {
 
 // What the choice needs besides the tile, and its result.
 struct Extraction {
-  Outer outer;
+  GradStats grad_stats;
   const float* logp;    // (rows,)
   const double* lse;    // (rows,)
   const int32_t* keys;  // (rows,)
@@ -39,7 +39,7 @@ struct Extraction {
 
 // Sums over some blocks of each row: of sizes up to each cut, and of their squares.
 struct TailSums {
-  Outer outer;
+  GradStats grad_stats;
   const double* lse;    // (rows,)
   const float* weight;  // (rows,), of a row's sizes
   const float* cuts;    // (num_cuts,), ascending

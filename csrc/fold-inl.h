@@ -50,19 +50,19 @@ void add_update(const Update& update, int64_t token, int64_t row, int64_t rows, 
   constexpr int64_t kAtATime = 4;
   static_assert(kBlockRows % kAtATime == 0);
   for (int64_t first = 0; first < update.rank; first += kRankStep) {
-    Float inner[kRankStep];
+    Float lora_u[kRankStep];
     for (int64_t k = 0; k < kRankStep; ++k) {
-      inner[k] = load(update.inner + (first + k) * update.inner_stride + token);
+      lora_u[k] = load(update.lora_u + (first + k) * update.lora_u_stride + token);
     }
     for (int64_t i = 0; i < rows; i += kAtATime) {
       Float sums[kAtATime] = {};
-      const float* outer[kAtATime];
+      const float* lora_b[kAtATime];
       for (int64_t j = 0; j < kAtATime; ++j) {
         const int64_t own = i + j < rows ? i + j : rows - 1;
-        outer[j] = update.outer + (row + own) * update.rank + first;
+        lora_b[j] = update.lora_b + (row + own) * update.rank + first;
       }
       for (int64_t k = 0; k < kRankStep; ++k) {
-        for (int64_t j = 0; j < kAtATime; ++j) sums[j] += splat(outer[j][k]) * inner[k];
+        for (int64_t j = 0; j < kAtATime; ++j) sums[j] += splat(lora_b[j][k]) * lora_u[k];
       }
       for (int64_t j = 0; j < kAtATime; ++j) {
         float* to = u + (i + j) * kLanes;
@@ -73,7 +73,7 @@ void add_update(const Update& update, int64_t token, int64_t row, int64_t rows, 
 }
 
 void complete_logits(const Linear& linear, int64_t token, int64_t row, int64_t rows, float* u) {
-  if (linear.update.inner) add_update(linear.update, token, row, rows, u);
+  if (linear.update.lora_u) add_update(linear.update, token, row, rows, u);
   const float* bias = linear.bias ? linear.bias + row : nullptr;
   if (linear.rounded && linear.dtype == kBFloat16) return round_logits<to_bfloat16>(bias, rows, u);
   if (linear.rounded && linear.dtype == kFloat16) return round_logits<to_float16>(bias, rows, u);
@@ -91,25 +91,23 @@ void store_logits(const Tile& tile, int64_t token, int64_t tokens, int64_t row, 
 }
 
 // The sums of one group.
-struct GroupSums {
-  Doubles e{}, ed{}, ee{};
+struct GroupSums : SoftmaxSums {
   Float top = splat(-INFINITY), bottom = splat(INFINITY);
   Ints best{};
 
   GroupSums() = default;
 
   GroupSums(const Partials& from, int64_t at)
-      : e(load_doubles(from.e + at)),
-        ed(load_doubles(from.ed + at)),
-        ee(load_doubles(from.ee + at)),
+      : SoftmaxSums{load_doubles(from.total + at), load_doubles(from.moment + at),
+                    load_doubles(from.squares + at)},
         top(load(from.top + at)),
         bottom(load(from.bottom + at)),
         best(load_ints(from.best + at)) {}
 
   void save(const Partials& to, int64_t at) const {
-    put(to.e + at, e);
-    put(to.ed + at, ed);
-    put(to.ee + at, ee);
+    put(to.total + at, total);
+    put(to.moment + at, moment);
+    put(to.squares + at, squares);
     put(to.top + at, top);
     put(to.bottom + at, bottom);
     put(to.best + at, best);
@@ -118,27 +116,27 @@ struct GroupSums {
   Float anchor() const { return at_least(top, -FLT_MAX); }
 
   // Makes `to`, no less than top, the top. Lanes where it is top already keep their bits.
-  void raise(Float to, Float slope) {
+  void raise(Float to, Float score_scale) {
     const Doubles from_anchor = widen(anchor());
     top = to;
-    const Doubles shift = widen(slope) * (from_anchor - widen(anchor()));
+    const Doubles shift = widen(score_scale) * (from_anchor - widen(anchor()));
     const Doubles scale = exp(shift);
     const Doubles bounded = shift < -708.0 ? Doubles{} - 708.0 : shift;  // no 0 * inf
-    ed = (ed + e * bounded) * scale;
-    e *= scale;
-    ee *= scale * scale;
+    moment = (moment + total * bounded) * scale;
+    total *= scale;
+    squares *= scale * scale;
   }
 
   template <bool kExtras>
-  void add(const float* u, int64_t rows, Float slope) {
+  void add(const float* u, int64_t rows, Float score_scale) {
     const Float from = anchor();
     for (int64_t row = 0; row < rows;) {
       const int64_t end = rows - row < kTerms ? rows : row + kTerms;
       Terms terms;
       for (; row < end; ++row) {
-        terms.add<kExtras>(at_least((load(u + row * kLanes) - from) * slope, kExpFloor));
+        terms.add<kExtras>(at_least((load(u + row * kLanes) - from) * score_scale, kExpFloor));
       }
-      terms.add_to<kExtras>(e, ed, ee);
+      terms.add_to<kExtras>(*this);
     }
   }
 };
@@ -184,18 +182,18 @@ void find_targets(const Chunk& chunk, int64_t at, int64_t row, int64_t rows, con
 template <bool kExtras>
 void fold_group(const Chunk& chunk, int64_t at, int64_t row, int64_t rows, const float* u,
                 GroupSums& sums) {
-  const Float slope = load(chunk.slope + at);
+  const Float score_scale = load(chunk.score_scale + at);
   const Float top = max(rows_max(u, rows), sums.top);
   const Ints higher = top > sums.top;
   if (any((Bits)higher)) {
-    sums.raise(top, slope);
+    sums.raise(top, score_scale);
     sums.best = higher ? Ints{} + int32_t(row / kBlockRows) : sums.best;
   }
   if (kExtras) {
     const Float least = rows_min(u, rows);
     sums.bottom = least < sums.bottom ? least : sums.bottom;
   }
-  sums.add<kExtras>(u, rows, slope);
+  sums.add<kExtras>(u, rows, score_scale);
 }
 
 void fold(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, float* block,
@@ -210,7 +208,7 @@ void fold(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, f
     }
     if (scores.softcapped) {
       for (int64_t i = 0; i < rows * kLanes; i += kLanes) {
-        store(u + i, tanh(load(u + i) * scores.inner));
+        store(u + i, tanh(load(u + i) * scores.cap_scale));
       }
     }
     find_targets(chunk, at, row, rows, u, at_target);
@@ -226,26 +224,27 @@ void fold(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, f
 
 void merge(const Linear& linear, const Chunk& chunk, int64_t at, const Partials& partials,
            const AtTarget& at_target, const Stats& out) {
-  const Float slope = load(chunk.slope + at);
+  const Float score_scale = load(chunk.score_scale + at);
   GroupSums all;
   for (int64_t i = at, row = 0; row < linear.tile.columns; row += kSplitRows, i += chunk.padded) {
     GroupSums one(partials, i);
     const Float top = max(one.top, all.top);
     all.best = top > all.top ? one.best : all.best;
     all.bottom = one.bottom < all.bottom ? one.bottom : all.bottom;
-    all.raise(top, slope);
-    one.raise(top, slope);
-    all.e += one.e;
-    all.ed += one.ed;
-    all.ee += one.ee;
+    all.raise(top, score_scale);
+    one.raise(top, score_scale);
+    all.total += one.total;
+    all.moment += one.moment;
+    all.squares += one.squares;
   }
   const int64_t tokens = chunk.count - at < kLanes ? chunk.count - at : kLanes;
   for (int64_t lane = 0; lane < tokens; ++lane) {
     const float u = at_target.u[at + lane];
     const bool is_top1 = u == all.top[lane] && at_target.first[at + lane] &&
                          chunk.target[at + lane] / kBlockRows == all.best[lane];
-    finish(out, chunk.first + at + lane, slope[lane],
-           {all.e[lane], all.ed[lane], all.ee[lane], all.top[lane], all.bottom[lane], u, is_top1});
+    const Totals totals = {all.total[lane], all.moment[lane], all.squares[lane], all.top[lane],
+                           all.bottom[lane], u, is_top1};
+    finish(out, chunk.first + at + lane, score_scale[lane], totals);
   }
 }
 

@@ -32,13 +32,13 @@ class Array {
 struct Tokens {
   int64_t padded;
   Array<int32_t> target{padded};
-  Array<float> slope{padded};
+  Array<float> score_scale{padded};
 
   void prepare(const Tile& tile) const {
     for (int64_t i = 0; i < padded; ++i) {
       const bool inside = i < tile.rows;
       target.get()[i] = inside ? int32_t(tile.target[i]) : -1;
-      slope.get()[i] = inside ? Scores(tile, i).slope : 1;
+      score_scale.get()[i] = inside ? Scores(tile, i).score_scale : 1;
     }
   }
 };
@@ -48,14 +48,14 @@ struct Workspace {
   int64_t padded, splits, packed_bytes;
   int64_t sums = splits * padded;
   Array<char> packed{packed_bytes};
-  Array<double> e{sums}, ed{sums}, ee{sums};
+  Array<double> total{sums}, moment{sums}, squares{sums};
   Array<float> top{sums}, bottom{sums};
   Array<int32_t> best{sums};
   Array<float> u{padded};
   Array<int32_t> first{padded};
 
   Partials partials() const {
-    return {e.get(), ed.get(), ee.get(), top.get(), bottom.get(), best.get()};
+    return {total.get(), moment.get(), squares.get(), top.get(), bottom.get(), best.get()};
   }
   AtTarget at_target() const { return {u.get(), first.get()}; }
 };
@@ -121,7 +121,7 @@ void linear_stats(const Linear& linear, const Stats& out, const LinearKernels& k
                         padded(count),
                         workspace.packed.get(),
                         prepared.target.get() + begin,
-                        prepared.slope.get() + begin};
+                        prepared.score_scale.get() + begin};
       {
         const FlushSubnormals flushed;
         call.pack(team, chunk);

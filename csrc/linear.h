@@ -14,19 +14,19 @@
 
 namespace grpo {
 
-constexpr int64_t kBlockRows = 128;     // vocabulary rows of a block
+constexpr int64_t kBlockRows = 128;   // vocabulary rows of a block
 constexpr int64_t kSplitRows = 1024;  // whole blocks, whose sums one thread folds
 
-// A low-rank update of the logits: logits += inner^T @ outer^T. A vector of tokens that begins at
+// A low-rank update of the logits: logits += lora_u^T @ lora_b^T. A vector of tokens that begins at
 // any whole group can be loaded.
 struct Update {
-  const float* inner;     // (rank, tokens), or null: no update
-  const float* outer;     // (columns, rank)
-  int64_t inner_stride;
-  int64_t rank;           // a multiple of kRankStep
+  const float* lora_u;  // (rank, tokens), or null: no update
+  const float* lora_b;  // (columns, rank)
+  int64_t lora_u_stride;
+  int64_t rank;  // a multiple of kRankStep
 };
 
-constexpr int64_t kRankStep = 8;  // vectors of `inner` that stay in registers
+constexpr int64_t kRankStep = 8;  // vectors of `lora_u` that stay in registers
 
 // logits = hidden @ weight^T + update + bias. `grpo_kernels/backends/cpu.py` mirrors this.
 struct Linear {
@@ -47,10 +47,10 @@ struct Linear {
 struct Chunk {
   int64_t first;
   int64_t count;
-  int64_t padded;         // count in whole groups
-  const void* packed;     // hidden, in the layout of the GEMM
-  const int32_t* target;  // -1: none
-  const float* slope;     // Scores::slope
+  int64_t padded;            // count in whole groups
+  const void* packed;        // hidden, in the layout of the GEMM
+  const int32_t* target;     // -1: none
+  const float* score_scale;  // Scores::score_scale
 };
 
 // One way to form logits.
@@ -68,12 +68,12 @@ struct Gemm {
                 float* block);
 };
 
-// Sums of each token of a chunk over each split: (splits, padded tokens). Sums in
-// row_kernels-inl.h says what they are; `best` is the first block that holds `top`.
+// Sums of each token of a chunk over each split: (splits, padded tokens). `best` is the first block
+// that holds `top`.
 struct Partials {
-  double* e;
-  double* ed;
-  double* ee;
+  double* total;
+  double* moment;
+  double* squares;
   float* top;
   float* bottom;
   int32_t* best;

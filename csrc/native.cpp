@@ -71,7 +71,7 @@ GRPO_EXPORT int64_t grpo_struct_size(const char* name) {
 #define GRPO_SIZE(type) {#type, sizeof(type)}
   static constexpr std::pair<std::string_view, int64_t> sizes[] = {
       GRPO_SIZE(Tile),       GRPO_SIZE(Stats),    GRPO_SIZE(Gradient), GRPO_SIZE(Divergence),
-      GRPO_SIZE(Update),     GRPO_SIZE(Linear),   GRPO_SIZE(Entries),  GRPO_SIZE(Outer),
+      GRPO_SIZE(Update),     GRPO_SIZE(Linear),   GRPO_SIZE(Entries),  GRPO_SIZE(GradStats),
       GRPO_SIZE(Extraction), GRPO_SIZE(TailSums), GRPO_SIZE(Product)};
 #undef GRPO_SIZE
   for (const auto& [type, bytes] : sizes) {

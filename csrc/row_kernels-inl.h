@@ -38,7 +38,7 @@ GRPO_INLINE const float* score_block(const T* logits, int64_t count, const Score
   const float* block = load_block(logits, count, buffer);
   if (!scores.softcapped) return block;
   for (int64_t i = 0; i < count; i += kLanes) {
-    store(buffer + i, tanh(load(block + i) * scores.inner));
+    store(buffer + i, tanh(load(block + i) * scores.cap_scale));
   }
   for (int64_t i = count; i % kLanes != 0; ++i) buffer[i] = -INFINITY;
   return buffer;
@@ -47,13 +47,13 @@ GRPO_INLINE const float* score_block(const T* logits, int64_t count, const Score
 template <class T>
 GRPO_INLINE float score_one(const T* logit, const Scores& scores) {
   const Float x = load_some(logit, 1, 0.0f);
-  return (scores.softcapped ? tanh(x * scores.inner) : x)[0];
+  return (scores.softcapped ? tanh(x * scores.cap_scale) : x)[0];
 }
 
-// z relative to the anchor's, at least `floor`. The difference first: its rounding error is relative
-// to the result, not to z, which may be 1e4.
+// z relative to the anchor's, at least `floor`. The difference first: its rounding error is
+// relative to the result, not to z, which may be 1e4.
 GRPO_INLINE Float relative(Float u, const Scores& scores, float anchor, float floor = kExpFloor) {
-  return at_least((u - anchor) * scores.slope, floor);
+  return at_least((u - anchor) * scores.score_scale, floor);
 }
 
 // Four maxima at a time: one would wait for itself.
@@ -76,34 +76,38 @@ GRPO_INLINE float block_min(const float* u, int64_t count) {
   return least;
 }
 
-// A few terms of sums over d <= 0 and e = exp(d), in fp32. Those of the maximum itself, 1 each, are
-// counted apart: added to a 1, the others would lose the digits of which log p consists as p -> 1.
+// One sum for each lane.
+struct SoftmaxSums {
+  Doubles total{}, moment{}, squares{};
+};
+
+// A few terms, of d <= 0. Those of the maximum itself, 1 each, are counted apart: added to a 1, the
+// others would lose the digits of which log p consists as p -> 1.
 struct Terms {
-  Float ones{}, e{}, ed{}, ee{};
+  Float ones{}, total{}, moment{}, squares{};
 
   template <bool kSquares>
   void add(Float d) {
     const Ints top = d == 0.0f;
     const Float below = exp(d, top | (d <= kExpFloor));
     ones += top ? splat(1.0f) : Float{};
-    e += below;
-    ed += below * d;
-    if (kSquares) ee += below * below;
+    total += below;
+    moment += below * d;
+    if (kSquares) squares += below * below;
   }
 
   template <bool kSquares>
-  void add_to(Doubles& all_e, Doubles& all_ed, Doubles& all_ee) const {
-    all_e += widen(e) + widen(ones);
-    all_ed += widen(ed);
-    if (kSquares) all_ee += widen(ee) + widen(ones);
+  void add_to(SoftmaxSums& all) const {
+    all.total += widen(total) + widen(ones);
+    all.moment += widen(moment);
+    if (kSquares) all.squares += widen(squares) + widen(ones);
   }
 };
 
-// Sums over d = slope (u - anchor), e = exp(d). A few terms at a time are summed in fp32, and these
-// sums in fp64: the error does not grow with the vocabulary.
-struct Sums {
+// A few terms at a time are summed in fp32, and these sums in fp64: the error does not grow with
+// the vocabulary.
+struct RowSums : SoftmaxSums {
   float anchor = -FLT_MAX;
-  Doubles e{}, ed{}, ee{};  // one sum per lane
 
   // `next`, the row's next block, is fetched meanwhile. Beyond the row that has no effect.
   template <class T>
@@ -116,41 +120,41 @@ struct Sums {
         __builtin_prefetch(next + i);
         terms.add<true>(relative(load(u + i), scores, anchor));
       }
-      terms.add_to<true>(e, ed, ee);
+      terms.add_to<true>(*this);
     }
   }
 
   void move_anchor(float to, const Scores& scores) {
-    const double shift = scores.slope * (double(anchor) - to);
+    const double shift = scores.score_scale * (double(anchor) - to);
     const double scale = std::exp(shift);
-    ed = (ed + e * shift) * scale;
-    e *= scale;
-    ee *= scale * scale;
+    moment = (moment + total * shift) * scale;
+    total *= scale;
+    squares *= scale * scale;
     anchor = to;
   }
 };
 
 // What the whole row comes to.
 struct Totals {
-  double e, ed, ee;  // relative to top
+  double total, moment, squares;  // relative to top
   float top, bottom;
   float at_target;  // u
   bool is_top1;
 };
 
-GRPO_INLINE void finish(const Stats& out, int64_t row, float slope, const Totals& totals) {
-  const double log_sum = std::log(totals.e);
-  const double entropy = log_sum - totals.ed / totals.e;
-  out.logp[row] = float(slope * (double(totals.at_target) - totals.top) - log_sum);
-  out.lse[row] = double(slope) * totals.top + log_sum;
+GRPO_INLINE void finish(const Stats& out, int64_t row, float score_scale, const Totals& totals) {
+  const double log_sum = std::log(totals.total);
+  const double entropy = log_sum - totals.moment / totals.total;
+  out.logp[row] = float(score_scale * (double(totals.at_target) - totals.top) - log_sum);
+  out.lse[row] = double(score_scale) * totals.top + log_sum;
   out.entropy[row] = float(entropy < 0 ? 0 : entropy);
   if (!out.is_top1) return;
-  const double concentration = totals.ee / (totals.e * totals.e);
-  const bool lost = totals.e != totals.e;  // a logit is NaN or infinite
+  const double concentration = totals.squares / (totals.total * totals.total);
+  const bool lost = totals.total != totals.total;  // a logit is NaN or infinite
   out.is_top1[row] = totals.is_top1;
   out.sum_sq_probs[row] = float(concentration > 1 ? 1 : concentration);
-  out.max_logit[row] = lost ? NAN : slope * totals.top;
-  out.min_logit[row] = lost ? NAN : slope * totals.bottom;
+  out.max_logit[row] = lost ? NAN : score_scale * totals.top;
+  out.min_logit[row] = lost ? NAN : score_scale * totals.bottom;
 }
 
 template <class T>
@@ -159,7 +163,7 @@ void stats_row(const Tile& tile, const Stats& out, int64_t row) {
   const int64_t target = tile.target[row];
   const Scores scores(tile, row);
   float buffer[kBlock];
-  Sums sums;
+  RowSums sums;
   float top = -INFINITY, bottom = INFINITY;
   int64_t argmax = 0;
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
@@ -174,8 +178,8 @@ void stats_row(const Tile& tile, const Stats& out, int64_t row) {
     if (out.min_logit) bottom = std::fmin(bottom, block_min(u, count));
     sums.add(u, count, scores, logits + begin + kBlock);
   }
-  finish(out, row, scores.slope,
-         {sum(sums.e), sum(sums.ed), sum(sums.ee), top, bottom,
+  finish(out, row, scores.score_scale,
+         {sum(sums.total), sum(sums.moment), sum(sums.squares), top, bottom,
           score_one(logits + target, scores), argmax == target});
 }
 
@@ -204,8 +208,8 @@ struct RowGradient {
   float floor;     // of d: from here down the gradient is 0
 
   RowGradient(const Gradient& grad, int64_t row, const Scores& scores) {
-    anchor = float(grad.lse[row] / scores.slope);
-    const double rest = double(scores.slope) * anchor - grad.lse[row];
+    anchor = float(grad.lse[row] / scores.score_scale);
+    const double rest = double(scores.score_scale) * anchor - grad.lse[row];
     factor = float(-scores.dlogit * std::exp(rest));
     dentropy = grad.dentropy ? grad.dentropy[row] : 0.0f;
     constant = float(grad.dlogp[row] + double(dentropy) * (grad.entropy[row] + rest));

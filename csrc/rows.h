@@ -4,6 +4,23 @@
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
 // `grpo_kernels/backends/cpu.py` mirrors the structs of the C ABI, and compares their sizes with
 // grpo_struct_size when it loads the library.
+//
+// A row's scores are z = score_scale * u, where u is the logit, or with a softcap
+// tanh(cap_scale * logit). Its softmax is one pass, relative to an anchor, the largest u so far:
+//
+//   d        score_scale * (u - anchor)
+//   total    the sum of exp(d)
+//   moment   the sum of d exp(d)
+//   squares  the sum of exp(d)^2
+//   top      the largest u; bottom: the smallest
+//   lse      the logarithm of the sum of exp(z)
+//
+//   Terms         sums of a few terms, in fp32           row_kernels-inl.h
+//   SoftmaxSums   sums of these, in fp64                 row_kernels-inl.h
+//   RowSums       of one row, whose columns are lanes    row_kernels-inl.h
+//   GroupSums     of a group of rows, which are lanes    fold-inl.h
+//   Partials      GroupSums of each split, in memory     linear.h
+//   Totals        of a whole row                         row_kernels-inl.h
 #pragma once
 
 #include <cstdint>
@@ -74,19 +91,19 @@ struct Divergence {
   int32_t kind, out_dtype;
 };
 
-// z = slope * u, where u is the logit, or tanh(inner * logit) with a softcap.
+// The scores of one row.
 struct Scores {
   bool softcapped;
-  float inner;
-  float slope;
+  float cap_scale;
+  float score_scale;
   float dlogit;  // dz / dlogit, without the tanh's derivative
 
   Scores(const Tile& tile, int64_t row) {
     const double t = tile.row_temperature ? tile.row_temperature[row] : tile.temperature;
     softcapped = tile.softcap != 0;
-    inner = softcapped ? float(tile.logit_scale / tile.softcap) : 1.0f;
+    cap_scale = softcapped ? float(tile.logit_scale / tile.softcap) : 1.0f;
     dlogit = float(tile.logit_scale / t);
-    slope = softcapped ? float(tile.softcap / t) : dlogit;
+    score_scale = softcapped ? float(tile.softcap / t) : dlogit;
   }
 };
 

@@ -42,8 +42,8 @@ inline std::atomic<int64_t> threads_started{0};
 // is no pool that would spin beside torch's, or be lost in a fork.
 class Team {
  public:
-  // Each of `threads` calls work(team) once. Where the system starts no more of them, those that run
-  // do the work. Throws std::bad_alloc, once all have ended, if one of them did.
+  // Each of `threads` calls work(team) once. Where the system starts no more of them, those that
+  // run do the work. Throws std::bad_alloc, once all have ended, if one of them did.
   template <class Work>
   static void run(int64_t threads, const Work& work) {
     Team team(std::max<int64_t>(threads, 1));

@@ -46,14 +46,14 @@ _STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; pointer target, row_temperature; "
     "double temperature, logit_scale, softcap; int32 dtype",
     "Stats": "pointer logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit",
-    "Update": "pointer inner, outer; int64 inner_stride, rank",
+    "Update": "pointer lora_u, lora_b; int64 lora_u_stride, rank",
     "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
     "int32 dtype, rounded; Update update; Tile tile",
     "Entries": "pointer ids, values, used; int64 rows, slots",
-    "Outer": "pointer entropy, dlogp, dentropy",
-    "Extraction": "Outer outer; pointer logp, lse, keys, cuts; Entries out; "
+    "GradStats": "pointer entropy, dlogp, dentropy",
+    "Extraction": "GradStats grad_stats; pointer logp, lse, keys, cuts; Entries out; "
     "pointer error, error_l1, expected_error, norm",
-    "TailSums": "Outer outer; pointer lse, weight, cuts, sums; int64 num_cuts, blocks, sampled",
+    "TailSums": "GradStats grad_stats; pointer lse, weight, cuts, sums; int64 num_cuts, blocks, sampled",
     "Product": "pointer factor, source, out; int64 source_stride, out_rows, out_stride, width; "
     "int32 source_dtype, out_dtype, add",
     "Divergence": "Tile teacher; pointer lse, teacher_lse, sums, pull, coefficient, out; "
