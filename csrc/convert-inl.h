@@ -77,7 +77,7 @@ GRPO_INLINE auto with_dtype(int32_t dtype, const Work& work) {
     case kBFloat16: return work(BFloat16{});
     case kFloat16: return work(Float16{});
   }
-  __builtin_unreachable();  // cpu.py passes no other
+  __builtin_unreachable();  // native_library.py passes no other
 }
 
 // The first `count` < kLanes lanes; the rest are `fill`, and nothing beyond them is read.

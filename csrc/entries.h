@@ -1,6 +1,6 @@
 // The entries of a row's gradient that matter, and products with them: the C ABI, and what one
 // instruction set provides. `grpo_kernels/backends/entries.py` says what entries are, and how they
-// are chosen; `grpo_kernels/backends/cpu.py` mirrors the structs of the ABI.
+// are chosen; `grpo_kernels/backends/native_library.py` mirrors the structs of the ABI.
 #pragma once
 
 #include "rows.h"

@@ -28,7 +28,7 @@ struct Update {
 
 constexpr int64_t kRankStep = 8;  // vectors of `lora_u` that stay in registers
 
-// logits = hidden @ weight^T + update + bias. `grpo_kernels/backends/cpu.py` mirrors this.
+// logits = hidden @ weight^T + update + bias.
 struct Linear {
   const void* hidden;  // (tile.rows, depth)
   const void* weight;  // (tile.columns, depth)

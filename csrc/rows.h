@@ -2,8 +2,8 @@
 //
 // Pointers are raw and borrowed for the call. Strides count elements, not bytes. Statistics are
 // fp32, but for lse: at 1e4 its rounding to fp32 would put 5e-4 on every probability.
-// `grpo_kernels/backends/cpu.py` mirrors the structs of the C ABI, and compares their sizes with
-// grpo_struct_size when it loads the library.
+// `grpo_kernels/backends/native_library.py` mirrors the structs of the C ABI, and compares their
+// sizes with grpo_struct_size when it loads the library.
 //
 // A row's scores are z = score_scale * u, where u is the logit, or with a softcap
 // tanh(cap_scale * logit). Its softmax is one pass, relative to an anchor, the largest u so far:

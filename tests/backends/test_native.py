@@ -8,16 +8,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_kernels.backends import BACKENDS, cpu
+from grpo_kernels.backends import BACKENDS, StatsGrad, Tile, native_library
 from grpo_kernels.backends.cpu import Native
-from grpo_kernels.head import Head, Transform
+from grpo_kernels.head import Head, HeadLoRA, Transform
 from tests.backends.conftest import ISAS
 from tests.net.test_net import assert_none_fails
 
@@ -129,25 +129,59 @@ _TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes
 
 
 @pytest.mark.skipif(not CSRC.exists(), reason="no sources")
-@pytest.mark.parametrize("name", cpu._STRUCTS)
+@pytest.mark.parametrize("name", native_library.STRUCTS)
 def test_a_mirror_has_the_fields_of_the_header(name: str) -> None:
     """Sizes do not show fields in another order, or in the padding at the end."""
     headers = "".join(path.read_text() for path in CSRC.glob("*.h"))
     (body,) = re.findall(rf"^struct {name} {{$(.*?)^}};$", headers, re.M | re.S)
     fields = []
     for kind, pointer, names in re.findall(r"^  (?:const )?(\w+)(\*?) (\w[\w, ]*);", body, re.M):
-        view = ctypes.c_void_p if pointer else (_TYPES | cpu._VIEWS)[kind]
+        view = ctypes.c_void_p if pointer else (_TYPES | native_library.VIEWS)[kind]
         fields += [(field, view) for field in names.split(", ")]
-    assert cpu._VIEWS[name]._fields_ == fields
+    assert native_library.VIEWS[name]._fields_ == fields
 
 
 def test_a_struct_of_another_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = cpu._VIEWS["Tile"]
+    view = native_library.VIEWS["Tile"]
     shorter = type("Tile", (ctypes.Structure,), {"_fields_": view._fields_[:-1]})
     sizes = f"struct Tile of {ctypes.sizeof(shorter)} bytes, got {ctypes.sizeof(view)}"
-    monkeypatch.setitem(cpu._VIEWS, "Tile", shorter)
+    monkeypatch.setitem(native_library.VIEWS, "Tile", shorter)
     with pytest.raises(ImportError, match=sizes):
-        cpu._load.__wrapped__()
+        native_library.load_library.__wrapped__()
+
+
+def test_arguments_beyond_their_memory_are_errors() -> None:
+    backend = Native()
+    rows, logits = torch.zeros(4), torch.zeros(4, 9)
+    tile = Tile(logits, torch.zeros(4, dtype=torch.int64), Transform())
+    stats = backend.stats(tile, False)
+    gradient = StatsGrad(rows)
+    entries = backend.extract_entries(tile, stats, 0, 0, rows + 1e-3, 9)
+    hidden, target, fp32 = torch.zeros(4, 8), tile.target, "fp32"
+    short = Head(torch.zeros(9, 7), None, Transform())
+    biased = Head(torch.zeros(9, 8), torch.zeros(8), Transform())
+    lora = HeadLoRA(a=torch.zeros(2, 8), b=torch.zeros(8, 2))
+    adapted = Head(torch.zeros(9, 8), None, Transform(), lora)
+    calls: list[Callable[[], object]] = [
+        lambda: backend.stats(tile._replace(target=target[:3]), False),
+        lambda: backend.stats(tile._replace(logits=logits.double()), False),
+        lambda: backend.stats(tile._replace(logits=torch.zeros(9, 4).t()), False),
+        lambda: backend.dlogits_(tile, stats, gradient, torch.zeros(4, 8)),
+        lambda: backend.dlogits_(tile, stats, StatsGrad(rows[:3]), logits),
+        lambda: backend.dlogits_(tile, stats, gradient, torch.zeros(4, 9, device="meta")),
+        lambda: backend.linear_stats(hidden, short, target, fp32, False),
+        lambda: backend.linear_stats(hidden, biased, target, fp32, False),
+        lambda: backend.linear_stats(hidden, adapted, target, fp32, False),
+        lambda: backend.linear_stats(hidden[:3], biased, target, fp32, False),
+        lambda: backend.entries_matmul(entries, rows, torch.zeros(9, 5), torch.zeros(3, 5)),
+        lambda: backend.entries_matmul(entries, rows, torch.zeros(9, 5), torch.zeros(4, 4)),
+        lambda: backend.entries_transposed_matmul(
+            entries, rows, torch.zeros(3, 5), torch.zeros(9, 5), False, 0
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="native kernels: unexpected"):
+            call()
 
 
 _STARVED = """
@@ -186,7 +220,7 @@ def test_a_call_starts_its_threads_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     head = Head(torch.randn(5000, 8), None, Transform())
     target = torch.zeros(2000, dtype=torch.int64)
-    started = cpu._load().grpo_threads_started
+    started = native_library.load_library().grpo_threads_started
     before = started()
     BACKENDS["cpu"].linear_stats(torch.randn(2000, 8), head, target, "fp32", False)
     assert started() - before == 2

@@ -47,7 +47,7 @@ def test_a_backend_that_cannot_run_is_an_error() -> None:
 def test_missing_native_library_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(cpu, "_load", lambda: "it was not built")
+    monkeypatch.setattr(cpu, "load_library", lambda: "it was not built")
     choice.warn_once.cache_clear()
     for _ in range(3):
         chosen = choose_backend("auto", CPU, torch.float32)
