@@ -13,23 +13,14 @@ constexpr float kLeastLogp = -1e4f;  // LEAST_LOGP of grpo_kernels/backends/base
 
 GRPO_INLINE Float positive(Float x) { return x > 0.0f ? x : Float{}; }
 
-// e^x - 1 for x <= 0, to about 1 ulp of the result: 2^n (e^r - 1) + (2^n - 1).
+// e^x - 1 for x <= 0, to about 1 ulp of the result.
 GRPO_INLINE Float expm1(Float x) {
-  constexpr float kRound = 0x1.8p23f;
-  x = at_least(x, kExpFloor);
-  Float n = x * 1.44269504f + kRound;
-  const Float power = (Float)(((Bits)n << 23) + 0x3f800000u);
-  n -= kRound;
-  const Float r = (x - n * 0.69140625f) - n * 0.0017409306f;
-  Float p = r * 0.0013950479f + 0.008368882f;
-  p = p * r + 0.041666206f;
-  p = p * r + 0.1666652f;
-  p = p * r + 0.5f;
-  return ((p * r) * r + r) * power + (power - 1.0f);
+  const Exponential e = exponential(at_least(x, kExpFloor));
+  return e.rest * e.power + (e.power - 1.0f);
 }
 
 // log(1 + y) for y in (-1, 0], to about 2 ulp. 1 + y = 2^k (1 + f) with 1 + f near 1, and
-// log(1 + f) = 2 artanh(f / (2 + f)).
+// log(1 + f) = 2 artanh(f / (2 + f)), by the first terms of its series.
 GRPO_INLINE Float log1p(Float y) {
   constexpr uint32_t kRootOfHalf = 0x3f3504f3u;
   const Bits bits = (Bits)(y + 1.0f) - kRootOfHalf;
