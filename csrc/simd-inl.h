@@ -80,9 +80,9 @@ GRPO_INLINE Float exp(Float x, Ints zero) {
 
 GRPO_INLINE Float exp(Float x) { return exp(x, x <= kExpFloor); }
 
-// tanh to about 2 ulp, +-1 at +-inf, NaN for NaN. Small arguments: x (1 + y P(y)) with y = x^2; P is
-// found as that of `exponential`, for |1 + y P(y) - tanh(x) / x| on y <= 0.55^2, where it is 1e-9.
-// Else 1 - 2 / (e^(2|x|) + 1).
+// tanh to about 2 ulp, +-1 at +-inf, NaN for NaN. Small arguments: x (1 + y P(y)) with y = x^2, P
+// found as in `exponential`, for |1 + y P(y) - tanh(x) / x| on y <= 0.55^2, which is 1e-9. Else
+// 1 - 2 / (e^(2|x|) + 1).
 GRPO_INLINE Float tanh(Float x) {
   const Bits sign = (Bits)x & 0x80000000u;
   const Float size = (Float)((Bits)x ^ sign);

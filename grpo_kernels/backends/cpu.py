@@ -147,7 +147,7 @@ class Native(Backend):
         hidden, weight = _rows(hidden), _rows(head.weight.to(hidden.dtype))
         bias = None if head.bias is None else head.bias.float().contiguous()
         columns, depth = weight.shape
-        require(hidden.shape[1] == depth, hidden.shape)
+        require(hidden.shape == (len(target), depth), hidden.shape)
         require(bias is None or bias.shape == (columns,), bias)
         require(logits is None or logits.dtype == torch.float32, logits)
         linear = VIEWS["Linear"](

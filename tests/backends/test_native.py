@@ -158,6 +158,7 @@ def test_arguments_beyond_their_memory_are_errors() -> None:
     gradient = StatsGrad(rows)
     entries = backend.extract_entries(tile, stats, 0, 0, rows + 1e-3, 9)
     hidden, target, fp32 = torch.zeros(4, 8), tile.target, "fp32"
+    fitting = Head(torch.zeros(9, 8), None, Transform())
     short = Head(torch.zeros(9, 7), None, Transform())
     biased = Head(torch.zeros(9, 8), torch.zeros(8), Transform())
     lora = HeadLoRA(a=torch.zeros(2, 8), b=torch.zeros(8, 2))
@@ -172,7 +173,7 @@ def test_arguments_beyond_their_memory_are_errors() -> None:
         lambda: backend.linear_stats(hidden, short, target, fp32, False),
         lambda: backend.linear_stats(hidden, biased, target, fp32, False),
         lambda: backend.linear_stats(hidden, adapted, target, fp32, False),
-        lambda: backend.linear_stats(hidden[:3], biased, target, fp32, False),
+        lambda: backend.linear_stats(hidden[:3], fitting, target, fp32, False),
         lambda: backend.entries_matmul(entries, rows, torch.zeros(9, 5), torch.zeros(3, 5)),
         lambda: backend.entries_matmul(entries, rows, torch.zeros(9, 5), torch.zeros(4, 4)),
         lambda: backend.entries_transposed_matmul(
