@@ -331,6 +331,7 @@ def _grad_stats(stats: RowStats, grad_stats: StatsGrad | None) -> View:
     """Return the view of gradients of log-probabilities and entropy, or of none."""
     if grad_stats is None:
         return VIEWS["GradStats"]()
+    require(outer.dlogp is not None and outer.dentropy is not None, outer)
     return VIEWS["GradStats"](
         len(stats.lse), entropy=stats.entropy, dlogp=grad_stats.dlogp, dentropy=grad_stats.dentropy
     )

@@ -170,6 +170,7 @@ def test_arguments_beyond_their_memory_are_errors() -> None:
         lambda: backend.dlogits_(tile, stats, gradient, torch.zeros(4, 8)),
         lambda: backend.dlogits_(tile, stats, StatsGrad(rows[:3]), logits),
         lambda: backend.dlogits_(tile, stats, gradient, torch.zeros(4, 9, device="meta")),
+        lambda: backend.extract_entries(tile, stats, 0, 0, rows, 9, None, gradient),
         lambda: backend.linear_stats(hidden, short, target, fp32, False),
         lambda: backend.linear_stats(hidden, biased, target, fp32, False),
         lambda: backend.linear_stats(hidden, adapted, target, fp32, False),
