@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +11,8 @@ from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.demo.task import digits_reversal_reward
 from tests.support.vllm_stub import StubServer
+from tests.trainer import features
+from tests.trainer.features import SETTINGS
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -68,44 +68,28 @@ def chat_dataset(dataset, chat_tokenizer) -> Dataset:
 @pytest.fixture
 def make_args(tmp_path):
     def make(**changes) -> GRPOConfig:
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 4,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "write_report": False,
-        }
-        return GRPOConfig(**(settings | changes))
+        usual = {"output_dir": str(tmp_path / "out"), "num_generations": 4}
+        return GRPOConfig(**(SETTINGS | usual | changes))
 
     return make
 
 
 @pytest.fixture
-def make_trainer(make_args, policy, tokenizer, dataset):
+def make_trainer(tmp_path, policy, tokenizer, dataset):
     """Make a trainer; ``changes`` are of its own arguments, and of those of its config."""
-    own = set(inspect.signature(GRPOTrainer).parameters)
 
     def make(
         reward_funcs=digits_reversal_reward, model=None, engine=None, kind=GRPOTrainer, **changes
     ) -> GRPOTrainer:
-        given = {
+        usual = {
+            "reward_funcs": reward_funcs,
+            "model": policy if model is None else model,
             "train_dataset": dataset,
             "eval_dataset": dataset.select(range(4)),
             "processing_class": tokenizer,
             "rollout_engine": engine,
+            "num_generations": 4,
         }
-        named = isinstance(changes.get("rollout_engine"), str)  # a field of the config, too
-        taken = (own - {"rollout_engine"} if named else own) & changes.keys()
-        given |= {name: changes.pop(name) for name in taken}
-        given.setdefault("args", make_args(**changes))
-        return kind(model if model is not None else policy, reward_funcs, **given)
+        return features.make_trainer(tmp_path / "out", usual | changes, kind)
 
     return make
