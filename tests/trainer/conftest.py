@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture
 def uncompiled():
-    """Run torchao's steps as they are written: to compile them for each shape takes a minute."""
+    """Run what is compiled as it is written: torchao's steps for each shape would take a minute."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -16,7 +16,7 @@ from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.engines import Completions
 from grpo_trainer.policy import target_logprobs
 from tests.support.trainer import CannedEngine, adapted, lengths_reward, parameters
-from tests.trainer.checkpoint.features import trainer
+from tests.trainer.features import resumable
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 
@@ -31,7 +31,7 @@ def policy(seed: int) -> Any:
 def made(folder: Path, **changes: Any) -> GRPOTrainer:
     usual: dict[str, Any] = {"model": policy(0), "teacher": policy(1), "max_steps": 2}
     usual |= {"rollout_engine": CannedEngine(), "reward_funcs": lengths_reward, "temperature": 0.8}
-    built = trainer(usual | changes, folder)
+    built = resumable(usual | changes, folder)
     built.current_gradient_accumulation_steps = 1  # which train() sets
     return built
 

@@ -1,4 +1,7 @@
-"""Which checkpoint a run goes on from, what it must share with it, and what is written where."""
+"""A resumed run is the straight run to the bit, whatever it has switched on.
+
+And which checkpoint it goes on from, what it must share with it, and what is written where.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,35 @@ from grpo_trainer.checkpoint import CheckpointError, StartError
 from grpo_trainer.checkpoint import resuming as run_settings
 from grpo_trainer.checkpoint.files import MANIFEST_NAME
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
+from tests.support import left_behind
 from tests.support.trainer import logged, parameters
-from tests.trainer.checkpoint import features
-from tests.trainer.checkpoint.features import BEST, EVALUATED, SYNCED, alike, hint
+from tests.trainer.checkpoint.table import BEST, EVALUATED, FEATURES, SYNCED
+from tests.trainer.features import SAVED, STEPS, alike, engine, hint, made, resumable
+from tests.trainer.test_extensions import Replay
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore")  # peft's, on tied weights and switched adapters
+@pytest.mark.parametrize("feature", FEATURES)
+def test_resumed_run_is_the_straight_run(feature, tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+
+    def run(folder: Path, **resume):
+        trainer = resumable(made(FEATURES[feature]), folder)
+        trainer.train(**resume)
+        assert trainer.state.global_step == STEPS
+        last = left_behind.checkpoint(folder / f"checkpoint-{STEPS}")
+        written = left_behind.completions(folder, after=SAVED)
+        return left_behind.rows(trainer.state.log_history), last, written
+
+    logged, last, written = run(straight)
+    shutil.copytree(straight / f"checkpoint-{SAVED}", resumed / f"checkpoint-{SAVED}")
+    again = run(resumed, resume_from_checkpoint=True)
+    assert again[0] == logged
+    assert again[2] == written and written
+    assert again[1] == last and "optimizer.pt" in last
 
 
 @pytest.fixture
@@ -36,7 +63,7 @@ def out(tmp_path) -> Path:
 def make(out):
     def trainer(folder: Path = out, **changes: Any):
         settings = {"max_steps": 2, "save_steps": 1, "log_completions": False}
-        return features.trainer(settings | changes, folder)
+        return resumable(settings | changes, folder)
 
     return trainer
 
@@ -45,7 +72,7 @@ def make(out):
 def written(tmp_path_factory) -> Path:
     """Return the folder of a run of two steps, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("written")
-    features.trainer({"max_steps": 2, "save_steps": 1, "log_completions": False}, folder).train()
+    resumable({"max_steps": 2, "save_steps": 1, "log_completions": False}, folder).train()
     return folder
 
 
@@ -76,7 +103,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_config": LORA}, "peft_config.* = None, got "),
     ({"dynamic_prompts_fn": hint}, "dynamic_prompts_fn = None, got '.*hint'"),
     ({"rollout_func": hint}, "rollout_func"),
-    (features.engine(), "engine = 'transformers', got 'BackgroundEngine'"),
+    ({"prompts": Replay}, "prompts = .*, got '.*Replay'"),
+    (engine(), "engine = 'transformers', got 'BackgroundEngine'"),
     *(({name: value}, f"{name} = ") for name, value in {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "beta": 0.1,
         "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2,
@@ -129,6 +157,7 @@ def test_other_processes_are_refused(make, checkpoint, monkeypatch):
 
 def test_what_may_change_changes(make, checkpoint, tmp_path):
     free = {"logging_steps": 2, "save_steps": 3, "log_completions": True, "run_name": "other"}
+    free |= {"mlp_tile_tokens": 5}
     trainer = make(tmp_path / "other", max_steps=4, **free)
     trainer.train(resume_from_checkpoint=checkpoint)
     assert [row["step"] for row in logged(trainer)] == [1, 2, 4]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_kernels.losses import static_weights
 from grpo_trainer.experience import compute_advantages
 from tests.support.trainer import CannedEngine
-from tests.trainer.checkpoint.features import trainer
+from tests.trainer.features import resumable
 
 NAN = float("nan")
 ONE = torch.ones(1)
@@ -218,7 +218,7 @@ def test_mean_over_prompts(tmp_path, steps):
     """Each prompt counts alike, however long its completions are and where they are dealt to."""
     changes = {"loss_aggregation": "prompt_mean", "steps_per_generation": steps}
     changes |= {"per_device_train_batch_size": 8 // steps, "rollout_engine": CannedEngine()}
-    made = trainer(changes, tmp_path)
+    made = resumable(changes, tmp_path)
     made.current_gradient_accumulation_steps = steps
     batches = made._generation_batch()
     weights: dict[int, float] = {}

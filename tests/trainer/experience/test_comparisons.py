@@ -10,7 +10,7 @@ import torch
 
 from grpo_trainer.experience import ADVANTAGES, PassAtK, maxrl, reinforce_plus_plus, rloo
 from grpo_trainer.experience.comparisons import advantages_of
-from tests.trainer.checkpoint.features import trainer
+from tests.trainer.features import resumable
 
 REWARDS = torch.tensor([[1.0], [0.0], [0.0], [1.0], [3.0], [0.5], [0.0], [0.0]])
 ONE = torch.ones(1)
@@ -78,10 +78,9 @@ def test_rewards_that_do_not_apply() -> None:
 def test_by_name(tmp_path) -> None:
     assert advantages_of("pass_at_3") == PassAtK(3) and advantages_of("rloo") is rloo
     for name in ("reinforce_plus_plus", "pass_at_2"):
-        made = trainer({"advantages": name, "max_steps": 1}, tmp_path / name)
-        made.train()
+        resumable({"advantages": name, "max_steps": 1}, tmp_path / name).train()
     with pytest.raises(ValueError, match="advantages: expected a function or one of rloo, .*'ppo'"):
-        trainer({"advantages": "ppo"}, tmp_path / "wrong")
+        resumable({"advantages": "ppo"}, tmp_path / "wrong")
     with pytest.raises(ValueError, match="k: expected an integer >= 1, got 0"):
         PassAtK(0)
     with pytest.raises(ValueError, match="expected groups of at least k = 3 completions, got 2"):
