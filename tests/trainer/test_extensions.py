@@ -1,20 +1,22 @@
-"""Prompts, columns and terms of the user's: the examples of the guide, and errors."""
+"""Prompts, columns, terms and subclasses of the user's: the examples of the guide, and errors."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from grpo_trainer import GRPOTrainer, Prompts, Sample, Term
-from tests.support.documents import ROOT, python_block
-from tests.support.trainer import BackgroundEngine, parameters
-from tests.trainer.checkpoint.features import engine
-from tests.trainer.checkpoint.features import trainer as make
+from grpo_trainer.data import MicroBatch
+from grpo_trainer.trl_names import _INSTEAD, CALLED
+from tests.support.documents import DOCS, ROOT, python_block
+from tests.support.trainer import BackgroundEngine
+from tests.trainer.features import engine
 
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 
@@ -79,19 +81,7 @@ def test_groups_are_replayed(make_trainer):
     assert batch.advantages.abs().min() > 0
 
 
-def replayed(folder: Path, **changes: Any) -> GRPOTrainer:
-    return make(engine(prompts=Replay, **changes), folder)
-
-
-def test_a_resumed_run_replays_the_same(tmp_path):
-    straight = replayed(tmp_path / "a")
-    straight.train()
-    resumed = replayed(tmp_path / "b")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    assert torch.equal(parameters(resumed.model), parameters(straight.model))
-    other = make(engine(), tmp_path / "c")
-    with pytest.raises(ValueError, match="was written with prompts = .*Replay"):
-        other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+WITHOUT_DATASET = {"train_dataset": None, "eval_dataset": None}
 
 
 class OwnPrompts(Prompts):
@@ -118,21 +108,9 @@ def test_prompts_without_a_dataset(make_trainer):
     def reward(completion_ids, **columns):
         return [float(len(ids)) for ids in completion_ids]
 
-    changes = {"prompts": OwnPrompts, "train_dataset": None, "eval_dataset": None, "max_steps": 2}
-    trainer = make_trainer(reward, kind=watched(seen), **changes)
+    trainer = make_trainer(reward, kind=watched(seen), prompts=OwnPrompts, **WITHOUT_DATASET)
     trainer.train()
     assert [[prompt for prompt, _ in batch] for batch in seen] == [["1="] * 4, ["2="] * 4]
-
-
-def test_a_wrong_number_of_samples(make_trainer):
-    class Fewer(OwnPrompts):
-        def next(self, count):
-            return super().next(count)[1:]
-
-    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
-    message = r"prompts: expected 4 different samples of this process from next, got 3"
-    with pytest.raises(ValueError, match=message):
-        make_trainer(prompts=Fewer, **changes).train()
 
 
 def first_tokens_count(sample):
@@ -154,29 +132,9 @@ def test_rewards_of_steps_are_added(make_trainer):
     assert logged == pytest.approx(10 * batch.advantages[batch.target >= 0].mean().item(), rel=1e-5)
 
 
-def counts(batch, policy):
-    """Set a column of its own, and change advantages in place."""
-    batch.mine = batch.target + 1
-    batch.advantages *= 2
-
-
 class OnlyALoss(Term):
     def on_head(self, batch, policy):
         return lambda hidden, head: hidden.sum()
-
-
-class ReadsMine(Term):
-    def on_head(self, batch, policy):
-        assert torch.equal(batch.mine, batch.target + 1)
-
-
-def test_a_term_reads_what_a_column_set_also_after_a_resume(tmp_path):
-    changes = {"columns": [counts], "terms": [ReadsMine()], "num_iterations": 2}
-    straight = make(changes | {"save_steps": 3}, tmp_path / "a")
-    straight.train()
-    resumed = make(changes, tmp_path / "b")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    assert torch.equal(parameters(resumed.model), parameters(straight.model))
 
 
 class Demonstrations(OwnPrompts):
@@ -188,6 +146,16 @@ class Demonstrations(OwnPrompts):
         return samples
 
 
+def given_by(*others):
+    """Return prompts of which the first sample is replaced by what ``others`` make."""
+
+    class Wrong(OwnPrompts):
+        def next(self, count):
+            return [*(make() for make in others), *super().next(count)[1:]]
+
+    return {"prompts": Wrong} | WITHOUT_DATASET
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -196,6 +164,14 @@ class Demonstrations(OwnPrompts):
             "columns: expected Metrics or None from .*lambda>, got {'mine': 1.0}",
         ),
         ({"terms": [OnlyALoss()]}, "terms: expected a loss and Metrics from OnlyALoss, got tensor"),
+        (given_by(lambda: Sample("1=", completion_ids=[99])), "sample 0: expected completion_ids"),
+        (
+            given_by(lambda: Sample("1=", completion_ids=[3] * 9)),
+            "sample 0: expected 1 to 4 tokens",
+        ),
+        (given_by(lambda: Sample("1=", row={"other": 1})), "expected the same columns in the rows"),
+        (given_by(lambda: {"prompt": "1="}), "prompts: expected a list of Samples from next"),
+        (given_by(), "prompts: expected 4 different samples of this process from next, got 3"),
     ],
 )
 def test_what_they_return_is_checked(make_trainer, changes, message):
@@ -206,10 +182,9 @@ def test_what_they_return_is_checked(make_trainer, changes, message):
 def test_completions_that_the_user_has(make_trainer):
     """They count as new ones next to those that the engine reports log-probabilities of."""
     seen: list[list[tuple[str, list[int]]]] = []
-    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
     trainer = make_trainer(
         lambda completions, **_: [float(len(text)) for text in completions],
-        kind=watched(seen), prompts=Demonstrations, **changes, **engine(),
+        kind=watched(seen), prompts=Demonstrations, max_steps=1, **WITHOUT_DATASET, **engine(4),
     )  # fmt: skip
     trainer.train()
     assert seen[0][0] == ("1=", [3, 4, 1])
@@ -234,25 +209,6 @@ def test_replayed_samples_keep_the_columns_of_a_rollout_func(make_trainer):
     changes = {"num_generations": 2, "max_steps": 2}
     make_trainer(reward, prompts=Replay, rollout_func=rollout, **changes).train()
     assert seen == [[0, 1, 2, 3], [0, 1, 0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        (lambda: Sample("1=", completion_ids=[99]), "sample 0: expected completion_ids 0 <= id"),
-        (lambda: Sample("1=", completion_ids=[3] * 9), "sample 0: expected 1 to 4 tokens, got 9"),
-        (lambda: Sample("1=", row={"other": 1}), "expected the same columns in the rows of all"),
-        (lambda: {"prompt": "1="}, "prompts: expected a list of Samples from next"),
-    ],
-)
-def test_samples_that_are_none(make_trainer, sample, message):
-    class Wrong(OwnPrompts):
-        def next(self, count):
-            return [sample(), *super().next(count)[1:]]
-
-    changes = {"train_dataset": None, "eval_dataset": None, "max_steps": 1}
-    with pytest.raises(ValueError, match=message):
-        make_trainer(prompts=Wrong, **changes).train()
 
 
 def test_a_class_without_its_methods_cannot_be_made(make_trainer):
@@ -330,3 +286,74 @@ def test_a_sample_with_a_column_that_no_checkpoint_holds():
         ValueError, match="Sample.state: column 'when': expected numbers, .* object"
     ):
         Sample("1=", row=row).state()
+
+
+# a subclass with methods of TRL's trainer: they are called, or it is told what to do instead
+
+
+def test_every_field_of_a_micro_batch_is_documented():
+    rows = [line for line in DOCS.splitlines() if line.startswith("| ")]
+    for item in fields(MicroBatch):
+        assert any(f"| `{item.name}`" in row for row in rows), item.name
+
+
+def test_rewards_are_calculated_by_the_subclass(make_trainer):
+    seen: list[Any] = []
+
+    class Doubling(GRPOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            seen.append((inputs, prompts, completions, completion_ids_list))
+            return 2 * super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def reward(completion_ids, answer, log_extra, log_metric, trainer_state, **columns):
+        log_extra("answered", answer)
+        log_metric("half", 0.5)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer(reward, kind=Doubling, max_steps=1, log_completions=True)
+    trainer.train()
+    [(inputs, prompts, completions, ids)] = seen
+    assert [row["prompt"] for row in inputs] == prompts and all(row["answer"] for row in inputs)
+    assert len(prompts) == len(completions) == len(ids) == 4
+    [row, *_] = trainer.state.log_history
+    assert row["reward"] == pytest.approx(2 * sum(map(len, ids)) / 4) and row["half"] == 0.5
+
+
+def test_the_loss_is_computed_by_the_subclass(make_trainer):
+    class Regularised(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return super()._compute_loss(model, inputs) + 7.0
+
+    losses = []
+    for kind in (GRPOTrainer, Regularised):
+        trainer = make_trainer(kind=kind, max_steps=1)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] - losses[0] == pytest.approx(7.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [*_INSTEAD, *CALLED])
+def test_what_nobody_would_call_is_refused(make_trainer, name):
+    kind = type("Mine", (GRPOTrainer,), {name: lambda self, one, *, two: None})
+    said = (
+        "no such method"
+        if name in _INSTEAD
+        else rf"a method that takes \({CALLED.get(name, ())[0]}"
+    )
+    with pytest.raises(ValueError, match=rf"Mine\.{name}: expected {said}"):
+        make_trainer(kind=kind)
+
+
+def test_the_names_are_those_of_trl():
+    trl = pytest.importorskip("trl")
+    assert all(hasattr(trl.GRPOTrainer, name) for name in (*CALLED, *_INSTEAD))
+
+
+def test_rewards_of_another_shape(make_trainer):
+    class Wrong(GRPOTrainer):
+        def _calculate_rewards(self, *given: Any) -> Any:
+            return torch.zeros(4)
+
+    message = r"_calculate_rewards: expected a tensor of \(4, 1\).*\(4,\)"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(kind=Wrong, max_steps=1).train()
