@@ -1,4 +1,4 @@
-"""dynamic_prompts_fn: what is replaced, when, and what it must return."""
+"""Which prompts come next: by dynamic_prompts_fn, and where groups have nothing to teach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig
 from grpo_trainer.data import Sample
 from grpo_trainer.experience import Curriculum
-from tests.support.trainer import BackgroundEngine, MuteError
+from tests.support.trainer import BackgroundEngine, CannedEngine, MuteError
 
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
 MESSAGES = [{"role": "user", "content": "1"}]
@@ -197,3 +197,72 @@ def test_the_config_takes_a_function_or_its_path(make_args, train):
 def test_wrong_settings(train, function, changes, message):
     with pytest.raises(ValueError, match=f"dynamic_prompts_{message}"):
         train(function, **changes)
+
+
+# dynamic sampling
+
+
+@pytest.fixture
+def train_on(make_trainer):
+    """Train on prompts of which ``useful`` says which tell their completions apart."""
+
+    def run(useful, **changes):
+        drawn = []
+
+        def reward(prompts, completion_ids, **kwargs):
+            drawn.append([prompt[:-1] for prompt in prompts[::2]])
+            return [
+                float(row % 2 and useful(int(prompt[:-1]))) for row, prompt in enumerate(prompts)
+            ]
+
+        settings = {
+            "dynamic_sampling": True,
+            "num_generations": 2,
+            "shuffle_dataset": False,
+            "per_device_train_batch_size": 8,
+            "max_steps": 1,
+        }
+        trainer = make_trainer(reward, **(settings | changes), engine=CannedEngine())
+        trainer.train()
+        [log] = [row for row in trainer.state.log_history if "loss" in row][-1:]
+        names = ("resampling_rounds", "discarded_groups", "unfilled_groups")
+        counts = [log[f"dynamic_sampling/{name}"] for name in names]
+        return trainer, drawn, counts, log
+
+    return run
+
+
+# the dataset's prompts: 0, 37, 74, 111, 148, 185, 222, 259, 296, 333, 370, ...
+
+
+def test_missing_groups_are_drawn_from_the_next_prompts(train_on):
+    trainer, drawn, counts, log = train_on(lambda number: number % 2 == 1)
+    assert drawn == [["000", "037", "074", "111"], ["148", "185"], ["222"], ["259"]]
+    assert counts == [3, 4, 0]
+    [batch] = trainer._buffer.batches
+    # 37, 111, 185 and 259, by the digits of the prompts
+    first = [trainer.processing_class.decode(ids[:3]) for ids in batch.input_ids[::2]]
+    assert [text.replace(" ", "") for text in first] == ["037", "111", "185", "259"]
+    assert batch.advantages.abs().min() > 0.1
+    # what was generated counts, not only what was trained on
+    assert log["frac_reward_zero_std"] == pytest.approx(0.5)
+    assert log["reward"] == pytest.approx(0.25)
+    assert log["num_tokens"] > int(batch.attention_mask.sum())
+
+
+def test_nothing_is_drawn_when_all_groups_differ(train_on):
+    _, drawn, counts, _ = train_on(lambda number: True)
+    assert len(drawn) == 1 and counts == [0, 0, 0]
+
+
+def test_after_the_last_round_groups_without_variance_fill_the_batch(train_on):
+    trainer, drawn, counts, _ = train_on(lambda number: number == 37, max_resampling_rounds=2)
+    assert drawn[1:] == [["148", "185", "222"], ["259", "296", "333"]]
+    assert counts == [2, 6, 3]
+    [batch] = trainer._buffer.batches
+    assert (batch.advantages != 0).tolist() == [True, True] + [False] * 6
+
+
+def test_the_next_batch_goes_on_after_the_last_prompt_drawn(train_on):
+    _, drawn, *_ = train_on(lambda number: number % 2 == 1, max_steps=2)
+    assert drawn[4][0] == "296"
