@@ -1,13 +1,14 @@
 """What else processes do together: generate, stream weights, save, load, refuse and stop.
 
-Each is called on every process with its placement and a folder that all share.
+Each is called on every process with its placement and a folder that all share, asserts what a
+process can tell by itself, and returns what is compared with one process, or between several.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,26 +28,28 @@ from grpo_trainer.experience.parts import computed_tokens, cut_rows
 from grpo_trainer.policy import loading_whole, placement_of
 from tests.support.placements import FSDP2, processes, rank
 from tests.support.trainer import BackgroundEngine, lengths_reward, logged
-from tests.trainer.processes.features import FEATURES, held, make_trainer, plain, tied, weights
+from tests.trainer.features import made, policy, tied_policy
+from tests.trainer.processes.features import FEATURES, held, run, trainer_of, weights
 from tests.trainer.test_extensions import Replay
 
 Found = dict[str, Any]
 
-ADAPTED = {"lora": plain, "tied ends": tied}  # features whose policy has an adapter
+ADAPTED = {"lora": policy, "tied ends": tied_policy}  # features whose policy has an adapter
 
 
 def generation(placement: str, folder: str) -> Found:
     """Generate before, in and after training, with the model gathered and without."""
-    found = {}
+    found: Found = {}
     # a group's completions are all alike, which leaves the bonus to learn from
     changes = {"generation_kwargs": {"top_k": 1}, "entropy_coef": 1.0, "learning_rate": 0.5}
     for gathers in (True, False):
         changes["ds3_gather_for_generation"] = gathers
-        trainer = make_trainer("nothing", placement, folder, rollout_engine=None, **changes)
+        trainer = trainer_of("nothing", placement, folder, rollout_engine=None, **changes)
         seen = [greedy(trainer)]
         trainer.train()
         seen += [greedy(trainer), greedy(trainer)]
-        found[gathers] = {"seen": seen, "log": logged(trainer)}
+        assert rank() > 0 or seen[0] != seen[1] == seen[2]
+        found |= {f"seen, {gathers}": seen, f"log, {gathers}": logged(trainer)}
     return found
 
 
@@ -61,25 +64,37 @@ def greedy(trainer: GRPOTrainer) -> list[list[int]]:
 
 def checkpoints(placement: str, folder: str) -> Found:
     """Stop after each of the steps, go on, and save the model."""
-    found: Found = {}
     for name in ("reference", "lora", "dynamic", "tied ends"):
         out = Path(folder, name)
-        straight = make_trainer(name, placement, out, save_strategy="steps", save_steps=1)
+        straight = trainer_of(name, placement, out, save_strategy="steps", save_steps=1)
         straight.train()
-        resumed, finished = [], []
-        for runs, checkpoint in ((resumed, f"{out}/checkpoint-1"), (finished, True)):
-            runs.append(make_trainer(name, placement, out))
-            runs[0].train(resume_from_checkpoint=checkpoint)
+        resumed, finished = (trainer_of(name, placement, out) for _ in range(2))
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-1")
+        finished.train(resume_from_checkpoint=True)
+        assert logged(resumed) == logged(straight)
+        expected, *ends = (weights(trainer) for trainer in (straight, resumed, finished))
         straight.save_model(f"{folder}/whole {name}")
-        trainers = {"straight": straight, "resumed": resumed[0], "finished": finished[0]}
-        found[name] = {key: weights(trainer) for key, trainer in trainers.items()}
-        found[name]["logs"] = [logged(trainer) for trainer in (straight, resumed[0])]
-        files = out / "checkpoint-2"
-        found[name]["files"] = sorted(str(path.relative_to(files)) for path in files.rglob("*"))
         if straight.accelerator.is_main_process:
             with loading_whole():
-                found[name]["loaded"] = loaded(name, Path(folder, f"whole {name}"))
-    return found
+                ends.append(loaded(name, Path(folder, f"whole {name}")))
+        for end in ends:
+            assert_equal(end, expected)
+        assert_files(name, placement, out / "checkpoint-2")
+    return {}
+
+
+def assert_files(name: str, placement: str, checkpoint: Path) -> None:
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*")}
+    shards = "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    of = {"ddp": "optimizer.pt", "fsdp2": "pytorch_model_fsdp_0/__1_0.distcp"}
+    assert {of.get(placement, shards), "SHA256SUMS", "process_state_1.pt"} <= files
+    whole = "adapter_model.safetensors" if name in ADAPTED else "model.safetensors"
+    assert (whole in files) == (placement in ("ddp", "zero2"))
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def loaded(name: str, folder: Path) -> dict[str, Tensor]:
@@ -102,14 +117,18 @@ class PressesCtrlC(TrainerCallback):
 
 def interrupted(placement: str, folder: str) -> Found:
     """Stop all processes by one of them, and go on."""
-    trainer = make_trainer("dynamic", placement, folder)
+    trainer = trainer_of("dynamic", placement, folder)
     if rank() == processes() - 1:
         trainer.add_callback(PressesCtrlC())
     with pytest.raises(KeyboardInterrupt, match="after step 1; newest checkpoint: "):
         trainer.train()
-    trainer = make_trainer("dynamic", placement, folder)
+    trainer = trainer_of("dynamic", placement, folder)
     trainer.train(resume_from_checkpoint=True)
     return {"weights": weights(trainer)}
+
+
+def uninterrupted(placement: str, folder: str) -> Found:
+    return {"weights": run("dynamic", placement, folder)["weights"]}
 
 
 class InFlight(BackgroundEngine):
@@ -128,18 +147,21 @@ class InFlight(BackgroundEngine):
 
 
 def in_flight(placement: str, folder: str) -> Found:
-    """Return this process's prompts of each step, some of which dynamic sampling adds."""
+    """Keep groups whole: also those of dynamic sampling, of which one process may lack none."""
     prompts: list[list[str]] = []
 
     def note(batch, policy) -> None:
         prompts.append([sample.prompt for sample in batch.samples])
 
-    engine = InFlight(make_tokenizer(), plain().eval(), rank())
+    engine = InFlight(make_tokenizer(), policy().eval(), rank())
     settings = {"generation_batches_ahead": 1, "max_staleness": 3, "max_steps": 3}
-    make_trainer(
+    trainer_of(
         "dynamic", placement, folder, rollout_engine=engine, columns=[note], **settings
     ).train()
-    return {"prompts": prompts}
+    for step in prompts:
+        groups = [step[:4], step[4:]]
+        assert [len(set(group)) for group in groups] == [1, 1] and len(step) == 8
+    return {}
 
 
 def loading(placement: str, folder: str) -> Found:
@@ -149,13 +171,13 @@ def loading(placement: str, folder: str) -> Found:
         config = FSDP2["fsdp_config"] | {"cpu_ram_efficient_loading": True}
         changes["fsdp_config"] = config | {"state_dict_type": "FULL_STATE_DICT"}
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate launch does
-    policy, judge = Path(folder, "policy"), Path(folder, "judge")
+    saved, judge = Path(folder, "policy"), Path(folder, "judge")
 
     def write() -> str:
         """Write a policy and a classifier, while ZeRO-3 makes all models in shards."""
         if rank() == 0:
             with loading_whole():
-                write_policy(policy, seed=0)
+                write_policy(saved, seed=0)
                 tokenizer = make_tokenizer()
                 tokenizer.save_pretrained(judge)
                 config = make_policy(tokenizer, seed=0).config
@@ -164,16 +186,17 @@ def loading(placement: str, folder: str) -> Found:
                 Qwen3ForSequenceClassification(config).save_pretrained(judge)
         if processes() > 1:
             torch.distributed.barrier()
-        return str(policy)
+        return str(saved)
 
     changes |= {"model": write, "reward_funcs": str(judge)}
-    trainer = make_trainer("reference", placement, f"{folder}/out", **changes)
+    trainer = trainer_of("reference", placement, f"{folder}/out", **changes)
     before = held(trainer)
     zero = placement.startswith("zero")
     evaluated = None if zero else trainer.evaluate()["eval_reward"]
     trainer.train()
+    assert before == (0.5 if placement == "zero3" else 1.0)
     found = {"log": logged(trainer), "weights": weights(trainer)}
-    return found | {"held": before, "evaluated": evaluated}
+    return found if evaluated is None else found | {"evaluated": evaluated}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -197,59 +220,62 @@ class LiveBytes(TorchDispatchMode):
 
 
 def streamed(placement: str, folder: str) -> Found:
-    """Let the first process alone walk through the weights: not to the end, twice, and to fail."""
-    found: Found = {}
-    for name in ("clipped", "lora"):
-        trainer = make_trainer(name, placement, f"{folder}/{name}")
+    """Let the first process walk through the weights by itself: in part, twice, and to fail.
+
+    All gather them; never much more than a parameter is in memory.
+    """
+    for name in ("token budget", "lora"):
+        trainer = trainer_of(name, placement, f"{folder}/{name}")
         trainer.train()
         place = placement_of(trainer.accelerator)
         on_first = partial(on_first_process, trainer.accelerator, place.sharded)
-
-        def source() -> Iterator[tuple[str, Tensor]]:
-            return policy_weights(trainer.model, place)  # noqa: B023
-
-        def work(source: WeightSource) -> dict[str, Tensor]:
-            next(iter(source()))
-            return {key: value.clone() for key, value in source()}
-
-        def failing(source: WeightSource) -> None:
-            for _ in source():
-                raise ValueError("half way")
-
-        sent = on_first(work, source)
+        source = partial(policy_weights, trainer.model, place)
+        sent = on_first(copied, source)
         with pytest.raises(ValueError, match="half way"):
             on_first(failing, source)
         with LiveBytes() as live:
-            for item in policy_weights(trainer.model, place):
+            for item in source():
                 del item  # before the next one is gathered
         own = weights(trainer)
+        if rank() == 0:
+            assert_equal(sent, own)
         sizes = [value.numel() * value.element_size() for value in own.values()]
-        found[name] = {"sent": sent, "weights": own, "peak": live.peak}
-        found[name] |= {"largest": max(sizes), "total": sum(sizes)}
-    return found
+        # the gathered one and its parts; the thread that communicates may free the last ones late
+        assert 0 < live.peak <= 4 * max(sizes) + 1024 < sum(sizes) / 2
+    return {}
+
+
+def copied(source: WeightSource) -> dict[str, Tensor]:
+    next(iter(source()))
+    return {key: value.clone() for key, value in source()}
+
+
+def failing(source: WeightSource) -> None:
+    for _ in source():
+        raise ValueError("half way")
 
 
 def refused(placement: str, folder: str) -> Found:
-    """Ask for what cannot work; return the errors."""
-    asked: dict[str, dict[str, Any]] = {
-        "fp32 head": {"cast_lm_head_to_fp32": True, "bf16": True},
-        "overlap": {"generation_batches_ahead": 1},
-        "tokens": FEATURES["tokens"](),  # type: ignore[operator]
-    }
-    found = {
-        name: refusal(
-            lambda: make_trainer("nothing", placement, folder, rollout_engine=None, **changes)  # noqa: B023
-        )
-        for name, changes in asked.items()
-    }
+    """Ask for what cannot work, by the error that it is."""
+    tokens = {"fsdp2": "set modules_to_save=", "zero2": "nothing", "zero3": "use ZeRO-2"}
+    for changes, message in (
+        ({"cast_lm_head_to_fp32": True, "bf16": True}, "cast_lm_head_to_fp32: expected False"),
+        (
+            {"generation_batches_ahead": 1},
+            "generation_batches_ahead: expected 0, or an engine with weights of its own",
+        ),
+        (made(FEATURES["tokens"]), tokens[placement]),
+    ):
+        make = partial(trainer_of, "nothing", placement, folder, rollout_engine=None, **changes)
+        assert message in refusal(make)
     if placement == "fsdp2":
         config = FSDP2["fsdp_config"] | {"cpu_ram_efficient_loading": True}
-        found["loading"] = refusal(
-            lambda: make_trainer("tied ends", placement, folder, fsdp_config=config)
-        )
-    if placement.startswith("zero"):
-        found["evaluate"] = refusal(make_trainer("clipped", placement, folder).evaluate)
-    return found
+        make = partial(trainer_of, "tied ends", placement, folder, fsdp_config=config)
+        assert "cpu_ram_efficient_loading: expected False" in refusal(make)
+    else:
+        said = refusal(trainer_of("token budget", placement, folder).evaluate)
+        assert "evaluate: expected it during or after train" in said
+    return {}
 
 
 def refusal(work: Callable[[], Any]) -> str:
@@ -261,10 +287,10 @@ def refusal(work: Callable[[], Any]) -> str:
 
 
 def found_by_one(placement: str, folder: str) -> Found:
-    """Return what all processes raise when one of them finds something wrong with a folder."""
+    """Raise on all processes what one of them finds wrong with a folder."""
     out = Path(folder, "run")
-    make_trainer("dynamic", placement, out, save_strategy="steps", save_steps=1).train()
-    trainer = make_trainer("dynamic", placement, out)
+    trainer_of("dynamic", placement, out, save_strategy="steps", save_steps=1).train()
+    trainer = trainer_of("dynamic", placement, out)
     lock = FileLock(out / "_training.lock")
     if rank() == 0:
         lock.acquire()
@@ -274,12 +300,15 @@ def found_by_one(placement: str, folder: str) -> Found:
     lock.release()
     (out / "checkpoint-2" / "process_state_0.pt").unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
-    return {"locked": locked, "part": refusal(lambda: trainer.train(resume_from_checkpoint=True))}
+    part = refusal(partial(trainer.train, resume_from_checkpoint=True))
+    assert "expected a folder without a run in it" in locked
+    assert "checkpoint-2 has no process_state_0.pt" in part
+    return {}
 
 
 def budgeted(placement: str, folder: str) -> Found:
     """Return what each process cut its completions into, what it would take alone, and an error."""
-    trainer = make_trainer("token budget", placement, folder, packing="padded")
+    trainer = trainer_of("token budget", placement, folder, packing="padded")
     trainer.train()
     lengths = [batch.attention_mask.sum(1).tolist() for batch in trainer._buffer.batches]
     budget = trainer.args.max_tokens_per_micro_batch
@@ -287,14 +316,14 @@ def budgeted(placement: str, folder: str) -> Found:
     alone = cut_rows(
         range(len(rows)), lambda part: computed_tokens([rows[i] for i in part]), budget
     )
-    trainer = make_trainer("token budget", placement, f"{folder}/2", max_tokens_per_micro_batch=9)
+    trainer = trainer_of("token budget", placement, f"{folder}/2", max_tokens_per_micro_batch=9)
     return {"lengths": lengths, "alone": len(alone), "error": refusal(trainer.train)}
 
 
 def replayed(placement: str, folder: str) -> Found:
-    """Return the groups of completions of each generation batch of this process."""
+    """Replay a process's own groups, which are whole ones of one prompt each."""
     seen: list[list[tuple[str, list[int]]]] = []
-    trainer = make_trainer("nothing", placement, folder, prompts=Replay)
+    trainer = trainer_of("nothing", placement, folder, prompts=Replay)
     calculate = trainer._calculate_rewards
 
     def noted(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Tensor:
@@ -303,7 +332,14 @@ def replayed(placement: str, folder: str) -> Found:
 
     trainer._calculate_rewards = noted  # type: ignore[method-assign]
     trainer.train()
-    return {"seen": [[batch[i : i + 4] for i in range(0, len(batch), 4)] for batch in seen]}
+    first, *rest = ([batch[i : i + 4] for i in range(0, len(batch), 4)] for batch in seen)
+    for groups in (first, *rest):
+        assert all(len({prompt for prompt, _ in group}) == 1 for group in groups)
+    before = first
+    for groups in rest:
+        assert groups[-1] in before and not [x for x in groups[:-1] if x in before]
+        before = before + groups
+    return {}
 
 
 def death(placement: str, folder: str) -> None:
@@ -314,4 +350,4 @@ def death(placement: str, folder: str) -> None:
             os._exit(3)
         return lengths_reward(completion_ids)
 
-    make_trainer("nothing", placement, folder, reward_funcs=reward).train()
+    trainer_of("nothing", placement, folder, reward_funcs=reward).train()

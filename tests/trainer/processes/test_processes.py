@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,72 +21,100 @@ from grpo_trainer.demo.policy import write_policy
 from grpo_trainer.policy import check_placement, placement_of
 from tests.support import launch
 from tests.support.placements import PLACEMENTS
-from tests.trainer.processes import checks, features
-from tests.trainer.processes.features import FEATURES, STEPS
+from tests.trainer.processes import checks, features, optimizers
+from tests.trainer.processes.features import SHARDED
 
 pytestmark = pytest.mark.slow
 
 FILES = launch.ROOT / "grpo_trainer" / "accelerate_configs"
-SHARDED = ("fsdp2", "zero3")
-# ZeRO-1 and 2 differ from plain data parallelism by the engine alone
-FEW = {"zero1": ("clipped", "reference", "token budget"), "zero2": ("adam", "lora", "token budget")}
-# embeddings that cannot be sharded
-BEYOND = {("fsdp2", "tokens"), ("zero3", "tokens"), ("zero3", "tokens of both ends")}
-# of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
-ATOL = {"adam": 1e-5}
-SELDOM = ("accumulated", "iterations")  # log their two steps together
-# of a log: that the feature was there
-SHOWN: dict[str, Callable[[list[dict[str, float]]], bool]] = {
-    **dict.fromkeys(["reference", "packed", "tied", "lora", "images"], lambda log: "kl" in log[-1]),
-    **dict.fromkeys(["evaluation", "stream", "tools"], lambda log: "eval_reward" in log[-1]),
-    "clipped": lambda log: log[0]["grad_norm"] > FEATURES["clipped"]["max_grad_norm"],
-    "dynamic": lambda log: log[0]["dynamic_sampling/discarded_groups"] > 0,
-    "token budget": lambda log: log[0]["micro_batches/number"] > 2,
-    "adaptive entropy": lambda log: log[0]["entropy_coef"] < log[1]["entropy_coef"],
-    "routing replay": lambda log: 0 < log[0]["sampling/routing_difference"] < 1,
-    "overlap": lambda log: staleness(log) == [0, 1],
-    "two batches ahead": lambda log: staleness(log) == [0, 0.5],  # two in a step
+
+# a function of a placement and of a folder that all processes share
+Case = Callable[[str, str], dict[str, Any]]
+EVERY = ("ddp", "fsdp2", "zero3")
+REPLICAS_OR_FSDP2 = ("ddp", "fsdp2")
+# embeddings cannot be sharded; ZeRO-1 and 2 differ from plain data parallelism by the engine
+WHERE = {
+    "nothing": (),
+    "reference": (*EVERY, "zero1"),
+    "token budget": (*EVERY, "zero2"),
+    "tokens": ("ddp",),
+    "tokens of both ends": REPLICAS_OR_FSDP2,
+}
+# what each process finds is what one finds
+COMPARED: dict[str, tuple[Case, tuple[str, ...]]] = {
+    **{name: (partial(features.run, name), WHERE.get(name, EVERY)) for name in features.FEATURES},
+    "generation": (checks.generation, SHARDED),
+    "a policy by name": (checks.loading, SHARDED),
+    "an interruption": (checks.interrupted, REPLICAS_OR_FSDP2),
+}
+INSTEAD: dict[str, Case] = {"an interruption": checks.uninterrupted}  # what one process does
+# what asserts by itself
+OTHERS: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "streamed weights": (checks.streamed, SHARDED),
+    "checkpoints": (checks.checkpoints, ("ddp", "fsdp2", "zero2", "zero3")),
+    "groups in flight": (checks.in_flight, REPLICAS_OR_FSDP2),
+    "what cannot work": (checks.refused, ("fsdp2", "zero2", "zero3")),
+    "what one process finds": (checks.found_by_one, ("ddp",)),
+    "replayed groups": (checks.replayed, ("ddp",)),
+    "small states": (optimizers.small_states, ("ddp", "fsdp2", "zero2", "zero3")),
+    "states in main memory": (optimizers.in_main_memory, ("fsdp2", "zero2", "zero3")),
+    "weights that placing casts": (optimizers.weights_that_placing_casts, ("fsdp2", "zero2")),
+    "optimizers that cannot work": (optimizers.refused, ("fsdp2", "zero2")),
 }
 # padding is to the longest row of a process
-OF_PADDING = ("frac_rows_skipped", "micro_batches/number", "micro_batches/padding")
-OF_PADDING += ("micro_batches/shared_tokens",)
-
-Found = Any
-
-
-def staleness(log: list[dict[str, float]]) -> list[float]:
-    return [row["sampling/staleness"] for row in log if "loss" in row]
+OF_PADDING = (
+    "frac_rows_skipped", "micro_batches/number", "micro_batches/padding",
+    "micro_batches/shared_tokens",
+)  # fmt: skip
+# of weights: a hundredth of a step of Adam, which divides gradients near 0 by their rounding
+ATOL = {"adam, a stream": 1e-5}
 
 
-def place(placements: Iterable[str]) -> list[Any]:
+def placed(cases: dict[str, tuple[Case, tuple[str, ...]]]) -> list[Any]:
+    """Return each case with each of its placements, those of a placement one after the other."""
     return [
-        pytest.param(name, marks=[pytest.mark.deepspeed] * name.startswith("zero"))
-        for name in placements
+        pytest.param(name, placement, marks=[pytest.mark.deepspeed] * placement.startswith("zero"))
+        for placement in PLACEMENTS
+        for name, (_, places) in cases.items()
+        if placement in places
     ]
 
 
-def together(function: Callable[..., Found], placement: str, folder: Path, *words: str) -> Found:
-    """Return what the first of two processes finds."""
+def together(case: Case, placement: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what each of two processes finds."""
     if placement.startswith("zero"):
         pytest.importorskip("deepspeed")
-    return launch.run(function, *words, placement, str(folder))[0]
+    return launch.run(case, placement, str(folder))
 
 
-@pytest.fixture(scope="session")
-def alone(tmp_path_factory) -> Callable[..., Found]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
     """Return what one process finds, once for all placements."""
-    kept: dict[tuple[Any, ...], Found] = {}
 
-    def find(function: Callable[..., Found], *words: str) -> Found:
-        key = (function, *words)
-        if key not in kept:
-            kept[key] = function(*words, "one", str(tmp_path_factory.mktemp("one")))
-        return kept[key]
+    @cache
+    def find(name: str) -> dict[str, Any]:
+        case = INSTEAD.get(name, COMPARED[name][0])
+        return case("one", str(tmp_path_factory.mktemp("one")))
 
     return find
 
 
-def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+@pytest.mark.parametrize(("name", "placement"), placed(COMPARED))
+def test_several_processes_are_one_process(name, placement, alone, tmp_path):
+    first, _ = together(COMPARED[name][0], placement, tmp_path)
+    one = alone(name)
+    assert first.keys() <= one.keys()
+    for key, found in first.items():
+        if key.startswith("log"):
+            assert_logs_are_alike(found, one[key])
+        elif key == "weights":
+            atol = ATOL.get(name, 2e-6)
+            torch.testing.assert_close(found, one[key], rtol=0, atol=atol)
+        else:
+            assert found == (pytest.approx(one[key], rel=1e-5) if key == "evaluated" else one[key])
+
+
+def assert_logs_are_alike(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert len(found) == len(expected)
     for row, alone in zip(found, expected, strict=True):
         assert row == {n: pytest.approx(x, rel=2e-5, abs=1e-6) for n, x in alone.items()} | {
@@ -93,113 +122,9 @@ def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]
         }
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-@pytest.mark.parametrize(
-    ("placement", "feature"),
-    [
-        pytest.param(*placement.values, feature, marks=placement.marks)
-        for placement in place(name for name in PLACEMENTS if name != "one")
-        for feature in FEW.get(*placement.values, FEATURES)
-        if (*placement.values, feature) not in BEYOND
-    ],
-)
-def test_several_processes_are_one_process(placement, feature, alone, tmp_path):
-    found = together(features.run, placement, tmp_path, feature)
-    one = alone(features.run, feature)
-    logged_steps = [row for row in one["log"] if "loss" in row]
-    assert len(logged_steps) == (1 if feature in SELDOM else STEPS)
-    assert {"reward", "grad_norm", "entropy"} <= set(logged_steps[0])
-    assert SHOWN.get(feature, lambda log: True)(one["log"])
-    assert_alike(found["log"], one["log"])
-    atol = ATOL.get(feature, 2e-6)
-    torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=atol)
-    assert found["held"] == pytest.approx(0.5 if placement in SHARDED else 1.0, abs=0.03)
-
-
-@pytest.mark.parametrize("placement", place(SHARDED))
-def test_generation(placement, alone, tmp_path):
-    """Before, in and after training, gathered and not; a process without prompts takes part."""
-    found = together(checks.generation, placement, tmp_path)
-    for gathers, one in alone(checks.generation).items():
-        seen = found[gathers]["seen"]
-        assert seen == one["seen"] and seen[0] != seen[1] == seen[2]
-        assert_alike(found[gathers]["log"], one["log"])
-
-
-@pytest.mark.parametrize("placement", place(SHARDED))
-def test_weights_are_streamed(placement, tmp_path):
-    """One process sends, all gather; never much more than a parameter is in memory."""
-    for found in together(checks.streamed, placement, tmp_path).values():
-        assert_equal(found["sent"], found["weights"])
-        # the gathered one and its parts; the thread that communicates may free the last ones late
-        assert 0 < found["peak"] <= 4 * found["largest"] + 1024 < found["total"] / 2
-
-
-@pytest.mark.parametrize("placement", place(["ddp", "fsdp2", "zero2", "zero3"]))
-def test_a_resumed_run_is_the_straight_one(placement, tmp_path):
-    whole = placement in ("ddp", "zero2")
-    shards = "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    of = {"ddp": "optimizer.pt", "fsdp2": "pytorch_model_fsdp_0/__1_0.distcp"}
-    for name, found in together(checks.checkpoints, placement, tmp_path).items():
-        for key in ("resumed", "finished", "loaded"):
-            assert_equal(found[key], found["straight"])
-        straight, resumed = found["logs"]
-        assert straight == resumed
-        files = set(found["files"])
-        assert {of.get(placement, shards), "SHA256SUMS", "process_state_1.pt"} <= files
-        adapted = name in checks.ADAPTED
-        weights = "adapter_model.safetensors" if adapted else "model.safetensors"
-        assert (weights in files) == whole
-
-
-@pytest.mark.parametrize("placement", place(["ddp", "fsdp2"]))
-def test_groups_in_flight_stay_whole(placement, tmp_path):
-    """Also further ones of dynamic sampling, of which one process may lack none."""
-    for step in together(checks.in_flight, placement, tmp_path)["prompts"]:
-        groups = [step[:4], step[4:]]
-        assert [len(set(group)) for group in groups] == [1, 1] and len(step) == 8
-
-
-@pytest.mark.parametrize("placement", place(["ddp", "fsdp2"]))
-def test_a_process_that_is_interrupted_stops_all(placement, alone, tmp_path):
-    found = together(checks.interrupted, placement, tmp_path)
-    straight = alone(features.run, "dynamic")["weights"]
-    torch.testing.assert_close(found["weights"], straight, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("placement", place(SHARDED))
-def test_a_policy_by_name(placement, alone, tmp_path):
-    """It is loaded in shards where the placement can, its reference is copied from shards."""
-    found, one = together(checks.loading, placement, tmp_path), alone(checks.loading)
-    assert_alike(found["log"], one["log"])
-    torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=2e-6)
-    assert found["held"] == (0.5 if placement == "zero3" else 1.0)
-    if found["evaluated"] is not None:
-        assert found["evaluated"] == pytest.approx(one["evaluated"], rel=1e-5)
-
-
-@pytest.mark.parametrize("placement", place(["fsdp2", "zero2", "zero3"]))
-def test_what_cannot_work_is_refused(placement, tmp_path):
-    found = together(checks.refused, placement, tmp_path)
-    assert "cast_lm_head_to_fp32: expected False" in found["fp32 head"]
-    expected = "generation_batches_ahead: expected 0, or an engine with weights of its own"
-    assert expected in found["overlap"]
-    instead = {"fsdp2": "set modules_to_save=", "zero2": "nothing", "zero3": "use ZeRO-2"}
-    assert instead[placement] in found["tokens"]
-    if placement == "fsdp2":
-        assert "cpu_ram_efficient_loading: expected False" in found["loading"]
-    else:
-        assert "evaluate: expected it during or after train" in found["evaluate"]
-
-
-def test_what_one_process_finds_all_raise(tmp_path):
-    every = launch.run(checks.found_by_one, "ddp", str(tmp_path))
-    assert all("expected a folder without a run in it" in found["locked"] for found in every)
-    assert all("checkpoint-2 has no process_state_0.pt" in found["part"] for found in every)
+@pytest.mark.parametrize(("name", "placement"), placed(OTHERS))
+def test_several_processes(name, placement, tmp_path):
+    together(OTHERS[name][0], placement, tmp_path)
 
 
 def test_completions_are_cut_into_as_many_micro_batches_on_each_process(tmp_path):
@@ -214,17 +139,6 @@ def test_completions_are_cut_into_as_many_micro_batches_on_each_process(tmp_path
     assert longest > max(map(max, second))
     for found in every:
         assert f"max_tokens_per_micro_batch: expected at least {longest}, " in found["error"]
-
-
-def test_each_process_replays_its_own_groups(tmp_path):
-    for found in launch.run(checks.replayed, "ddp", str(tmp_path)):
-        first, *rest = found["seen"]
-        for groups in (first, *rest):  # whole ones, of one prompt each
-            assert all(len({prompt for prompt, _ in group}) == 1 for group in groups)
-        before = first
-        for groups in rest:
-            assert groups[-1] in before and not [x for x in groups[:-1] if x in before]
-            before = before + groups
 
 
 def test_a_process_that_dies_ends_the_run(tmp_path):
@@ -248,7 +162,7 @@ def test_the_files_for_accelerate(path):
         assert f"zero{args.zero_stage}" == path.stem
 
 
-@pytest.mark.parametrize("placement", place(SHARDED))
+@pytest.mark.parametrize("placement", ["fsdp2", pytest.param("zero3", marks=pytest.mark.deepspeed)])
 def test_the_files_for_accelerate_run(placement, tmp_path):
     """Start FSDP2 as on two machines, and DeepSpeed on one."""
     machines = 2 if placement == "fsdp2" else 1
