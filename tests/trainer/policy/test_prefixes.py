@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_kernels import LossConfig
-from grpo_trainer.data import Divisors, MicroBatch, RolloutBuffer, Sample, collate
+from grpo_trainer.data import RolloutBuffer
 from grpo_trainer.policy import (
     Packing,
     Prefixes,
@@ -23,77 +23,9 @@ from grpo_trainer.policy import (
     target_logprobs,
 )
 from grpo_trainer.policy.forward import _mask_of_shared, _places
-from tests.trainer.policy.test_packing import loss_and_gradient, packed_by, tiny
+from tests.trainer.policy.test_packing import collated, groups, packed_by, tiny, tokens, turns
 
 SHARING = Packing(shares=True, pairs_per_token=192)
-
-
-def tokens(count: int) -> list[int]:
-    return torch.randint(3, 99, (count,)).tolist()
-
-
-def collated(rows: list[list[int]], prompt: int = 4) -> MicroBatch:
-    """Return rows whose first ``prompt`` tokens, or fewer, are not in the loss."""
-    prompts = [max(1, min(prompt, len(row) - 1)) for row in rows]
-    samples = [
-        Sample("", row[:start], None, row[start:]) for row, start in zip(rows, prompts, strict=True)
-    ]
-    count = torch.tensor(float(sum(len(one.completion_ids) for one in samples)))
-    return collate(samples, torch.linspace(-1, 2, len(rows)), Divisors(count, count), 0)
-
-
-def groups(prompts: tuple[int, ...] = (7, 7, 3, 7, 3, 5), longest: int = 6) -> MicroBatch:
-    """Return rows whose prompts are the same where they are of a length."""
-    torch.manual_seed(2)
-    ids = tokens(64)
-    return collated([ids[n : 2 * n] + tokens(1 + row % longest) for row, n in enumerate(prompts)])
-
-
-def turns() -> MicroBatch:
-    """Return rows of two prompts: turns in common, branches of branches, a row twice, one that
-    another begins with, and one with nothing in common."""
-    torch.manual_seed(3)
-    prompt, first, second = tokens(9), tokens(5), tokens(6)
-    once, twice = prompt + first, prompt + first + second
-    rows = [twice + tokens(3), once + tokens(2), twice + tokens(4), prompt + tokens(7)]
-    return collated([*rows, twice, twice, tokens(12), prompt[:5] + tokens(5)])
-
-
-IN_COMMON = 3 * 20 + 14 + 9 + 5  # tokens of these rows that others stand for
-
-
-SHARED = {
-    "a prompt": (groups, 2 * 7 + 3),
-    "turns": (turns, IN_COMMON),
-    "one row twice": (lambda: collated([[*range(3, 12)]] * 2), 9),
-}
-# in fp64, too, most families round to fp32: in their norms and positions
-CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 3e-2}
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("case", SHARED)
-@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "gpt2"))
-def test_what_rows_have_in_common_is_computed_once(
-    family: str, case: str, dtype: torch.dtype, make_args: Any
-) -> None:
-    model, (make, in_common) = tiny(family).to(dtype), SHARED[case]
-    batch = make()
-    pack = make_pack(make_args(), [(model, nullcontext(model))], images=False)
-    once = packed_by(pack, batch)
-    computed: list[Tensor] = []
-    model.get_input_embeddings().register_forward_hook(
-        lambda module, args, output: computed.append(args[0])
-    )
-    expected, found = (loss_and_gradient(model, each) for each in (batch, once))
-    padded, packed_ones = computed
-    assert padded.numel() == batch.input_ids.numel()
-    assert packed_ones.numel() == once.packed.numel() < batch.attention_mask.sum()
-    kept = once.packed < padded.numel()
-    assert kept.sum() == batch.attention_mask.sum() - in_common
-    close = 1e-12 if (family, dtype) == ("gpt2", torch.float64) else CLOSE[dtype]
-    for x, y in zip(found, expected, strict=True):
-        assert (x - y).norm() <= close * y.norm()
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
@@ -106,8 +38,9 @@ def checkpointed(model: PreTrainedModel) -> PreTrainedModel:
     return model.train()
 
 
+@pytest.mark.parametrize("pack", (SHARING, Packing(always=True)), ids=("shared", "packed"))
 @pytest.mark.parametrize("change", (lambda model: model, adapted, checkpointed))
-def test_losses_where_rows_branch(change: Any, make_args: Any) -> None:
+def test_losses_where_rows_branch(change: Any, pack: Packing) -> None:
     """Each row has its own next token, advantages and masks at what it has in common."""
     plain = tiny("gpt2", attn_pdrop=0).double()
     model, batch = change(plain), turns()
@@ -116,13 +49,13 @@ def test_losses_where_rows_branch(change: Any, make_args: Any) -> None:
     batch.target = batch.target.where(torch.rand(batch.target.shape) < 0.7, -100)
     batch.lengths = batch.active_lengths = None
     batch.old_logprobs = target_logprobs(model, batch, 0.7) + 0.1
-    pack = make_pack(make_args(), [(model, nullcontext(model))], images=False)
+    batch.ref_logprobs = batch.old_logprobs - 0.2
     once = packed_by(pack, batch)
-    assert once.owners is not None
+    assert (once.owners is not None) == pack.shares
     in_loss = batch.target >= 0
     found = target_logprobs(model, once, 0.7) + 0.1
     torch.testing.assert_close(found[in_loss], batch.old_logprobs[in_loss], rtol=1e-12, atol=0)
-    config = LossConfig(loss_type="grpo", temperature=0.7)
+    config = LossConfig(loss_type="grpo", beta=0.1, temperature=0.7)
     trained = [x for x in model.parameters() if x.requires_grad]
     results = []
     for each in (batch, once):
