@@ -87,8 +87,8 @@ OVER_A_WINDOW = {
 
 # reason -> fields of both configurations that no table holds
 UNTESTED = {
-    "the model's own loss: tests/trainer/policy/test_router.py": "router_aux_loss_coef",
-    "precision of the head: tests/trainer/policy/test_fp32_head.py": "cast_lm_head_to_fp32",
+    "the model's own loss: tests/trainer/policy/test_routing.py": "router_aux_loss_coef",
+    "precision of the head: tests/trainer/policy/test_head.py": "cast_lm_head_to_fp32",
     "draws random numbers: tests/trainer/policy/test_peft.py": "disable_dropout",
     "TRL needs vLLM for it; its modes are in the table of losses": """
         vllm_importance_sampling_correction""",

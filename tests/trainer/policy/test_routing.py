@@ -1,4 +1,7 @@
-"""Routing replay: the policy sends tokens through the experts that the engine chose."""
+"""Routing replay: the policy sends tokens through the experts that the engine chose.
+
+And the load-balancing loss of such models.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_kernels import LossConfig
-from grpo_kernels.hf import add_fused_head
+from grpo_kernels.hf import add_fused_head, has_moe_aux_loss
 from grpo_trainer.data import Divisors, MicroBatch, Sample, collate
 from grpo_trainer.policy import (
     Packing,
@@ -26,7 +29,9 @@ from grpo_trainer.policy import (
     target_logprobs,
 )
 from grpo_trainer.policy.routing import NO_EXPERT, replay_of
+from tests.support.batches import BatchTrainer
 from tests.support.tiny_models import SMALL
+from tests.support.trainer import CannedEngine
 
 EXPERTS, CHOSEN = 5, 3
 QWEN = {
@@ -315,3 +320,50 @@ def test_experts_of_another_model(shape: tuple[int, ...], largest: int) -> None:
     batch.samples[0].routed_experts = torch.full(shape, largest, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"at most 8 tokens, 3 layers, 3 of 5 experts\), got "):
         with_experts(batch, model)
+
+
+# the load-balancing loss
+
+TINY = {
+    "vocab_size": 14,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+
+
+MIXTRAL = MixtralConfig(num_local_experts=4, **TINY)
+QWEN2_MOE = Qwen2MoeConfig(
+    num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, **TINY
+)
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN2_MOE], ids=["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("coef", "used"), [(0.5, 0.5), (None, 0.001), (0.0, 0.0)])
+def test_the_models_own_loss_is_added(make_trainer, config, coef, used):
+    """By the weight of its config where there is no other."""
+    trainer = make_trainer(
+        lambda prompts, **kwargs: [1.0] * len(prompts),  # equal rewards: the policy loss is 0
+        AutoModelForCausalLM.from_config(config), CannedEngine(), BatchTrainer,
+        max_steps=1, learning_rate=0.0, router_aux_loss_coef=coef,
+    )  # fmt: skip
+    trainer.train()
+    [log] = [row for row in trainer.state.log_history if "loss" in row]
+    assert ("aux_loss" in log) == (log["grad_norm"] > 0) == (used > 0)
+    if used:
+        [batch] = trainer.batches
+        given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        with torch.no_grad():
+            expected = trainer.model(**given, output_router_logits=True).aux_loss.item()
+        assert log["aux_loss"] == pytest.approx(expected, rel=1e-5)
+        assert log["loss"] == pytest.approx(used * expected, rel=1e-4)
+
+
+def test_a_class_that_fsdp2_makes_of_a_model():
+    model = AutoModelForCausalLM.from_config(MIXTRAL)
+    model.__class__ = type("FSDPMixtral", (type(model),), {"__module__": "torch.nn"})
+    assert has_moe_aux_loss(model)
