@@ -15,7 +15,7 @@ from transformers import modeling_utils
 
 from grpo_trainer.config import check_arguments, checkpointing
 from tests.support.trainer import CannedEngine, lengths_reward, logged, parameters
-from tests.tools.test_plan import LiveBytes
+from tests.trainer.policy.test_tiled_mlp import peak, qwen3
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of names that transformers calls old
@@ -87,24 +87,17 @@ def train(make_trainer, policy):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"packing": "packed"}, {"adapted": True}, {"mlp_tile_tokens": 5}],
-    ids=["padded", "packed", "adapter", "tiles"],
+    ("arguments", "changes"),
+    [
+        (OFFLOAD, {"packing": "padded", "adapted": True}),
+        (OFFLOAD, {"packing": "packed", "mlp_tile_tokens": 5}),
+        (EVERY_SECOND | OFFLOAD, {"adapted": True}),
+        (EVERY_SECOND, {}),
+    ],
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_offload_changes_no_bit(train, host, name: str, changes: dict[str, Any]) -> None:
-    logged_with, weights_with = train(**changes, **{name: OFFLOAD})
+def test_no_argument_changes_a_bit(train, host, arguments: Any, changes: dict[str, Any]) -> None:
+    logged_with, weights_with = train(gradient_checkpointing_kwargs=arguments, **changes)
     logged_without, weights_without = train(**changes)
-    assert logged_with == logged_without
-    assert torch.equal(weights_with, weights_without)
-
-
-@pytest.mark.parametrize("more", [{}, OFFLOAD], ids=["kept", "offloaded"])
-@pytest.mark.parametrize("adapted", [False, True])
-def test_checkpointing_some_layers_changes_no_bit(train, host, adapted: bool, more: Any) -> None:
-    name = NAMES[0]
-    logged_with, weights_with = train(adapted=adapted, **{name: EVERY_SECOND | more})
-    logged_without, weights_without = train(adapted=adapted)
     assert logged_with == logged_without
     assert torch.equal(weights_with, weights_without)
 
@@ -117,25 +110,16 @@ def checkpointed(model: Any, **options: Any) -> Iterator[Any]:
     model.gradient_checkpointing_disable()
 
 
-def growth(model: Any, tokens: int) -> int:
-    there = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
-    with LiveBytes(*there) as live:
-        ids = torch.ones(1, tokens, dtype=torch.long)
-        hidden = model.model(input_ids=ids).last_hidden_state
-        hidden.backward(torch.ones_like(hidden))
-    return live.growth
-
-
-def test_what_leaves_the_device(tiny_qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With offload the bytes of a token no longer grow with the number of layers."""
     monkeypatch.setattr(modeling_utils, "save_on_cpu", Host)
     monkeypatch.setattr(Host, "taken", 0)
     few, many, width = 6, 10, 32
 
     def per_token(layers: int, **options: Any) -> float:
-        with checkpointed(tiny_qwen3(layers), **options) as model:
-            growth(model, 2)  # the gradients of parameters are there from now on
-            return (growth(model, 384) - growth(model, 128)) / 256
+        with checkpointed(qwen3(num_hidden_layers=layers), **options) as model:
+            peak(model, 2)  # the gradients of parameters are there from now on
+            return (peak(model, 384) - peak(model, 128)) / 256
 
     of_layer = 4 * width  # a hidden state in fp32
     assert per_token(many) - per_token(few) == (many - few) * of_layer
@@ -144,26 +128,6 @@ def test_what_leaves_the_device(tiny_qwen3, monkeypatch: pytest.MonkeyPatch) -> 
     assert Host.taken == (many + few) * of_layer * (2 + 384 + 128)
     # every second layer keeps all of its inside
     assert per_token(many, **EVERY_SECOND) > per_token(many) + (many - few) / 2 * 10 * of_layer
-
-
-@pytest.fixture
-def tiny_qwen3():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    def make(layers: int) -> Any:
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=50,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-        )
-        return Qwen3ForCausalLM(config).train()
-
-    return make
 
 
 @pytest.mark.parametrize("name", NAMES)
