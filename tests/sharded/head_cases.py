@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,16 +91,24 @@ def wrapped(wrap: Callable[[Tiny], None]) -> Callable[[Tiny, Variant], Gradients
     return trained
 
 
+def made(variant: Variant) -> Tiny:
+    model = Tiny(variant.tied, variant.fused)
+    variant.prepare(model)
+    return model
+
+
+@cache
+def of_one_process(variant: Variant) -> Gradients:
+    return train(made(variant), variant, list(range(dist.get_world_size())))
+
+
 def errors(trained: Callable[[Tiny, Variant], Gradients], variant: Variant) -> dict[str, float]:
     """Return the largest relative errors of the head's and the other gradients, of any step.
 
     Against one process's mean gradient; each has taken the steps before by its own gradients.
     """
-    model = Tiny(variant.tied, variant.fused)
-    variant.prepare(model)
-    exact = train(copy.deepcopy(model), variant, list(range(dist.get_world_size())))
     largest = {"head": 0.0, "others": 0.0}
-    for mine, right in zip(trained(model, variant), exact, strict=True):
+    for mine, right in zip(trained(made(variant), variant), of_one_process(variant), strict=True):
         assert mine.keys() == right.keys()
         for name, value in right.items():
             kind = "head" if name.startswith("lm_head") else "others"
