@@ -91,6 +91,7 @@ class Native(Backend):
 
     def dlogits_(self, tile: Tile, stats: RowStats, grad_stats: StatsGrad, out: Tensor) -> Tensor:
         require(tile.logits.dtype in (out.dtype, torch.float32), out.dtype)
+        dlogp = grad_stats.dlogp
         self._run(
             "grpo_dlogits",
             len(tile.target),
@@ -98,7 +99,9 @@ class Native(Backend):
             logp=stats.logprobs,
             entropy=stats.entropy,
             lse=stats.lse,
-            dlogp=torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp,
+            dlogp=torch.zeros_like(stats.logprobs)
+            if grad_stats.dlogp is None
+            else grad_stats.dlogp,
             dentropy=grad_stats.dentropy,
             **_output(out, tile.logits.shape),
         )
@@ -331,7 +334,7 @@ def _grad_stats(stats: RowStats, grad_stats: StatsGrad | None) -> View:
     """Return the view of gradients of log-probabilities and entropy, or of none."""
     if grad_stats is None:
         return VIEWS["GradStats"]()
-    require(outer.dlogp is not None and outer.dentropy is not None, outer)
+    require(grad_stats.dlogp is not None and grad_stats.dentropy is not None, grad_stats)
     return VIEWS["GradStats"](
         len(stats.lse), entropy=stats.entropy, dlogp=grad_stats.dlogp, dentropy=grad_stats.dentropy
     )
