@@ -40,12 +40,16 @@ PIECES = st.sampled_from([*PAIRS, "1", "2", "x", " ", TURN])
 TURNS = st.lists(st.lists(PIECES, max_size=4), max_size=2)
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tool_tokenizer()
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@example([[["12", TURN]]])
-@given(st.lists(TURNS, min_size=1, max_size=3))
-def test_tokens_of_the_policy_are_kept_as_drawn(rows):
+@example(rows=[[["12", TURN]]])
+@given(rows=st.lists(TURNS, min_size=1, max_size=3))
+def test_tokens_of_the_policy_are_kept_as_drawn(tokenizer, rows):
     """Encoding the text of earlier turns again would split a token that was drawn whole."""
-    tokenizer = make_tool_tokenizer()
 
     def drawn(pieces):
         whole = [tokenizer.convert_tokens_to_ids(piece) for piece in PAIRS]
@@ -249,8 +253,8 @@ def test_an_answer_that_leaves_no_room_is_rolled_back():
     assert counts(sampled) == (1, 0)  # it was called
 
 
-def test_a_turn_that_is_cut_calls_nothing():
-    length = len(make_tool_tokenizer().encode(TURN))
+def test_a_turn_that_is_cut_calls_nothing(tokenizer):
+    length = len(tokenizer.encode(TURN))
     sampled = Play(lambda text: TURN, max_completion_length=length)()
     assert sampled.samples[0].truncated and counts(sampled) == (0, 0)
     assert "tool_calls" in sampled.samples[0].completion[0]
