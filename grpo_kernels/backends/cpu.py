@@ -99,9 +99,7 @@ class Native(Backend):
             logp=stats.logprobs,
             entropy=stats.entropy,
             lse=stats.lse,
-            dlogp=torch.zeros_like(stats.logprobs)
-            if grad_stats.dlogp is None
-            else grad_stats.dlogp,
+            dlogp=torch.zeros_like(stats.logprobs) if dlogp is None else dlogp,
             dentropy=grad_stats.dentropy,
             **_output(out, tile.logits.shape),
         )
