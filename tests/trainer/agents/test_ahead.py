@@ -184,26 +184,20 @@ def test_a_function(make, changes):
     assert ended()
 
 
-def test_versions_of_a_function_are_checked(make):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rollout_versions": [[0, 7]] * 8}, "versions' of 0 to 0, the optimizer .* got 7"),
+        ({"logprobs": None}, "rollout_func: expected 'logprobs' with generation_batches_ahead"),
+    ],
+)
+def test_answers_of_a_function_are_checked(make, wrong, message):
     def rollout(prompts, trainer):
         ids = [[5, 6]] * len(prompts)
-        return {
-            "prompt_ids": ids, "completion_ids": ids, "logprobs": [[-1.0, -1.0]] * len(ids),
-            "rollout_versions": [[0, 7]] * len(ids),
-        }  # fmt: skip
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": [[-1.0] * 2] * 8} | wrong
 
     trainer = make(lambda completion_ids, **_: [0.0] * len(completion_ids), rollout)
-    with pytest.raises(ValueError, match="'rollout_versions' of 0 to 0, the optimizer .* got 7"):
-        trainer.train()
-
-
-def test_a_function_needs_log_probabilities(make):
-    def rollout(prompts, trainer):
-        ids = [[5, 6]] * len(prompts)
-        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
-
-    trainer = make(lambda completion_ids, **_: [0.0] * len(completion_ids), rollout)
-    with pytest.raises(ValueError, match="rollout_func: expected 'logprobs' with generation_batc"):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
