@@ -8,10 +8,19 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import GenerationConfig
 
 from grpo_trainer import GRPOTrainer
-from grpo_trainer.engines import Completion, Completions, Sampling, register_rollout_engine
+from grpo_trainer.engines import (
+    Completion,
+    Completions,
+    EngineContext,
+    RolloutEngine,
+    Sampler,
+    Sampling,
+    register_rollout_engine,
+)
 from grpo_trainer.engines.base import vllm_params
 from grpo_trainer.engines.sampler import ENGINES
 from tests.support.batches import BatchTrainer
@@ -137,6 +146,31 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
     assert logged(trainer, "clip_ratio/region_mean")[0] == 0
 
 
+class Answers(RolloutEngine):
+    """Has the same answer to everything."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def generate(self, prompt_ids, sampling):
+        return self.answer
+
+    async def complete_one(self, prompt_ids, sampling):
+        return self.answer
+
+
+@pytest.fixture
+def make_rollouts(make_args, policy, tokenizer):
+    """Make what samples completions of at most three tokens by an engine with an answer."""
+    args = make_args(max_completion_length=3)
+    context = EngineContext(
+        policy=lambda: policy, processing_class=tokenizer, args=args,
+        accelerator=Accelerator(cpu=True), vocab_size=len(tokenizer),
+    )  # fmt: skip
+    sampling = Sampling.from_config(args, tokenizer, policy)
+    return lambda answer: Sampler(Answers(answer), context, sampling, step=lambda: 0, name="")
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -160,12 +194,8 @@ def test_ratios_against_the_engine_need_no_old_policy(train, tokenizer, policy):
         ([[[2], [3]], None, [[[2]], [[3, 14]]]], "completion 1: expected token ids .*, got 14"),
     ],
 )
-def test_answers_are_checked(make_trainer, tokenizer, answer, message):
-    class Answers(BackgroundEngine):
-        def generate(self, prompt_ids, sampling):
-            return answer and Completions(*answer)
-
-    rollouts = make_trainer(engine=Answers(tokenizer), max_completion_length=3).rollouts
+def test_answers_are_checked(make_rollouts, answer, message):
+    rollouts = make_rollouts(answer and Completions(*answer))
     with pytest.raises(ValueError, match=f"rollout engine Answers: .*{message}"):
         rollouts.generate([[1], [2]])
 
@@ -182,24 +212,17 @@ def test_answers_are_checked(make_trainer, tokenizer, answer, message):
         (Completion([2], [0.0], versions=[]), "Answers: .*one version per token, got 0 for 1"),
     ],
 )
-def test_answers_in_the_background_are_checked(make_trainer, tokenizer, answer, message):
-    class Answers(BackgroundEngine):
-        async def complete_one(self, prompt_ids, sampling):
-            return answer
-
-    rollouts = make_trainer(engine=Answers(tokenizer), max_completion_length=3).rollouts
+def test_answers_in_the_background_are_checked(make_rollouts, answer, message):
+    rollouts = make_rollouts(answer)
     rollouts.send()
     with pytest.raises(ValueError, match=message):
         rollouts.start(rollouts.complete([1])).result()
     rollouts.cancel()
 
 
-def test_numbers_of_numpy_are_numbers(make_trainer, tokenizer):
-    class Arrays(BackgroundEngine):
-        def generate(self, prompt_ids, sampling):
-            return Completions([[*np.array([2, 1])]], [[*np.float32([-1.0, -np.inf])]])
-
-    completions = make_trainer(engine=Arrays(tokenizer)).rollouts.generate([[1]])
+def test_numbers_of_numpy_are_numbers(make_rollouts):
+    answer = Completions([[*np.array([2, 1])]], [[*np.float32([-1.0, -np.inf])]])
+    completions = make_rollouts(answer).generate([[1]])
     ids, [(known, unknown)] = completions.token_ids, completions.logprobs
     assert ids == [[2, 1]] and type(ids[0][0]) is int
     assert known == -1.0 and unknown != unknown
