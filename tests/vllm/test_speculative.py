@@ -10,11 +10,16 @@ import torch
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.vllm.speculative import counts_of_engine, counts_of_server
-from tests.vllm.test_adapters import make_sampler
-from tests.vllm.test_quantized import adapted, apart, original, quantized, rounded, tied
-from tests.vllm.vllm_helpers import CLOSE, ENGINE, change, make_model, serving
-
-__all__ = ["make_sampler", "original", "rounded", "tied"]  # fixtures
+from tests.vllm.vllm_helpers import (
+    CLOSE,
+    ENGINE,
+    adapted,
+    apart,
+    change,
+    make_model,
+    quantized,
+    serving,
+)
 
 DRAFTED = 2
 

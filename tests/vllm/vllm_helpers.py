@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -21,7 +27,7 @@ from transformers import (
 )
 
 from grpo_trainer import GRPOConfig, VLLMClient
-from grpo_trainer.engines import Completions
+from grpo_trainer.engines import Completions, Sampler, policy_weights
 from grpo_trainer.vllm import ServerError
 from tests.support.launch import end, environment, free_port
 from tests.support.trainer import mask_ids
@@ -35,7 +41,14 @@ ENGINE = {
 }
 START = 600.0  # seconds that a server may take
 CLOSE = 1e-3  # nats between engine and policy, in fp32
+CLOSE_IN_BF16 = 0.03  # of an adapter that the policy computes in bf16
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 13] * 7]  # one of them fills a block of the prefix cache
+GROUPS = [prompt for prompt in PROMPTS for _ in range(4)]
+LORA = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+TAKES_LORA = {"--enable-lora": "", "--max-lora-rank": 8}  # arguments of a server
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
 
 
 def make_config(folder: str, **changes) -> GRPOConfig:
@@ -82,6 +95,34 @@ def make_model(tokenizer: PreTrainedTokenizerBase, tied: bool, seed: int = 0) ->
     return Qwen3ForCausalLM(config).eval()
 
 
+def quantized(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4)
+
+
+def dequantized(layer: Linear4bit) -> torch.Tensor:
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
+def layers_in_4_bits(folder: str) -> list[tuple[str, Linear4bit]]:
+    modules = quantized(folder).named_modules()
+    return [(name, layer) for name, layer in modules if isinstance(layer, Linear4bit)]
+
+
+def adapted(model: PreTrainedModel, **changes: Any) -> torch.nn.Module:
+    """Return ``model`` under an adapter that alters what it says."""
+    torch.manual_seed(11)
+    policy = get_peft_model(model, LoraConfig(**(LORA | copy.deepcopy(changes)))).eval()
+    change(policy)
+    return policy
+
+
+def bytes_of(policy: torch.nn.Module, adapter: bool) -> int:
+    """Return the bytes of the factors, or else of the merged checkpoint."""
+    if not adapter:
+        return sum(value.nbytes for _, value in policy_weights(policy))
+    return sum(value.nbytes for value in policy.parameters() if value.requires_grad)
+
+
 def change(model: torch.nn.Module) -> None:
     """Change all weights."""
     with torch.no_grad():
@@ -125,6 +166,10 @@ def difference(
             expected = float(row[token] - over.logsumexp(0))
             largest = max(largest, abs(expected - found.logprobs[index][at]))
     return largest
+
+
+def apart(sampler: Sampler, policy: torch.nn.Module) -> float:
+    return difference(policy, GROUPS, sampler.generate(GROUPS))
 
 
 def worst_mismatch(trainer: Trainer, steps: int) -> float:
