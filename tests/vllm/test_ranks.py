@@ -20,30 +20,32 @@ from grpo_trainer.policy import placement_of
 from tests.support import launch
 from tests.support.placements import prepare, processes
 from tests.support.trainer import lengths_reward
-from tests.vllm.vllm_helpers import CLOSE, make_config, make_model, serving, worst_mismatch
+from tests.vllm.vllm_helpers import (
+    CLOSE,
+    TAKES_LORA,
+    make_config,
+    make_model,
+    serving,
+    worst_mismatch,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are processes on a CPU")
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+SERVER = {"vllm_mode": "server"}
 # placement and engine: one each, one together, or a server's
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ddp", {}),
     "parallel": ("ddp", {"vllm_tensor_parallel_size": 2}),
     "sharded": ("fsdp2", {}),
-    "overlap": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 1}),
-    "in flight": (
-        "ddp",
-        {"vllm_mode": "server", "generation_batches_ahead": 1, "max_staleness": 3},
-    ),
-    "two ahead": ("ddp", {"vllm_mode": "server", "generation_batches_ahead": 2}),
-    "sharded, server": ("fsdp2", {"vllm_mode": "server", "beta": 0.05}),
-    "sharded, overlap": ("fsdp2", {"vllm_mode": "server", "generation_batches_ahead": 1}),
+    "overlap": ("ddp", SERVER | {"generation_batches_ahead": 1}),
+    "in flight": ("ddp", SERVER | {"generation_batches_ahead": 1, "max_staleness": 3}),
+    "two ahead": ("ddp", SERVER | {"generation_batches_ahead": 2}),
+    "sharded, server": ("fsdp2", SERVER | {"beta": 0.05}),
+    "sharded, overlap": ("fsdp2", SERVER | {"generation_batches_ahead": 1}),
     "parallel, adapter": ("ddp", {"vllm_tensor_parallel_size": 2, "lora": LORA}),
     "sharded, adapter": ("fsdp2", {"lora": LORA}),
-    "sharded, server, adapter": ("fsdp2", {"vllm_mode": "server", "lora": LORA}),
-    "overlap, adapter": (
-        "ddp",
-        {"vllm_mode": "server", "generation_batches_ahead": 1, "lora": LORA},
-    ),
+    "sharded, server, adapter": ("fsdp2", SERVER | {"lora": LORA}),
+    "overlap, adapter": ("ddp", SERVER | {"generation_batches_ahead": 1, "lora": LORA}),
 }
 NODES = ("sharded, server", "sharded, overlap", "sharded, server, adapter")
 
@@ -95,9 +97,14 @@ def factors_of(model) -> int:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, tokenizer):
     model = make_model(tokenizer, tied=False)
-    takes = {"--enable-lora": "", "--max-lora-rank": 8}
-    with serving(tmp_path_factory.mktemp("server"), model, tokenizer, takes) as server:
+    with serving(tmp_path_factory.mktemp("server"), model, tokenizer, TAKES_LORA) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[launch.Ranks]:
+    with launch.ranks(4, nodes=2) as group:
+        yield group
 
 
 @pytest.fixture
@@ -119,9 +126,14 @@ def test_gloo_ranks(tmp_path: Path, request, mode: str) -> None:
     served = "vllm_mode" in changes
     if served:
         changes = changes | {"vllm_server_port": request.getfixturevalue("server").port}
-    nodes = {"size": 4, "nodes": 2} if mode in NODES else {"size": 2}
-    with launch.ranks(**nodes) as group:
-        found = group.run(train, placement, str(tmp_path / "out"), not served, changes)
+    run = partial(train, placement, str(tmp_path / "out"), not served, changes)
+    if mode in NODES:
+        found = request.getfixturevalue("nodes").run(run)
+    elif served:
+        found = launch.run(run)
+    else:  # an engine ends the group that it was in
+        with launch.ranks(2) as group:
+            found = group.run(run)
     seen = [one.pop("seen") for one in found]
     assert all(seen[0] != other for other in seen[1:])  # they draw different random numbers
     assert all(one == found[0] for one in found)
