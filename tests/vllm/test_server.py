@@ -18,12 +18,16 @@ from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completion, Completions, policy_weights
 from grpo_trainer.vllm import NoServerError, ServerError, VLLMClient
 from grpo_trainer.vllm.settings import check_reports_experts
+from tests.support.server_contract import ServerContract
 from tests.vllm.vllm_helpers import (
     CLOSE,
+    GROUPS,
     PROMPTS,
+    adapted,
     change,
     difference,
     make_model,
+    quantized,
     serving,
     worst_mismatch,
 )
@@ -37,8 +41,11 @@ def server(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def tied() -> bool:
-    return True  # whose packed head goes stale unless it is sent as well
+def weights(policy):
+    return lambda: policy_weights(policy)
+
+
+class TestServer(ServerContract): ...
 
 
 @pytest.fixture
@@ -54,8 +61,7 @@ def apart(client: VLLMClient, policy, temperature: float = 1.0, **filters) -> fl
     answer = client.generate(PROMPTS, n=4, max_tokens=8, **settings)
     mask = answer["sampling_mask"] if filters else None
     found = Completions(answer["completion_ids"], answer["logprobs"], mask)
-    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
-    return difference(policy, prompts, found, temperature, **filters)
+    return difference(policy, GROUPS, found, temperature, **filters)
 
 
 def test_prompt_logprobs(client, policy):
@@ -63,14 +69,11 @@ def test_prompt_logprobs(client, policy):
     sequences = [[3, 4, 5, 6], [7, 8], [3, 9, 4]]
     found = client.prompt_logprobs(sequences)
     for ids, logprobs in zip(sequences, found, strict=True):
-        with torch.no_grad():
-            scores = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        expected = scores.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(logprobs), expected.float(), rtol=0, atol=CLOSE)
+        expected = logprobs_of(policy, torch.tensor([ids]))
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=CLOSE)
 
 
 def test_parity(client, policy):
-    assert client.get_world_size() == 1
     assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert max(apart(client, policy), apart(client, policy, 0.7)) < CLOSE
     change(policy)
@@ -118,25 +121,23 @@ def test_what_a_web_page_sends_is_refused(client, server):
 def test_what_is_sampled(client, tokenizer):
     settings = {"n": 8, "max_tokens": 8, "seed": 5}
     first = client.generate(PROMPTS, **settings)
-    assert first == client.generate(PROMPTS, **settings) and first["prompt_ids"] == PROMPTS
+    assert first == client.generate(PROMPTS, **settings)
     assert len({tuple(ids) for ids in first["completion_ids"][:8]}) > 4
     texts = ["123=", "4="]
-    answer = client.generate(texts, **settings)
-    assert answer["prompt_ids"] == tokenizer(texts)["input_ids"]
-    assert answer == client.generate(answer["prompt_ids"], **settings)
+    assert client.generate(texts)["prompt_ids"] == tokenizer(texts)["input_ids"]
     only_digits = {"structured_outputs": {"regex": "[0-9]{3}"}}
     digits = client.generate(PROMPTS, n=4, **only_digits)["completion_ids"]
     assert all(text.rstrip("<eos>").isdigit() for text in tokenizer.batch_decode(digits))
     for prompt, said in (([99999], "got 400: .*out of vocabulary"), ([3] * 200, "got 400: ")):
         with pytest.raises(ServerError, match=said):
             client.generate([prompt])
-    with pytest.raises(ValueError, match="does not know sead"):
-        client.generate(PROMPTS, sead=5)
 
 
-def test_a_server_that_reports_no_experts(client):
+def test_a_server_that_was_started_without(client, server, make_sampler, rounded):
     with pytest.raises(ValueError, match="started without --enable-return-routed-experts"):
         check_reports_experts(client.get_server_info())
+    with pytest.raises(ValueError, match="use_vllm: .*started without --enable-lora"):
+        make_sampler(adapted(quantized(rounded)), vllm_server_port=server.port)
 
 
 def test_sampling_mask(client, policy):
@@ -178,12 +179,11 @@ def logprobs_of(model, ids: torch.Tensor) -> torch.Tensor:
     return scores.gather(-1, ids[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("staleness", [None, 3])
-def test_sampled_ahead(server, make_args, policy, tokenizer, dataset, staleness):
-    """A run that samples ahead, in rounds and with weights in flight."""
-    changes = {"max_steps": 5, "generation_batches_ahead": 2, "max_staleness": staleness}
-    changes |= {"per_device_train_batch_size": 8, "num_generations": 4}
-    args = make_args(vllm_server_port=server.port, **changes)
+def test_sampled_ahead(server, make_args, policy, tokenizer, dataset):
+    """A run that samples ahead, with weights in flight."""
+    args = make_args(
+        vllm_server_port=server.port, max_steps=5, generation_batches_ahead=2, max_staleness=3
+    )
     ages = []
 
     def note(batch, model) -> None:
@@ -196,7 +196,7 @@ def test_sampled_ahead(server, make_args, policy, tokenizer, dataset, staleness)
     trainer.train()
     logged = [row["sampling/staleness"] for row in trainer.state.log_history if "loss" in row]
     assert logged == pytest.approx([sum(each) / len(each) for each in ages])
-    assert logged[0] == 0 and 1 <= max(max(each) for each in ages) <= (staleness or 2)
+    assert logged[0] == 0 and 1 <= max(max(each) for each in ages) <= 3
     first = trainer.state.log_history[0]
     assert first["sampling/sampling_logp_difference/max"] < CLOSE
     trainer.rollouts.close()
