@@ -64,7 +64,7 @@ class View(ctypes.Structure):
 
     kinds: dict[str, str]  # by the names of the fields
 
-    def __init__(self, rows: int = 0, **values: Any) -> None:
+    def __init__(self, rows: int = 0, /, **values: Any) -> None:
         self.alive = values
         for name, value in values.items():
             kind = self.kinds[name]
