@@ -185,7 +185,9 @@ def assert_all_as_exact_as(
             assert value.isnan().all(), name
             continue
         floor = gradient_floor if name.startswith("d") else value_floor
-        assert_as_exact_as(value, eager[name], exact[name], floor, name)
+        assert_as_exact_as(
+            value=value, eager=eager[name], exact=exact[name], floor=floor, what=name
+        )
 
 
 class poisoned_allocations(TorchDispatchMode):  # noqa: N801

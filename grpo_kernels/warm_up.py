@@ -69,7 +69,16 @@ def warm_up(
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
     # all processes have to take part in gathering the head
-    head = unshard_head(head_of(weight, bias, lora, logit_scale, softcap, 1.0))
+    head = unshard_head(
+        head_of(
+            weight=weight,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=1.0,
+        )
+    )
     check_weight(head.weight)
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))

@@ -72,7 +72,9 @@ def summed_loss(
     factors = torch.ones_like(logprobs)
     if weights is not None:
         factors = batch.of_tokens("weights", weights).to(logprobs.dtype)
-    loss, gate = weighted_loss(logprobs, batch, config, None, Weights(factors, None))
+    loss, gate = weighted_loss(
+        logprobs=logprobs, batch=batch, config=config, entropy=None, weights=Weights(factors, None)
+    )
     known = logprobs.detach()
     metrics = Metrics(partial(loss_stats, known, None, batch, config, gate), known)
     return PolicyLossOutput(loss, metrics)

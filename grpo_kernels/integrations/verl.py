@@ -112,7 +112,9 @@ def linear_cross_entropy(
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
     shard = None if dist_process_group is None else vocab_shard_of(weight, dist_process_group)
     hidden = with_share_of_gradient(hidden.reshape(-1, hidden.shape[-1]), shard)
-    return _score(hidden, weight, labels.reshape(-1), temperature, shard)
+    return _score(
+        hidden=hidden, weight=weight, ids=labels.reshape(-1), temperature=temperature, shard=shard
+    )
 
 
 def register_policy_loss(name: str, config: LossConfig) -> None:

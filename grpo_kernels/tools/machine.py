@@ -113,7 +113,13 @@ def _default(type_: str, dtype: torch.dtype) -> dict[str, Any]:
     return {
         **question,
         "backend": choice.name,
-        "chunk_rows": chunk_rows(_EXAMPLE_VOCABULARY, dtype, "fp32", device, None),
+        "chunk_rows": chunk_rows(
+            columns=_EXAMPLE_VOCABULARY,
+            dtype=dtype,
+            precision="fp32",
+            device=device,
+            max_workspace_bytes=None,
+        ),
         "reasons": why_backend(choice, "auto", device, dtype),
     }
 

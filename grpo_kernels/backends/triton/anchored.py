@@ -115,9 +115,21 @@ def anchored_kernel(
     for tile in tl.range(0, count, flatten=FLAT):
         tile_column = first_column + tile * BLOCK_V
         acc = logits_tile(
-            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
-            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
+            x_ptr=x_ptr,
+            weight_ptr=weight_ptr,
+            first_row=first_row,
+            first_column=tile_column,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            depth=depth,
+            stride_wv=stride_wv,
+            DESCRIPTORS=DESCRIPTORS,
+            EVEN_D=EVEN_D,
+            UPCAST=UPCAST,
+            BLOCK_T=BLOCK_T,
+            BLOCK_V=BLOCK_V,
+            BLOCK_D=BLOCK_D,
+        )
         subtiles = (acc,)
         if SUBTILES == 2:
             subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
@@ -184,9 +196,21 @@ def _moved_kernel(
     for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
         tile_column = first_column + tile * BLOCK_V
         y = logits_tile(
-            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
-            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
+            x_ptr=x_ptr,
+            weight_ptr=weight_ptr,
+            first_row=first_row,
+            first_column=tile_column,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            depth=depth,
+            stride_wv=stride_wv,
+            DESCRIPTORS=DESCRIPTORS,
+            EVEN_D=EVEN_D,
+            UPCAST=UPCAST,
+            BLOCK_T=BLOCK_T,
+            BLOCK_V=BLOCK_V,
+            BLOCK_D=BLOCK_D,
+        )
         columns = tile_column + tl.arange(0, BLOCK_V)
         e = tl.exp2((y - anchor[:, None]) * f2[:, None])
         e = rounded(tl.where((unit == unit)[:, None], e, 0.0), tl.bfloat16, UPCAST)

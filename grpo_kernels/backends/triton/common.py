@@ -120,7 +120,9 @@ def raised(peak, total, moment, squares, other_peak, f2):
     """Take sums to the larger of two peaks; return it, a finite base for scores, and the sums."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
-    total, moment, squares = rebased(peak, total, moment, squares, base, f2)
+    total, moment, squares = rebased(
+        peak=peak, total=total, moment=moment, squares=squares, base=base, f2=f2
+    )
     return new_peak, base, total, moment, squares
 
 

@@ -95,9 +95,18 @@ def _dlogits_kernel(
         if cap_scale is not None:
             at_target = at_target * (1.0 - y * y)
         for start in range(0, whole, BLOCK_V):
-            _write_tile(this, start, None, of_log, cap_scale, BLOCK_V)
+            _write_tile(
+                row=this, start=start, end=None, of_log=of_log, cap_scale=cap_scale, BLOCK_V=BLOCK_V
+            )
         if whole < num_columns:
-            _write_tile(this, whole, num_columns, of_log, cap_scale, BLOCK_V)
+            _write_tile(
+                row=this,
+                start=whole,
+                end=num_columns,
+                of_log=of_log,
+                cap_scale=cap_scale,
+                BLOCK_V=BLOCK_V,
+            )
         tl.debug_barrier()  # the target's place was written by another thread
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
     else:  # what a row without weight holds cannot leak into its zeros

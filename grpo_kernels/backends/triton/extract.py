@@ -218,9 +218,19 @@ def _tail_sums_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
-    )  # fmt: skip
+        logits_ptr=logits_ptr,
+        unit_ptr=unit_ptr,
+        target_ptr=target_ptr,
+        temperature_ptr=temperature_ptr,
+        entropy_ptr=entropy_ptr,
+        lse_ptr=lse_ptr,
+        dlogp_ptr=dlogp_ptr,
+        dentropy_ptr=dentropy_ptr,
+        stride_row=stride_row,
+        num_columns=num_columns,
+        cap_scale=cap_scale,
+        score_scale=score_scale,
+    )
     this = values, unit_ptr, dentropy_ptr, cap_scale
     num_active = tl.where(finite, num_columns, 0)
     weight = tl.load(weight_ptr + row)
@@ -289,9 +299,19 @@ def _mark_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
-    )  # fmt: skip
+        logits_ptr=logits_ptr,
+        unit_ptr=unit_ptr,
+        target_ptr=target_ptr,
+        temperature_ptr=temperature_ptr,
+        entropy_ptr=entropy_ptr,
+        lse_ptr=lse_ptr,
+        dlogp_ptr=dlogp_ptr,
+        dentropy_ptr=dentropy_ptr,
+        stride_row=stride_row,
+        num_columns=num_columns,
+        cap_scale=cap_scale,
+        score_scale=score_scale,
+    )
     this = values, unit_ptr, dentropy_ptr, cap_scale
     cut = tl.load(cuts_ptr + row)
     if not (finite & (cut < _ANY)):
@@ -311,10 +331,12 @@ def _mark_kernel(
         first, bit = group * _GROUP, tl.full((), 1, tl.uint32)
         state = tl.zeros((_STRANDS,), tl.uint32), left, squares
         for block in range(first, tl.minimum(first + _GROUP, whole)):
-            state = _with_block(state, this, scale, block, None, bit)
+            state = _with_block(state=state, this=this, scale=scale, block=block, end=None, bit=bit)
             bit = bit << 1
         if (whole < first + _GROUP) & (whole * _STRANDS < num_columns):  # the row's end is in it
-            state = _with_block(state, this, scale, whole, num_columns, bit)
+            state = _with_block(
+                state=state, this=this, scale=scale, block=whole, end=num_columns, bit=bit
+            )
         words, left, squares = state
         tl.store(words_ptr + group * _STRANDS, words.to(tl.int32, bitcast=True))
     tl.store(tail_ptr + row, tl.sum(start - left, axis=0))
@@ -353,9 +375,19 @@ def _list_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     values, finite = _row(
-        logits_ptr, unit_ptr, target_ptr, temperature_ptr, entropy_ptr, lse_ptr, dlogp_ptr,
-        dentropy_ptr, stride_row, num_columns, cap_scale, score_scale,
-    )  # fmt: skip
+        logits_ptr=logits_ptr,
+        unit_ptr=unit_ptr,
+        target_ptr=target_ptr,
+        temperature_ptr=temperature_ptr,
+        entropy_ptr=entropy_ptr,
+        lse_ptr=lse_ptr,
+        dlogp_ptr=dlogp_ptr,
+        dentropy_ptr=dentropy_ptr,
+        stride_row=stride_row,
+        num_columns=num_columns,
+        cap_scale=cap_scale,
+        score_scale=score_scale,
+    )
     this = values, unit_ptr, dentropy_ptr, cap_scale
     cut = tl.load(cuts_ptr + row)
     active = finite & (cut < _ANY)
@@ -410,7 +442,7 @@ def _list_kernel(
     for start in range(0, tl.where(count <= slots, count, 0), BLOCK):
         listed = start + offs < count
         columns = tl.load(ids_ptr + start + offs, mask=listed, other=0)
-        signed = _sizes(this, scale, columns, listed, True)
+        signed = _sizes(this=this, scale=scale, columns=columns, mask=listed, SIGNED=True)
         is_target, size = columns == target, tl.abs(signed)
         value = tl.maximum(size, 1.0) * tl.where(signed > 0.0, -cut, cut)
         value = tl.where(is_target, at_target, value)
@@ -481,11 +513,11 @@ def tail_sums(
     blocks, sampled = sampled_blocks(rows, columns)
     sums = torch.empty((rows, 2, len(cuts)), device=tile.logits.device)
     _launch(
-        _tail_sums_kernel,
-        tile,
-        stats,
-        gradient,
-        grad_stats,
+        kernel=_tail_sums_kernel,
+        tile=tile,
+        stats=stats,
+        gradient=gradient,
+        grad_stats=grad_stats,
         num_warps=_READING_WARPS,
         weight_ptr=weight.contiguous(),
         cuts_ptr=cuts.contiguous(),

@@ -53,13 +53,15 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
     new_peak, base, total, moment, squares = common.raised(
-        peak, total, moment, squares, its_peak, f2
+        peak=peak, total=total, moment=moment, squares=squares, other_peak=its_peak, f2=f2
     )
     if EXTRAS:
         least = tl.minimum(least, tl.min(tl.where(mask_v[None, :], y, float("inf")), axis=1))
         at_peak = tl.where(y == its_peak[:, None], columns[None, :], _NO_COLUMN)
         best = tl.where(its_peak > peak, tl.min(at_peak, axis=1), best)
-    total, moment, squares, _ = common.folded(y, base, total, moment, squares, f2, EXTRAS)
+    total, moment, squares, _ = common.folded(
+        y=y, base=base, total=total, moment=moment, squares=squares, f2=f2, EXTRAS=EXTRAS
+    )
     return new_peak, total, moment, squares, least, best
 
 
@@ -108,7 +110,14 @@ def linear_stats_kernel(
     rows = first_row + tl.arange(0, BLOCK_T)
     mask_t = rows < num_rows
     if REPAIR:  # the sums of :func:`anchored_kernel` that overflowed, and no others
-        mask_t &= overflowed(sums_ptr, split, rows, mask_t, num_rows, num_splits)
+        mask_t &= overflowed(
+            sums_ptr=sums_ptr,
+            split=split,
+            rows=rows,
+            mask=mask_t,
+            num_rows=num_rows,
+            num_splits=num_splits,
+        )
         if tl.max(mask_t.to(tl.int32), axis=0) == 0:
             return
     target = tl.load(target_ptr + rows, mask=mask_t, other=-1).to(tl.int32)
@@ -122,9 +131,21 @@ def linear_stats_kernel(
     for tile in range(tl.minimum(tl.cdiv(num_columns - first_column, BLOCK_V), TILES)):
         tile_column = first_column + tile * BLOCK_V
         acc = logits_tile(
-            x_ptr, weight_ptr, first_row, tile_column, num_rows, num_columns, depth, stride_wv,
-            DESCRIPTORS, EVEN_D, UPCAST, BLOCK_T, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
+            x_ptr=x_ptr,
+            weight_ptr=weight_ptr,
+            first_row=first_row,
+            first_column=tile_column,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            depth=depth,
+            stride_wv=stride_wv,
+            DESCRIPTORS=DESCRIPTORS,
+            EVEN_D=EVEN_D,
+            UPCAST=UPCAST,
+            BLOCK_T=BLOCK_T,
+            BLOCK_V=BLOCK_V,
+            BLOCK_D=BLOCK_D,
+        )
         subtiles = (acc,)
         if SUBTILES == 2:
             subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
@@ -147,7 +168,7 @@ def linear_stats_kernel(
                 tl.store(y_target_ptr + rows, y_target, mask=mask_t & here)
             # masked after the transform: a softcap would turn -inf into a finite value
             y = tl.where(mask_v[None, :], y, float("-inf"))
-            sums = _fold(y, offs_v, mask_v, f2, sums, EXTRAS)
+            sums = _fold(y=y, columns=offs_v, mask_v=mask_v, f2=f2, sums=sums, EXTRAS=EXTRAS)
     at = split.to(tl.int64) * num_rows + rows
     if EXTRAS:
         tl.store(best_ptr + at, sums[5], mask=mask_t)
@@ -202,9 +223,11 @@ def _merge_splits_kernel(
             its_squares = tl.load(sums_ptr + 3 * size + at, mask=mask, other=0.0)
         f2 = factor * LOG2_E
         new_peak, base, total, moment, squares = common.raised(
-            peak, total, moment, squares, its_peak, f2
+            peak=peak, total=total, moment=moment, squares=squares, other_peak=its_peak, f2=f2
         )
-        more = common.rebased(its_peak, its_total, its_moment, its_squares, base, f2)
+        more = common.rebased(
+            peak=its_peak, total=its_total, moment=its_moment, squares=its_squares, base=base, f2=f2
+        )
         total, moment, squares = total + more[0], moment + more[1], squares + more[2]
         if EXTRAS:
             its_least = tl.load(sums_ptr + 4 * size + at, mask=mask, other=0.0)
@@ -228,14 +251,26 @@ def _merge_splits_kernel(
     if EXTRAS:
         is_top1 = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int32) == best
         extras = squares, is_top1, least
-    logp = common.store_stats(results, rows, mask, y_target, peak, total, moment, factor, extras)
+    logp = common.store_stats(
+        results=results,
+        at=rows,
+        mask=mask,
+        y_target=y_target,
+        peak=peak,
+        total=total,
+        moment=moment,
+        factor=factor,
+        extras=extras,
+    )
     if exp_ptr is not None:
         anchor = tl.load(anchor_ptr + rows, mask=mask, other=0.0)
         log_total = tl.log(total.to(tl.float32))
         log_sum = (peak - anchor) * factor + log_total
         moved = (log_sum > _REACH) | (log_sum != log_sum)
         anchor = tl.where(moved, peak + log_total / factor, anchor)
-        at_target, unit, finite = common.at_the_target(logp, anchor, peak, total, factor)
+        at_target, unit, finite = common.at_the_target(
+            logp=logp, anchor=anchor, peak=peak, total=total, factor=factor
+        )
         tl.store(anchor_ptr + rows, anchor, mask=mask)
         tl.store(moved_ptr + rows, moved, mask=mask)
         tl.store(unit_ptr + rows, unit, mask=mask)
@@ -263,7 +298,13 @@ def linear_stats(
     with common.launching(config, hidden):
         for start in range(0, rows, size):
             chunk = slice(start, min(start + size, rows))
-            launch = LinearLaunch.of(hidden[chunk], head.rows(chunk), target[chunk], tile, extras)
+            launch = LinearLaunch.of(
+                hidden=hidden[chunk],
+                head=head.rows(chunk),
+                target=target[chunk],
+                config=tile,
+                extras=extras,
+            )
             launch.add_up(logits_dtype(hidden.dtype, precision))
             launch.merge(stats.rows(chunk))
     return stats

@@ -49,8 +49,12 @@ def _with_tile(
         above = tl.where(mask_v, y, float("inf"))
     y, above = common.by_thread(y, VECTOR), common.by_thread(above, VECTOR)
     tile_peak = common.max_of(y)
-    peak, base, total, moment, squares = common.raised(peak, total, moment, squares, tile_peak, f2)
-    total, moment, squares, e = common.folded(y, base, total, moment, squares, f2, EXTRAS)
+    peak, base, total, moment, squares = common.raised(
+        peak=peak, total=total, moment=moment, squares=squares, other_peak=tile_peak, f2=f2
+    )
+    total, moment, squares, e = common.folded(
+        y=y, base=base, total=total, moment=moment, squares=squares, f2=f2, EXTRAS=EXTRAS
+    )
     if out_ptr is not None:
         top = tl.max(tile_peak, axis=0)
         if (top - anchor) * factor > _REACH:
@@ -130,9 +134,25 @@ def _row_stats_kernel(
     this = logits_ptr, out_ptr, offs_v, target, y_target, cap_scale, factor, f2
     whole = num_columns // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
-        sums = _with_tile(sums, this, start, None, EXTRAS, BLOCK_V, VECTOR)
+        sums = _with_tile(
+            sums=sums,
+            row=this,
+            start=start,
+            end=None,
+            EXTRAS=EXTRAS,
+            BLOCK_V=BLOCK_V,
+            VECTOR=VECTOR,
+        )
     if whole < num_columns:
-        sums = _with_tile(sums, this, whole, num_columns, EXTRAS, BLOCK_V, VECTOR)
+        sums = _with_tile(
+            sums=sums,
+            row=this,
+            start=whole,
+            end=num_columns,
+            EXTRAS=EXTRAS,
+            BLOCK_V=BLOCK_V,
+            VECTOR=VECTOR,
+        )
     thread_peak, total, moment, squares, least, rivals, anchor = sums
     if EXTRAS:  # once more the columns beside the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
@@ -141,7 +161,9 @@ def _row_stats_kernel(
         rivals |= common.max_of(common.by_thread(equal.to(tl.int32), VECTOR))
     peak = tl.max(thread_peak, axis=0)
     # lanes that saw nothing (V < BLOCK_V, or -inf only) hold zeros
-    total, moment, squares = common.rebased(thread_peak, total, moment, squares, peak, f2)
+    total, moment, squares = common.rebased(
+        peak=thread_peak, total=total, moment=moment, squares=squares, base=peak, f2=f2
+    )
     total = tl.sum(total.to(tl.float64), axis=0)
     moment, squares = tl.sum(moment, axis=0), tl.sum(squares, axis=0)
     rival = tl.max(rivals, axis=0) != 0
@@ -159,9 +181,21 @@ def _row_stats_kernel(
     extras = None
     if EXTRAS:
         extras = squares, (y_target == peak) & (not rival), least
-    logp = common.store_stats(results, row, None, y_target, peak, total, moment, factor, extras)
+    logp = common.store_stats(
+        results=results,
+        at=row,
+        mask=None,
+        y_target=y_target,
+        peak=peak,
+        total=total,
+        moment=moment,
+        factor=factor,
+        extras=extras,
+    )
     if out_ptr is not None:  # what is left of the gradient: the target, and a factor
-        at_target, unit, finite = common.at_the_target(logp, anchor, peak, total, factor)
+        at_target, unit, finite = common.at_the_target(
+            logp=logp, anchor=anchor, peak=peak, total=total, factor=factor
+        )
         if cap_scale is not None:
             at_target, unit = (
                 at_target * common.softcap_slope(x_target, cap_scale),

@@ -34,10 +34,22 @@ def _scale_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offs = tl.arange(0, BLOCK)
     if start + BLOCK <= length:  # without a mask, so that 16 bytes are loaded and stored at once
-        _scale_block(x_ptr + start + offs, out_ptr + start + offs, None, scale, INTERPRETED)
+        _scale_block(
+            x_ptr=x_ptr + start + offs,
+            out_ptr=out_ptr + start + offs,
+            mask=None,
+            scale=scale,
+            INTERPRETED=INTERPRETED,
+        )
     else:
         mask = start + offs < length
-        _scale_block(x_ptr + start + offs, out_ptr + start + offs, mask, scale, INTERPRETED)
+        _scale_block(
+            x_ptr=x_ptr + start + offs,
+            out_ptr=out_ptr + start + offs,
+            mask=mask,
+            scale=scale,
+            INTERPRETED=INTERPRETED,
+        )
 
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,9 +61,17 @@ def _rows_kernel(
     mask_n = offs_n < num_columns
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     total = _gathered(
-        total, ids_ptr + row * slots, values_ptr + row * slots, 0, tl.where(factor == 0.0, 0, used),
-        matrix_ptr, stride_row, offs_n * stride_column, mask_n, BLOCK_K,
-    )  # fmt: skip
+        total=total,
+        places_ptr=ids_ptr + row * slots,
+        values_ptr=values_ptr + row * slots,
+        first=0,
+        end=tl.where(factor == 0.0, 0, used),
+        matrix_ptr=matrix_ptr,
+        stride_row=stride_row,
+        offsets=offs_n * stride_column,
+        mask_n=mask_n,
+        BLOCK_K=BLOCK_K,
+    )
     at = out_ptr + row * stride_out_row + offs_n * stride_out_column
     tl.store(at, (tl.sum(total, axis=0) * factor).to(out_ptr.dtype.element_ty), mask=mask_n)
 
@@ -118,9 +126,17 @@ def _pieces_kernel(
     mask_n = offs_n < num_columns
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     total = _gathered(
-        total, places_ptr, values_ptr, first, end, matrix_ptr, stride_row, offs_n * stride_column,
-        mask_n, BLOCK_K,
-    )  # fmt: skip
+        total=total,
+        places_ptr=places_ptr,
+        values_ptr=values_ptr,
+        first=first,
+        end=end,
+        matrix_ptr=matrix_ptr,
+        stride_row=stride_row,
+        offsets=offs_n * stride_column,
+        mask_n=mask_n,
+        BLOCK_K=BLOCK_K,
+    )
     tl.store(pieces_ptr + piece * num_columns + offs_n, tl.sum(total, axis=0), mask=mask_n)
 
 
@@ -156,10 +172,28 @@ def _columns_kernel(
     tail = tl.maximum(last * PIECE, head)
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     total = _gathered(
-        total, places_ptr, values_ptr, first, head, matrix_ptr, stride_row, offsets, mask_n, BLOCK_K
+        total=total,
+        places_ptr=places_ptr,
+        values_ptr=values_ptr,
+        first=first,
+        end=head,
+        matrix_ptr=matrix_ptr,
+        stride_row=stride_row,
+        offsets=offsets,
+        mask_n=mask_n,
+        BLOCK_K=BLOCK_K,
     )
     total = _gathered(
-        total, places_ptr, values_ptr, tail, end, matrix_ptr, stride_row, offsets, mask_n, BLOCK_K
+        total=total,
+        places_ptr=places_ptr,
+        values_ptr=values_ptr,
+        first=tail,
+        end=end,
+        matrix_ptr=matrix_ptr,
+        stride_row=stride_row,
+        offsets=offsets,
+        mask_n=mask_n,
+        BLOCK_K=BLOCK_K,
     )
     out = tl.sum(total, axis=0)
     for piece in range(whole, last):
