@@ -151,8 +151,9 @@ def test_the_native_library_is_compiled_once_for_all_environments(tmp_path: Path
     pytest.importorskip("setuptools")
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "grpo_kernels").mkdir()  # its version is read, or what is installed is imported
-    shutil.copy(ROOT / "grpo_kernels/version.py", tmp_path / "grpo_kernels")
+    common = tmp_path / "grpo_kernels/common"
+    common.mkdir(parents=True)  # its version is read, or what is installed is imported
+    shutil.copy(ROOT / "grpo_kernels/common/version.py", common)
     sources = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
     compiler.write_text(
