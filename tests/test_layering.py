@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.support.import_graph import (
     room,
     room_graph,
 )
+from tests.support.plain_calls import names_of_functions, starred, unnamed
 
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {
@@ -156,3 +158,20 @@ def test_import_is_light() -> None:
 def test_no_branch_on_a_name(package: str) -> None:
     sources = {n: path.read_text() for n, path in modules().items() if n.startswith(package)}
     assert {n: found for n, text in sources.items() if (found := BRANCH.findall(text))} == {}
+
+
+def test_calls_of_kernels_are_plain() -> None:
+    paths = [path for name, path in modules().items() if name.startswith("grpo_kernels")]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    functions = names_of_functions(trees)
+    assert [
+        (path.name, each) for path, tree in trees.items() for each in unnamed(tree, functions)
+    ] == []
+    assert sum(len(list(starred(tree))) for tree in trees.values()) <= 1
+
+
+def test_calls_that_are_not_plain() -> None:
+    tree = ast.parse(
+        "def f(x):\n    size, more = (x, x), 1\n    f(*size, more)\n    f(1, 2, 3, 4, 5)\n"
+    )
+    assert len(list(unnamed(tree, {"f"}))) == len(list(starred(tree))) == 1

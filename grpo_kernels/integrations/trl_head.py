@@ -85,10 +85,10 @@ def _score(add: Any) -> dict[str, Any]:
     return {**output, "gradient": gradient(model)}
 
 
-def _diverge(loss_of: Any, beta: float) -> dict[str, Any]:
+def _diverge(host_loss: Any, beta: float) -> dict[str, Any]:
     """Return the results of a function for distillation, and gradients of the student."""
     student, weight, bias = normal(2, 3, 8), normal(11, 8, seed=1), normal(11, seed=2)
-    loss, entropy, count = loss_of(
+    loss, entropy, count = host_loss(
         student,
         normal(2, 3, 4, seed=3).detach(),
         weight,

@@ -62,12 +62,20 @@ def compiled_policy_loss(
     hidden, head = checked_head(hidden, head, options.precision)
     inputs = (hidden, *head.tensors)
     check_plain(**dict(zip(INPUTS, inputs, strict=True)))
-    loss, logp, entropy, gate, report = policy_loss_op(
-        *inputs, *call_arguments(head, options), Needs.of(inputs).of_inputs, batch.tensors(),
-        batch.advantages_per_token, batch.gradient_accumulation_steps, config.registry_key,
-    )[:_NUM_PARTS]  # fmt: skip
-    made = partial(loss_metrics, logp, entropy, gate, report, batch, config, options.metric_rows)
-    return PolicyLossOutput(loss, Metrics(made, logp, entropy))
+    outputs = policy_loss_op(
+        *inputs,
+        *call_arguments(head, options),
+        needs=Needs.of(inputs).of_inputs,
+        batch=batch.tensors(),
+        per_token=batch.advantages_per_token,
+        steps=batch.gradient_accumulation_steps,
+        config=config.registry_key,
+    )
+    loss, logprobs, entropy, gate, report = outputs[:_NUM_PARTS]
+    stats = partial(
+        loss_metrics, logprobs, entropy, gate, report, batch, config, options.metric_rows
+    )
+    return PolicyLossOutput(loss, Metrics(stats, logprobs, entropy))
 
 
 @torch.library.custom_op(
