@@ -64,9 +64,9 @@ def linear_divergence(
 ) -> LinearDivergence:
     """Compute the divergence of a student's head from a teacher's over the whole vocabulary.
 
-    Neither model's logits exist in memory, but for those of a chunk of rows. One pass makes the
-    loss and its gradients: three products over the vocabulary for the student, one for the teacher.
-    Inside of ``torch.compile`` it is a break of the graph.
+    Logits of both models are formed one chunk of rows at a time. One pass computes the loss and its
+    gradients: three products over the vocabulary for the student, one for the teacher. Under
+    ``torch.compile`` it causes a graph break.
 
     Args:
         hidden: (..., D) the student's last hidden states; fp32, bf16, fp16 or fp64.
@@ -241,7 +241,7 @@ def _token_values(name: str, values: Tensor | None, hidden: Tensor) -> Tensor | 
         return None
     check_like(name, values, hidden[..., 0], "hidden without its last dimension")
     if values.requires_grad:
-        raise ValueError(f"{name}: expected a tensor that needs no gradient")
+        raise ValueError(f"{name}: expected requires_grad=False")
     return values.reshape(-1)
 
 
@@ -260,7 +260,7 @@ def _teacher(
     if topk is not None:
         if hidden is not None or head is not None:
             raise ValueError(
-                "teacher_topk: expected None beside teacher_hidden and teacher_head, got both"
+                "teacher_topk: expected None when teacher_hidden or teacher_head is given, got both"
             )
         return _checked_topk(topk, tokens, student)
     for name, value in (("teacher_hidden", hidden), ("teacher_head", head)):
@@ -283,7 +283,7 @@ def _teacher(
     check_device("teacher_hidden", hidden, student.hidden.device)
     if Needs.of(teacher.inputs).any:
         raise ValueError(
-            "teacher_hidden, teacher_head: expected tensors that need no gradient; run the teacher "
+            "teacher_hidden, teacher_head: expected requires_grad=False; run the teacher "
             "under torch.no_grad() and detach its weight"
         )
     dtypes = teacher.hidden.dtype, student.hidden.dtype
@@ -326,7 +326,7 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
     if not 1 <= k < vocab_size:
         raise ValueError(f"teacher_topk: expected 1 to {vocab_size - 1} ids (V - 1), got {k}")
     if logprobs.requires_grad:
-        raise ValueError("teacher_topk: expected tensors that need no gradient")
+        raise ValueError("teacher_topk: expected requires_grad=False")
     wide = torch.promote_types(logprobs.dtype, torch.float32)
     logprobs, indices = logprobs.reshape(-1, k).to(wide), indices.reshape(-1, k)
     counted = (student.target != IGNORE_INDEX)[:, None]
@@ -334,7 +334,7 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
         f"ids: expected ids in [0, {vocab_size})": (indices >= 0) & (indices < vocab_size),
         "log-probabilities: expected descending ones": logprobs[:, 1:] <= logprobs[:, :-1],
         "ids: expected each once in a row": indices.sort(-1).values.diff() != 0,
-        "log-probabilities: expected probabilities that add up to 1 at most": (
+        "log-probabilities: expected probabilities that sum to at most 1": (
             logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS
         ),
     }.items():

@@ -97,7 +97,7 @@ def linear_logprobs(
     ``lora``, through ``logprobs``, ``entropy`` and ``masked_logprobs``.
 
     The top k are in the order of their scores, equal scores in that of the ids. A row without a
-    softmax, with a NaN or +inf among its scores or -inf alone, has ids -1 and log-probabilities
+    softmax (NaN or +inf among its scores, or nothing but -inf) has ids -1 and log-probabilities
     NaN.
 
     Args:
@@ -115,7 +115,7 @@ def linear_logprobs(
             and ``lora.b`` have. All ranks of the group call with the same ``hidden``, ``target``
             and options, and get the same outputs, of the whole vocabulary, and the same gradients
             of ``hidden`` and ``lora.a``, summed over the ranks; ids are those of the whole
-            vocabulary. Without effect on what is rounded.
+            vocabulary. Results are rounded as without shards.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
             mean_logit, masked_logprobs, topk_logprobs, topk_indices`` to return. The last four are
             read from a tile of logits, also where a backend otherwise forms none. With a
@@ -131,17 +131,17 @@ def linear_logprobs(
             ``masked_logprobs``: the log-probability that a top-p, top-k or min-p sampler gave the
             target.
         top_k: how many ids ``topk_logprobs`` and ``topk_indices`` hold, in [1, V].
-        batch_invariant: a row's bits depend on its own inputs alone: not on the rows around it, on
-            their number, or on whether gradients are wanted. Else they may, by fp32 rounding. It
-            holds for one device, one setting of the arguments and, on a CPU, of its threads:
-            :func:`grpo_kernels.explain_logprobs` gives a fingerprint of all that matters.
-        backward: ``"exact"``; ``"sparse"``: gradients from the entries of the softmax that matter,
-            unbiased and within a tolerance; or a :class:`Bounded`, its object form. Not for
-            ``masked_logprobs``. A gradient through ``entropy`` is exact.
-        activation_bytes: what the forward may keep for its backward. Where the head has no gradient
-            it keeps (T, D) values, and else (T, V) of the hidden states' dtype: the backward then
-            forms no logits. None: the first only, as large as the hidden states (twice in fp16). 0:
-            nothing. A gradient through ``entropy`` or ``masked_logprobs`` forms the logits anew.
+        batch_invariant: a row's bits depend only on its own inputs: not on the rows around it, on
+            their number, or on whether gradients are computed. Guaranteed per device, arguments
+            and (CPU) thread count; :func:`grpo_kernels.explain_logprobs` gives a fingerprint of
+            everything that matters. Otherwise fp32 rounding may differ.
+        backward: ``"exact"``; ``"sparse"``: gradients from the large entries of the softmax and an
+            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded`, its object
+            form. Not for ``masked_logprobs``. A gradient through ``entropy`` is exact.
+        activation_bytes: how much the forward may keep for its backward: (T, D) values if the head
+            has no gradient, else (T, V) of the hidden states' dtype. The backward then forms no
+            logits. None: only the (T, D) values, as large as the hidden states (twice in fp16). 0:
+            nothing. A gradient through ``entropy`` or ``masked_logprobs`` forms the logits again.
 
     Returns:
         :class:`LinearLogprobs`, statistics in fp32 (fp64 for fp64 inputs).
@@ -248,12 +248,12 @@ def explain_logprobs(
     """Return the plan that :func:`linear_logprobs` would follow for the same arguments; print it.
 
     Its ``fingerprint`` names the kernels, their configuration, the precision and the libraries, and
-    ends with a hash of these. Two runs that agree in it and in ``batch_invariant`` give the same
-    row the same bits; a new driver, library or device shows in it.
+    ends with a hash of these. With ``batch_invariant`` two runs with the same fingerprint give the
+    same row the same bits; a new driver, library or device changes it.
 
     Args:
-        sampling_mask: whether ``masked_logprobs`` are asked for.
-        tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are.
+        sampling_mask: whether ``masked_logprobs`` are requested.
+        tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are requested.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.
 

@@ -40,9 +40,9 @@ def linear_policy_loss(
     Args:
         hidden: (B, L, D) or (T, D) last hidden states, laid out as ``batch`` was built; row t is
             the state that predicts ``target[t]``.
-        weight: (V, D) LM-head weight, or a :class:`Head`, which holds all that makes logits; no
-            work is spent on the weight's gradient when it is frozen.
-        batch: the tokens that carry the loss. Other rows of ``hidden`` enter no GEMM.
+        weight: (V, D) LM-head weight, or a :class:`Head`, which holds everything that makes
+            logits. A frozen weight costs no gradient GEMM.
+        batch: the tokens that carry the loss. Other rows of ``hidden`` are never multiplied.
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
         lora: an adapter of the head, whose factors get gradients; no (V, D) tensor is made of it.
@@ -53,23 +53,24 @@ def linear_policy_loss(
             from (T, V) exponentials in bf16), ``"two_pass"`` (recompute, four) or ``"auto"``:
             one_pass where it can run, unless a 16-bit head would add to an fp32 (V, D) sum after
             many small chunks.
-        max_workspace_bytes: bound on the logits tile, of both schedules, and on exponentials; None:
-            the backend's default. Out of memory, a call is repeated with a smaller one, and warns.
+        max_workspace_bytes: bound on the logits tile, in both schedules, and on exponentials; None:
+            the backend's default. On out-of-memory the call is retried with a smaller tile, and
+            warns.
         batch_invariant: a row's log-probability and entropy have the bits that ``linear_logprobs``
-            gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. It
-            may cost the fourth GEMM, which ``explain`` says.
-        metric_rows: what is measured of rows without gradient, those of zero advantage in a loss
-            without KL penalty and entropy bonus. ``"all"``: they take the forward, and metrics are
-            over all tokens of ``batch``. ``"active"``: they are not computed, and metrics are over
-            the rows with a gradient, and over the sequences that have one. (A loss in which
-            advantages act on whole sequences sets whole sequences aside.) The loss and its
-            gradients are the same.
-        backward: ``"exact"``; ``"sparse"``: gradients from the entries of the softmax that matter,
-            unbiased and within a tolerance; or a :class:`Bounded`, its object form. An entropy
-            bonus is for one pass, and without a sampling mask.
-        activation_bytes: what two passes may keep from the forward for the backward, as for
-            ``linear_logprobs``. One pass keeps its gradients; on a GPU that stores exponentials of
-            the logits (see ``explain``) it keeps these, if they fit.
+            gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. This
+            may require two passes; ``explain`` tells.
+        metric_rows: whether metrics include rows that cannot get a gradient (zero advantage, no KL
+            penalty, no entropy bonus). ``"all"``: these rows take the forward, and metrics are over
+            all tokens of ``batch``. ``"active"``: they are not computed, and metrics are over the
+            rows with a gradient, and over the sequences that have one. (Where advantages act on
+            whole sequences, whole sequences are left out.) The loss and its gradients are the
+            same.
+        backward: ``"exact"``; ``"sparse"``: gradients from the large entries of the softmax and an
+            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded`, its object
+            form. With an entropy bonus it takes one pass, and no sampling mask.
+        activation_bytes: how much two passes may keep from the forward for the backward, as for
+            ``linear_logprobs``. One pass keeps its gradients until the backward; on a GPU that
+            stores exponentials of the logits (see ``explain``) it keeps these, if they fit.
         main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
             ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
             to it, and autograd gets none, so hooks and DDP do not see it.
@@ -144,10 +145,10 @@ def explain(
     """Return the plan that ``linear_policy_loss`` would follow for the same arguments; print it.
 
     Its ``fingerprint`` is a line to log with a run: it names the kernels, their configuration, the
-    precision, the schedule and the libraries. Where two runs differ in it, so may their bits.
+    precision, the schedule and the libraries. Runs with different fingerprints may differ bitwise.
 
     Args:
-        options: what else ``linear_policy_loss`` takes, from ``precision`` to
+        options: the other arguments of ``linear_policy_loss``, from ``precision`` to
             ``activation_bytes``.
 
     Raises:
@@ -168,7 +169,7 @@ def explain(
 
 
 def _temperature(config: LossConfig) -> float:
-    """Return that of the loss; what is no loss is refused with the other arguments."""
+    """Return ``config.temperature``; a wrong ``config`` is rejected later."""
     return config.temperature if isinstance(config, LossConfig) else 1.0
 
 

@@ -442,8 +442,8 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     ),
     (lambda: loss(backward="dense"), "backward", "'exact', 'sparse' or a Bounded, got 'dense'"),
     (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss whose"),
-    (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None beside a Head"),
-    (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None beside a Head"),
+    (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None when weight is a Head"),
+    (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None when weight is a Head"),
     (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale", "1.0 beside a Head"),
     (
         lambda: loss(

@@ -205,7 +205,7 @@ def test_a_chunk_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return divergence_sums(self, pair, divergence)
 
     monkeypatch.setattr(torch_backend.Backend, "divergence_sums", fails_at_first)
-    with pytest.warns(RuntimeWarning, match=r"out of memory: a second try.*max_workspace_bytes="):
+    with pytest.warns(RuntimeWarning, match=r"out of memory: attempt 2.*max_workspace_bytes="):
         got = product.run(case, problem).all()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name])

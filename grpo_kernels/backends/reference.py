@@ -1,4 +1,4 @@
-"""The eager twin: full logits, autograd. Slow and large, meant to be read and compared with."""
+"""The eager reference: full logits and autograd; slow, for reading and testing."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor
     of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
     gradient, active = slope(gradient, transform, tanh), grad_stats.nonzero
-    if active is not None:  # a product with 0 would not hide what is no number
+    if active is not None:  # a product with 0 would not hide a NaN
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
     return gradient
 

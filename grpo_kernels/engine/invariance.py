@@ -1,4 +1,4 @@
-"""``batch_invariant`` on a library's GEMM: what it takes for granted is looked at once."""
+"""``batch_invariant`` with a library's GEMM: checks once that the GEMM is row-invariant."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _proven: set[tuple[object, ...]] = set()
 
 
 def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
-    """Look whether the library gives a row the same bits at every place of ``tile`` (C, V).
+    """Check that the library gives a row the same bits at every place of ``tile`` (C, V).
 
-    In a tile of a fixed height it takes the same kernel for every batch, but one that deals out
-    parts of K by the place of a row (stream-K) has other bits there. One row in all places has to
-    give equal rows, and so has this row amid others. That is looked at before the first such GEMM
-    of the process, by two GEMMs into the tile, a byte for each of its logits, and a wait for the
-    device: not while a CUDA graph is captured, before which torch asks for a step.
+    In a tile of a fixed height it runs the same kernel for every batch. A kernel that splits K by
+    the place of a row (stream-K) rounds differently there. The same row in all places has to give
+    equal rows, and so has this row among others. The check runs before the first such GEMM of the
+    process: two GEMMs into the tile, a byte for each of its logits, and a wait for the device. It
+    does not run while a CUDA graph is captured, before which torch asks for a step.
 
     Raises:
         RuntimeError: the bits differ.

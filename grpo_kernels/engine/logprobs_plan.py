@@ -1,9 +1,10 @@
-"""How the statistics of a head's rows are computed, and what is kept of them for their gradients.
+"""How the statistics of a head's rows are computed, and what is saved for their gradients.
 
-The gradient of the log-probabilities is known up to one factor a row, that of the loss. So it can
-be computed while the logits are there: its product with the weight, (T, D), where the head itself
-gets no gradient; else as it is, (T, V), where the caller allows the memory; or the few entries of
-it that matter, where he allows an error. Then no logit is formed twice.
+The gradient of the log-probabilities is known up to one factor per row, which the loss gives. So
+the forward can compute it while the logits are in memory: its product with the weight, (T, D), if
+the head itself gets no gradient; else the gradient itself, (T, V), if the caller allows the memory;
+or its large entries and a sample of the small ones, if the caller allows an error. Then no logit is
+formed twice.
 """
 
 from __future__ import annotations

@@ -9,25 +9,27 @@ from grpo_kernels.common import check_fields, choice, number
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded:
-    """A sparse backward: unbiased gradients from the entries of the softmax that matter.
+    """A sparsified backward: large softmax entries and an unbiased sample of small ones.
 
-    Of a row's V probabilities only some are kept for the backward: the large ones, and a sample of
-    the small ones whose mean is right. A GEMM of a gradient becomes a sparse product. Rows that
-    would need too many entries, such as those of a flat distribution, take the exact backward.
+    Gradient sparsification by magnitude (Wangni et al., arXiv:1710.09854). Of a row's V
+    probabilities the backward keeps the large ones, and a sample of the small ones that is
+    weighted so that the gradient is unbiased. A GEMM of a gradient becomes a sparse product. Rows
+    that would need too many entries, such as those of a flat distribution, take the exact
+    backward.
 
     Args:
-        tolerance: the most that the expected relative error of the gradient of the logits may be,
-            in the Frobenius norm over all rows; that of the other gradients is near it. Statistics
-            and losses stay exact. With bf16 inputs and the default, the whole error of a gradient
-            is about 1.4 times that of the exact backward, whose results are rounded, too.
-        slots: the most entries of a row. A row takes 8 bytes of memory for each.
+        tolerance: maximum expected relative error of the gradient of the logits, in the Frobenius
+            norm over all rows; the error of the other gradients is close to it. Statistics and
+            losses stay exact. With bf16 inputs and the default, the total error of a gradient is
+            about 1.4 times that of the exact backward, whose results are rounded, too.
+        slots: maximum entries kept per row. Each takes 8 bytes.
         exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact, for
             optimizers that divide by a gradient's usual size, as Adam does. False: they take a
             sparse product, too, in place of the last GEMM of the backward.
         seed: of the sample, which also depends on the row and on the policy.
 
     Raises:
-        ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is no number of such.
+        ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is out of range.
     """
 
     tolerance: float = number(4e-3, "a float in (0, 1)", lambda x: 0 < x < 1)
@@ -44,7 +46,7 @@ class RunOptions:
     """The caller's options for how a call runs; ``linear_policy_loss`` describes each.
 
     Raises:
-        ValueError: a name is unknown, or a size is no number of bytes.
+        ValueError: a name is unknown, or a size is not a byte count.
     """
 
     precision: str = choice("fp32", ("fp32", "input", "tf32"))
@@ -71,7 +73,7 @@ class RunOptions:
 
     @property
     def bounded(self) -> Bounded | None:
-        """How the backward is sparse, None for the exact one."""
+        """The settings of a sparse backward; None for the exact one."""
         if isinstance(self.backward, Bounded):
             return self.backward
         return Bounded() if self.backward == "sparse" else None

@@ -1,4 +1,4 @@
-"""Out of memory is met once, by less work at a time."""
+"""Retries with smaller tiles after out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 Result = TypeVar("Result")
 
-# what says so without an exception of its own: torch's CPU allocator, a Triton launch, and cuBLAS,
-# whose workspace is allocated beside torch's
+# messages of errors that are no torch.OutOfMemoryError: of torch's CPU allocator, a Triton launch,
+# and cuBLAS, whose workspace is allocated next to torch's
 _MESSAGES = (
     "can't allocate memory",
     "Triton Error [CUDA]: out of memory",
@@ -24,13 +24,13 @@ def retry_on_oom(
     plan: Any,  # with ``smaller()``, the plan that needs less or None, and ``advice``
     not_retryable: bool = False,  # a failed try leaves a part of a sum in ``main_grad``
 ) -> Result:
-    """Run ``plan``; where the memory does not last, what is smaller, and warn.
+    """Run ``plan``; on out-of-memory retry ``plan.smaller()``, and warn.
 
-    What a failed try has allocated is free again before the next. The warning says what to set so
-    that it does not happen again.
+    The memory of a failed attempt is free before the next. The warning says what to set to skip the
+    failed attempt.
 
     Raises:
-        RuntimeError: the last try's, if the memory lasts for none.
+        RuntimeError: of the last attempt, if all fail.
     """
     tries = 1
     while True:
@@ -44,19 +44,19 @@ def retry_on_oom(
                 raise
             if not_retryable:
                 raise torch.OutOfMemoryError(
-                    f"{error}\nmain_grad now holds a part of this call's gradient, so nothing was "
-                    "tried again. Clear it before the step is repeated, with a smaller "
+                    f"{error}\nmain_grad now holds a part of this call's gradient, so the call was "
+                    "not retried. Clear main_grad before you repeat the step, with a smaller "
                     "max_workspace_bytes"
                 ) from error
             following = plan.smaller()
             if following is None:
                 raise
-        # here, where the traceback and with it the tensors of the failed try are gone
+        # here, where the traceback and with it the tensors of the failed attempt are gone
         plan, tries = following, tries + 1
     if tries > 1:
         warnings.warn(
-            f"out of memory: {'a second' if tries == 2 else 'a third'} try, with less work at a "
-            f"time, went through. {plan.advice} avoids the failed one",
+            f"out of memory: attempt {tries} succeeded with a smaller tile; set {plan.advice} to "
+            "skip the failed attempts",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The rows of a call that matter, and their gradients: the others enter no GEMM."""
+"""The rows of a call, a selection of them, and the gradients of its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_MASK = [None] * len(MASK_FIELDS)
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are wanted."""
+    """Which inputs need a gradient."""
 
     hidden: bool = False
     weight: bool = False

@@ -49,13 +49,13 @@ def head_of(
     beside = {"bias": bias, "lora": lora, "softcap": softcap, "vocab_shard": shard}
     for name, value in beside.items():
         if value is not None:
-            raise ValueError(f"{name}: expected None beside a Head, which has its own")
+            raise ValueError(f"{name}: expected None when weight is a Head, which has its own")
     if logit_scale != 1.0:
         raise ValueError(f"logit_scale: expected 1.0 beside a Head, got {logit_scale!r}")
     own = weight.transform.temperature
     if isinstance(own, Tensor) or own != 1.0:
         raise ValueError(
-            f"weight: expected a Head of temperature 1, which is the call's, got {own}"
+            f"weight: expected a Head with temperature 1 (pass temperature to the call), got {own}"
         )
     return replace(weight, transform=replace(weight.transform, temperature=temperature))
 
@@ -165,7 +165,7 @@ def row_temperature(
     if not isinstance(temperature, Tensor):
         return float(temperature) if isinstance(temperature, Real) else temperature
     if temperature.requires_grad:
-        raise ValueError("temperature: expected a tensor that needs no gradient")
+        raise ValueError("temperature: expected requires_grad=False")
     if temperature.dim() == 0:
         temperature = temperature.expand(shape)
     if temperature.shape != shape:

@@ -56,7 +56,7 @@ class Stat:
 
 
 class Metrics:
-    """By a metric's name its () value, detached and still on the device; read-only.
+    """Read-only mapping from metric name to () tensor, detached, on the device.
 
     It has a mapping's methods and is no ``Mapping``: what walks the output of a model's forward, as
     accelerate does, would read every value of one. Read them before what they are made of is

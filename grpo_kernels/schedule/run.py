@@ -236,7 +236,7 @@ def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_siz
         raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
     check_local("main_grad", buffer)
     if not weight.requires_grad:
-        raise ValueError("main_grad: expected None for a weight that needs no gradient")
+        raise ValueError("main_grad: expected None for a weight with requires_grad=False")
     if buffer.shape != weight.shape or not buffer.is_contiguous():
         kind = "one" if buffer.is_contiguous() else "a non-contiguous one"
         raise ValueError(
@@ -249,7 +249,7 @@ def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_siz
     if buffer.device != weight.device:
         raise ValueError(f"main_grad: expected device {weight.device}, got {buffer.device}")
     if buffer.requires_grad:
-        raise ValueError("main_grad: expected a tensor that needs no gradient")
+        raise ValueError("main_grad: expected requires_grad=False")
     if buffer.data_ptr() == weight.data_ptr() and buffer.numel():
         raise ValueError("main_grad: expected a buffer of its own, got the weight")
     return buffer[:vocab_size]
