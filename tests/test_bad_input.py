@@ -412,7 +412,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         "teacher_head",
         "the student's vocabulary of 9 ids, got 8; .* padding",
     ),
-    (lambda: divergence(teacher_head=leaf(9, 5)), "teacher_hidden, teacher_head", "no gradient"),
+    (lambda: divergence(teacher_head=leaf(9, 5)), "teacher_hidden, teacher_head", "requires_grad=False"),
     (
         lambda: divergence(
             teacher_hidden=torch.randn(2, 3, 5).double(), teacher_head=torch.randn(9, 5).double()

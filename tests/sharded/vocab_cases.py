@@ -219,5 +219,5 @@ def _wrong_on_one_rank() -> Iterator[Refusal]:
     """Return what is wrong on rank 1 alone, of which the others hear."""
     problem = make_problem(dtype=torch.float32, vocab_size=VOCAB)
     odd = dist.get_rank() == 1
-    message = "weight: expected dtype" if odd else r"ranks \[1\] have refused"
+    message = "weight: expected dtype" if odd else r"ranks \[1\] rejected this call"
     yield message, partial(_call, **({"hidden": problem.hidden.double()} if odd else {}))
