@@ -19,7 +19,7 @@ from grpo_kernels.backends import Tile
 from grpo_kernels.head import Transform
 
 _CHECKED_ROWS = 64
-_ALLOWED = {"logp": 1e-4, "entropy": 1e-3, "gradient": 1e-2}
+_ALLOWED = {"logprobs": 1e-4, "entropy": 1e-3, "gradient": 1e-2}
 NOTES = {
     COPY: "of the logits",
     "ours, statistics": "no gradient",
@@ -80,15 +80,15 @@ def _exact(logits: Tensor, target: Tensor) -> dict[str, Tensor]:
     gradient = -logps.exp()
     gradient.scatter_add_(1, place, torch.ones_like(place, dtype=gradient.dtype))
     entropy = -(logps.exp() * logps).sum(1)
-    return {"logp": logps.gather(1, place)[:, 0], "entropy": entropy, "gradient": gradient}
+    return {"logprobs": logps.gather(1, place)[:, 0], "entropy": entropy, "gradient": gradient}
 
 
 def _errors(exact: dict[str, Tensor], found: tuple[Any, Any]) -> dict[str, float]:
     stats, gradient = found
-    count = len(exact["logp"])
+    count = len(exact["logprobs"])
     errors = {
         name: (getattr(stats, name)[:count].double() - exact[name]).abs().max().item()
-        for name in ("logp", "entropy")
+        for name in ("logprobs", "entropy")
     }
     if gradient is not None:
         scaled = gradient.dlogits[:count].double() * gradient.row_scale[:count, None].double()

@@ -375,7 +375,11 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: logprobs(target=TARGET.int()), "target", "torch.int64"),
     (lambda: logprobs(temperature=0.0), "temperature", "number > 0, got 0.0"),
     (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature", "values > 0"),
-    (lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)), "temperature", "gradient"),
+    (
+        lambda: logprobs(temperature=torch.ones(2, 3, requires_grad=True)),
+        "temperature",
+        "requires_grad=False",
+    ),
     (lambda: logprobs(softcap=0.0), "softcap", "> 0, or None"),
     (lambda: logprobs(logit_scale=0.0), "logit_scale", "> 0, got 0.0"),
     (lambda: logprobs(precision="tf32"), "precision", "fp32 tensors on a CUDA device"),
@@ -394,7 +398,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         "max_workspace_bytes",
         "room for 16 rows",
     ),
-    (lambda: logprobs(weight=HOT), "weight", "Head of temperature 1, .* got 2.0"),
+    (lambda: logprobs(weight=HOT), "weight", "Head with temperature 1 .* got 2.0"),
     (
         lambda: logprobs(backward=Bounded(), sampling_mask=NONE, outputs=MASKED),
         "backward",
@@ -404,7 +408,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: divergence(kind="kl"), "kind", "forward_kl, jsd, reverse_kl; got 'kl'"),
     (lambda: divergence(kind="jsd", beta=1.0), "beta", r"a number in \(0, 1\), got 1.0"),
     (lambda: divergence(vocab_size=10), "vocab_size", r"1 to 9 \(ids of head\), got 10"),
-    (lambda: divergence(teacher_topk=FIRST), "teacher_topk", "None beside teacher_hidden"),
+    (lambda: divergence(teacher_topk=FIRST), "teacher_topk", "None when teacher_hidden"),
     (lambda: divergence(teacher_hidden=None), "teacher_hidden", "where there is no teacher_topk"),
     (lambda: divergence(teacher_head=WEIGHT[:8]), "teacher_hidden", r"to match weight"),
     (
@@ -412,7 +416,11 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         "teacher_head",
         "the student's vocabulary of 9 ids, got 8; .* padding",
     ),
-    (lambda: divergence(teacher_head=leaf(9, 5)), "teacher_hidden, teacher_head", "requires_grad=False"),
+    (
+        lambda: divergence(teacher_head=leaf(9, 5)),
+        "teacher_hidden, teacher_head",
+        "requires_grad=False",
+    ),
     (
         lambda: divergence(
             teacher_hidden=torch.randn(2, 3, 5).double(), teacher_head=torch.randn(9, 5).double()
@@ -430,7 +438,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: of_topk(FIRST[0].flip(-1), FIRST[1]), LOGPROBS, "descending"),
     (lambda: of_topk(FIRST[0], FIRST[1] * 0), LISTED, "each once"),
     (lambda: of_topk(FIRST[0], FIRST[1] + 9), LISTED, r"ids in \[0, 9\)"),
-    (lambda: of_topk(FIRST[0] + 5, FIRST[1]), LOGPROBS, "1 at most"),
+    (lambda: of_topk(FIRST[0] + 5, FIRST[1]), LOGPROBS, "sum to at most 1"),
     (lambda: of_topk(*(x[..., :0] for x in FIRST)), "teacher_topk", r"1 to 8 ids \(V - 1\), got 0"),
     # a loss
     (lambda: loss(batch=batch(target=TARGET.abs())), "target", r"in \[0, 9\) .* 100"),
@@ -462,7 +470,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     ),
     (lambda: buffered(WIDE.half()), "main_grad", "dtype torch.float32"),
     (lambda: buffered(torch.zeros(4, 9).t()), "main_grad", "a non-contiguous one"),
-    (lambda: buffered(leaf(9, 4)), "main_grad", "a tensor that needs no"),
+    (lambda: buffered(leaf(9, 4)), "main_grad", "requires_grad=False"),
     (lambda: loss(weight=TIED, main_grad=TIED.detach()), "main_grad", "a buffer of its own"),
     (lambda: loss(weight=WEIGHT, main_grad=WIDE), "main_grad", "None for a weight"),
     (lambda: buffered(WIDE, backend="reference"), "main_grad", "eager reference"),

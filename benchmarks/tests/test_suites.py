@@ -91,7 +91,8 @@ def _check_curves(runs: dict[str, dict[str, Any]]) -> None:
         assert runs["ours-lora"][name] == pytest.approx(runs["trl-lora"][name], rel=1e-4, abs=1e-6)
 
 
-def test_the_first_line_says_which_suite_is_run() -> None:
+def test_the_first_line_says_which_suite_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     printed = _pytest(str(ROOT / "benchmarks"), "--collect-only")
     assert re.match(r"quick suite: .* about five minutes .*; --full runs all \d+ ", printed)
     collected = re.findall(r"benchmarks/test_\w+\.py", printed)

@@ -59,7 +59,9 @@ def saving_forward(
     if plan.kind == HIDDEN:
         sums = GradientSums(rows, Needs(hidden=True), len(chunks))
     else:
-        saved = torch.empty(plan.shape, dtype=plan.dtype, device=route.device)
+        # inside torch.compile the plan has more rows: those without a target, too
+        height = rows.count if plan.kind == ENTRIES else plan.shape[0]
+        saved = torch.empty((height, plan.shape[1]), dtype=plan.dtype, device=route.device)
 
     def consume(chunk: Chunk) -> None:
         if plan.kind == HIDDEN:
@@ -134,7 +136,7 @@ def saved_gradients(
         return Gradients(saved * dlogp[:, None] if needs.hidden else None)
     return gradients_of_logp(
         rows=rows,
-        gradient=TileGradient(saved[:, : route.columns]),
+        gradient=TileGradient(saved[: rows.count, : route.columns]),
         dlogp=dlogp,
         route=route,
         needs=needs,

@@ -120,7 +120,7 @@ def put_stand_ins(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, name, module)
     PolicyLossRegistry.functions = {}
     patch.setattr(
-        "grpo_kernels.integrations.probe.version", lambda name: VERSIONS.get(name) or version(name)
+        "grpo_kernels.common.hosts.version", lambda name: VERSIONS.get(name) or version(name)
     )
 
 

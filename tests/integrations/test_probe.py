@@ -18,6 +18,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from grpo_kernels.common import hosts
 from grpo_kernels.integrations import liger, probe
 from grpo_kernels.integrations.switch import Switch
 
@@ -204,7 +205,7 @@ def test_a_newer_trl_that_is_the_same(monkeypatch, caplog) -> None:
     compared = []
     compare = lambda: compared.append(1) or ours.PROBE.compare()  # noqa: E731
     switch = Switch(replace(ours.PROBE, compare=compare))
-    monkeypatch.setattr(probe, "version", lambda name: "1.19.0")
+    monkeypatch.setattr(hosts, "version", lambda name: "1.19.0")
     with caplog.at_level(logging.INFO), warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
@@ -215,7 +216,7 @@ def test_a_newer_trl_that_is_the_same(monkeypatch, caplog) -> None:
         len(said) == 1 and "trl 1.19.0 was not tested (tested: 1.16); the probe passed" in said[0]
     )
     assert compared == [1]  # once per version
-    monkeypatch.setattr(probe, "version", lambda name: "1.18.0")
+    monkeypatch.setattr(hosts, "version", lambda name: "1.18.0")
     with switch.enabled():
         pass
     assert compared == [1, 1]

@@ -176,7 +176,7 @@ class BackgroundEngine(RolloutEngine):
 
     def _slowly(self, prompt_ids, row: int, sampling) -> Completion:
         self.work(prompt_ids)
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(120)  # loaded machines are slow
         ids = self._canned._complete(prompt_ids, row, self._eos)
         completion = self._reported(prompt_ids, ids, sampling)
         self.calls.append("end")

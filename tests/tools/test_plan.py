@@ -105,7 +105,9 @@ def allocated(call: Call, scale: float = 0.1, **options: Any) -> int:
     """Run a call, whose softmax is nearly flat at a small scale of the weight."""
     name, tokens, dtype = call.name, call.tokens, call.dtype
     depth, columns = call.hidden, call.vocabulary
-    hidden = torch.randn(1, tokens, depth, dtype=dtype).requires_grad_()
+    hidden = torch.randn(1, tokens, depth, dtype=dtype)
+    hidden[:, 0] *= 1000  # a certain token, or a sparse backward would have no entries
+    hidden.requires_grad_()
     weight = torch.randn(columns, depth, dtype=call.weight_dtype or dtype).mul_(scale)
     weight.requires_grad_(not call.frozen)
     target = torch.randint(0, columns, (1, tokens))
