@@ -55,7 +55,7 @@ def retry_on_oom(
         plan, tries = following, tries + 1
     if tries > 1:
         warnings.warn(
-            f"out of memory: attempt {tries} succeeded with a smaller tile; set {plan.advice} to "
+            f"out of memory: attempt {tries} succeeded with less memory; set {plan.advice} to "
             "skip the failed attempts",
             RuntimeWarning,
             stacklevel=2,
