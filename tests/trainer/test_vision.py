@@ -274,7 +274,10 @@ def show(at: int) -> Any:
 # with an image in the prompt, too, or without
 @pytest.mark.parametrize(
     ("family", "shown"),
-    [*((family, True) for family in FAMILIES), ("gemma3", False), ("qwen3_vl", False)],
+    [
+        *((family, True) for family in FAMILIES),
+        *((family, False) for family in ("gemma3", "idefics3", "qwen3_vl")),
+    ],
 )
 def test_a_picture_that_a_tool_returns(family: str, shown: bool, tmp_path: Path) -> None:
     """It is what the model would see of the whole conversation, in generation and in training.
