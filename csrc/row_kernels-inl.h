@@ -82,12 +82,13 @@ struct SoftmaxSums {
 };
 
 // A few terms, of d <= 0. Those of the maximum itself, 1 each, are counted apart: added to a 1, the
-// others would lose the digits of which log p consists as p -> 1.
+// others would lose the digits of which log p consists as p -> 1. They stay in registers only where
+// no function is called.
 struct Terms {
   Float ones{}, total{}, moment{}, squares{};
 
   template <bool kSquares>
-  void add(Float d) {
+  GRPO_INLINE_MEMBER void add(Float d) {
     const Ints top = d == 0.0f;
     const Float below = exp(d, top | (d <= kExpFloor));
     ones += top ? splat(1.0f) : Float{};
@@ -97,7 +98,7 @@ struct Terms {
   }
 
   template <bool kSquares>
-  void add_to(SoftmaxSums& all) const {
+  GRPO_INLINE_MEMBER void add_to(SoftmaxSums& all) const {
     all.total += widen(total) + widen(ones);
     all.moment += widen(moment);
     if (kSquares) all.squares += widen(squares) + widen(ones);

@@ -9,7 +9,8 @@
 #define GRPO_LANES 4
 #endif
 
-#define GRPO_INLINE static inline __attribute__((always_inline))
+#define GRPO_INLINE_MEMBER __attribute__((always_inline))
+#define GRPO_INLINE static inline GRPO_INLINE_MEMBER
 
 namespace grpo::GRPO_ISA {
 
