@@ -98,6 +98,14 @@ struct Call {
   }
 };
 
+// Threads that have something to do: to start one and to meet it takes some tens of microseconds.
+int64_t useful(const Linear& linear, int64_t threads) {
+  constexpr int64_t kWorkPerThread = 1 << 21;  // multiply-adds
+  constexpr int64_t kFold = 32;                // as many as take as long as to fold a logit
+  const int64_t work = linear.tile.rows * linear.tile.columns * (linear.depth + kFold);
+  return std::min(threads, work / kWorkPerThread);
+}
+
 }  // namespace
 
 void linear_stats(const Linear& linear, const Stats& out, const LinearKernels& kernels,
@@ -111,7 +119,7 @@ void linear_stats(const Linear& linear, const Stats& out, const LinearKernels& k
   prepared.prepare(linear.tile);
   const Workspace workspace{widest, splits, gemm.packed_bytes(linear, widest)};
   const Call call{linear, kernels, gemm, workspace, out};
-  Team::run(std::min<int64_t>(threads, splits), [&](Team& team) {
+  Team::run(std::min(useful(linear, threads), splits), [&](Team& team) {
     const Array<float> block(kBlockRows * widest);
     const Array<char> scratch(gemm.scratch_bytes(linear));
     for (int64_t begin = 0; begin < tokens; begin += gemm.chunk_tokens) {
