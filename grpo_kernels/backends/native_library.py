@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
+_BUILD_AGAIN = "build the native CPU extension again, for example with pip install -e ."
 _DONE = 0  # kDone of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
 # the structs of csrc/*.h: the fields, by their types in C; "floats" and the like point to (rows,)
@@ -115,14 +116,16 @@ def load_library() -> Any:
 
 def _check_structs(library: Any) -> None:
     """Raise ImportError unless the library was compiled with the structs of this file."""
-    library.grpo_struct_size.argtypes = [ctypes.c_char_p]
-    library.grpo_struct_size.restype = ctypes.c_int64
+    struct_size = getattr(library, "grpo_struct_size", None)
+    if struct_size is None:
+        raise ImportError(f"{LIBRARY} comes from an older version of grpo_kernels; {_BUILD_AGAIN}")
+    struct_size.argtypes = [ctypes.c_char_p]
+    struct_size.restype = ctypes.c_int64
     for name in STRUCTS:
-        size, expected = library.grpo_struct_size(name.encode()), ctypes.sizeof(VIEWS[name])
+        size, expected = struct_size(name.encode()), ctypes.sizeof(VIEWS[name])
         if size != expected:
             raise ImportError(
-                f"{LIBRARY}: expected struct {name} of {expected} bytes, got {size}; "
-                "build the native CPU extension again, for example with pip install -e ."
+                f"{LIBRARY}: expected struct {name} of {expected} bytes, got {size}; {_BUILD_AGAIN}"
             )
 
 

@@ -150,6 +150,14 @@ def test_a_struct_of_another_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         native_library.load_library.__wrapped__()
 
 
+def test_a_library_of_an_older_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the C library has no function grpo_struct_size either
+    monkeypatch.setattr(native_library, "LIBRARY", Path(ctypes.util.find_library("c") or ""))
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    with pytest.raises(ImportError, match=r"older version.* build the native CPU extension again"):
+        native_library.load_library.__wrapped__()
+
+
 def test_arguments_beyond_their_memory_are_errors() -> None:
     backend = Native()
     rows, logits = torch.zeros(4), torch.zeros(4, 9)
