@@ -224,10 +224,10 @@ def _eager_stats(
     rows: Rows, selection: Selection, plan: LogprobsPlan
 ) -> tuple[RowStats, Tensor | None]:
     """Compute statistics of all rows from those of the selected ``rows``."""
-    check_ranks_agree(rows.target, rows.head, plan.route, (plan.outputs, plan.saving.kind))
+    check_ranks_agree(rows.target, rows.head, plan.route, (plan.outputs, plan.saved.kind))
     stats, saved = differentiable_stats(rows, plan)
     whole = (None if x is None else selection.scatter(x) for x in stats)
-    if saved is not None and plan.saving.kind == ENTRIES:
+    if saved is not None and plan.saved.kind == ENTRIES:
         saved = selection.scatter(saved)
     return RowStats(*whole), saved  # type: ignore[arg-type]
 

@@ -60,3 +60,4 @@ from grpo_kernels.engine.retry_on_oom import retry_on_oom
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection
 from grpo_kernels.engine.shards import check_ranks_agree, raise_on_all_ranks
+from grpo_kernels.engine.weight_sum import WeightGrad

@@ -43,6 +43,7 @@ from grpo_kernels.engine.logprobs_plan import (
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, selection_of
+from grpo_kernels.engine.weight_sum import WeightGrad, WeightSum
 from grpo_kernels.head import VocabShard, matmul_precision
 
 # of the tolerance: what is left is for other gradients than that of the logits, and for the sample
@@ -101,6 +102,7 @@ def saved_gradients(
     grad_stats: StatsGrad,
     route: Route,
     needs: Needs,
+    weight_grad: WeightGrad,
 ) -> Gradients:
     """Compute gradients from what :func:`saving_forward` saved of the same rows."""
     bounded = route.options.bounded
@@ -116,6 +118,7 @@ def saved_gradients(
             stats=stats,
             route=route,
             needs=needs.of_rows if by_gemms.any else needs,
+            weight_grad=weight_grad,
         )
         if not by_gemms.any:
             return gradients
@@ -125,6 +128,7 @@ def saved_gradients(
             grad_stats=grad_stats,
             route=route.tiled(),
             needs=by_gemms,
+            weight_grad=weight_grad,
             selection=rows.with_target(factor != 0),
         )
         return gradients.joined(of_head)
@@ -140,6 +144,7 @@ def saved_gradients(
         dlogp=dlogp,
         route=route,
         needs=needs,
+        weight_grad=weight_grad,
     )
 
 
@@ -249,18 +254,21 @@ def saved_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
 class BoundedSums:
     """Gradients by entries, where those of the rows' statistics are known."""
 
-    def __init__(self, rows: Rows, needs: Needs, num_chunks: int, route: Route) -> None:
+    def __init__(
+        self, rows: Rows, needs: Needs, num_chunks: int, *, route: Route, weight_grad: WeightGrad
+    ) -> None:
         bounded = route.options.bounded
         assert bounded is not None
         self._rows = rows
         self._needs = needs
+        self._weight_grad = weight_grad
         self._route = route
         self._bounded = bounded
         self._exact: GradientSums | None = None
         by_gemms = needs_of_gemms(needs, bounded)
         if by_gemms.any:
             self._needs = needs.of_rows
-            self._exact = GradientSums(rows, by_gemms, num_chunks)
+            self._exact = GradientSums(rows, by_gemms, num_chunks, weight_grad=weight_grad)
         self._entries: list[Entries] = []
         self._stats: list[RowStats] = []
         self._grad_stats: list[StatsGrad] = []
@@ -277,7 +285,8 @@ class BoundedSums:
     def finish(self) -> Gradients:
         head = Gradients() if self._exact is None else self._exact.finish()
         if not self._entries:
-            return GradientSums(self._rows, self._needs, 0).finish().joined(head)
+            empty = GradientSums(self._rows, self._needs, 0, weight_grad=self._weight_grad)
+            return empty.finish().joined(head)
         grad_stats = concatenate(self._grad_stats)
         factor = factors(grad_stats)
         entries = within_tolerance(concatenate(self._entries), factor, self._bounded)
@@ -290,6 +299,7 @@ class BoundedSums:
             stats=concatenate(self._stats),
             route=self._route,
             needs=self._needs,
+            weight_grad=self._weight_grad,
         )
         return gradients.joined(head)
 
@@ -311,6 +321,7 @@ def bounded_gradients(
     stats: RowStats,
     route: Route,
     needs: Needs,
+    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
 ) -> Gradients:
     """Compute gradients from the rows' entries; those of whole rows from their logits."""
     entries = entries._replace(used=torch.where(factor == 0, 0, entries.used))
@@ -323,16 +334,20 @@ def bounded_gradients(
             stats=stats,
             grad_stats=grad_stats,
             route=route.tiled(),
-            needs=replace(needs, wide=True),
+            needs=needs,
+            weight_grad=replace(weight_grad, is_wide=True),
             selection=selection_of(whole, count),
         )
     else:
-        gradients, _ = new_gradients(rows, needs, 1)
+        gradients = new_gradients(rows, needs, 1)
+        if needs.weight:
+            dweight = WeightSum(rows, 1, weight_grad).result
+            gradients = gradients._replace(weight=dweight)
     with matmul_precision(route.device, route.precision):
         head = rows.ready().head
         dweight, dhidden = gradients.weight, gradients.hidden
-        if needs.weight and needs.main_grad is not None:
-            dweight = needs.main_grad
+        if needs.weight and weight_grad.main_grad is not None:
+            dweight = weight_grad.main_grad
         if dhidden is not None and head.shard is not None:  # whole rows are summed already
             dhidden = torch.zeros_like(dhidden)
 

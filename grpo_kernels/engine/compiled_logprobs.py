@@ -82,12 +82,12 @@ def call_of_arguments(
     shard = None
     if group is not None:
         shard = VocabShard(group=group, rank=rank, rows=tuple(rows), vocab_size=vocab_size)
-    given = dict(zip(_PLAIN, others, strict=False))
+    options = dict(zip(_PLAIN, others, strict=False))
     is_bounded, *rest = others[len(_PLAIN) :]
     backward = Bounded(**dict(zip(_BOUNDED, rest, strict=True))) if is_bounded else "exact"
     assert weight is not None
     return Head(weight=weight, bias=bias, transform=transform, lora=lora, shard=shard), RunOptions(
-        **given, backward=backward
+        **options, backward=backward
     )
 
 
@@ -137,20 +137,20 @@ def linear_logprobs_forward(*arguments):
     """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
     for the backward; what is not computed is empty."""
     rows, plan = planned_call(arguments)
-    saving = plan.saving
+    spec = plan.saved
     with raise_on_all_ranks(rows.head.shard, rows.hidden.device):
         selection = rows.with_target()
     valid = rows.selected(selection)
-    check_ranks_agree(valid.target, valid.head, plan.route, (plan.outputs, saving.kind))
+    check_ranks_agree(valid.target, valid.head, plan.route, (plan.outputs, spec.kind))
     stats, saved = rows_forward(valid, plan)
     if saved is None:
-        saved = rows.hidden.new_empty(0, dtype=saving.dtype)
+        saved = rows.hidden.new_empty(0, dtype=spec.dtype)
     return (
         *(
             selection.scatter(value) if value is not None else rows.hidden.new_empty(0, dtype=dtype)
             for value, dtype in zip(stats, _stats_dtypes(rows), strict=True)
         ),
-        selection.scatter(saved) if saving.kind in OF_ALL_ROWS else saved,
+        selection.scatter(saved) if spec.kind in OF_ALL_ROWS else saved,
     )
 
 
@@ -168,7 +168,7 @@ def _(*arguments):
             rows.hidden.new_empty(shapes.get(name, 0), dtype=dtype)
             for name, dtype in zip(RowStats._fields, _stats_dtypes(rows), strict=True)
         ),
-        rows.hidden.new_empty(plan.saving.shape, dtype=plan.saving.dtype),
+        rows.hidden.new_empty(plan.saved.shape, dtype=plan.saved.dtype),
     )
 
 
@@ -186,7 +186,7 @@ def linear_logprobs_backward(*arguments):
     """
     *call, tensors = arguments
     rows, plan = planned_call(call)
-    selection, kind = rows.with_target(), plan.saving.kind
+    selection, kind = rows.with_target(), plan.saved.kind
     *of_rows, saved = tensors
     if kind == NOTHING:
         saved = None
@@ -225,7 +225,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, *grad_stats):
-    given = dict(zip(RowStats._fields, grad_stats, strict=False))
+    grads = dict(zip(RowStats._fields, grad_stats, strict=False))
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
     tensors, belongings = saved[:NUM_INPUTS], list(saved[NUM_INPUTS:-4])
     *stats, kept = saved[-4:]
@@ -233,7 +233,7 @@ def _backward(ctx, *grad_stats):
     needed = list(ctx.needs_input_grad[:NUM_INPUTS])
     if needed != list(needs):  # what was kept suits others
         kept = None
-    saved = [*stats, *(contiguous(given[name]) for name in DIFFERENTIABLE), kept]
+    saved = [*stats, *(contiguous(grads[name]) for name in DIFFERENTIABLE), kept]
     gradients = linear_logprobs_backward(*tensors, belongings, *call, needed, saved)
     of_inputs = [x if need else None for x, need in zip(gradients, needed, strict=True)]
     return (*of_inputs, *[None] * (1 + len(ctx.call)))

@@ -103,9 +103,9 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
     """
 
     def run(route: Route) -> tuple[RowStats, Tensor | None]:
-        if plan.saving.kind == NOTHING:
+        if plan.saved.kind == NOTHING:
             return forward(rows, route, plan.outputs), None
-        return saving_forward(rows, route, plan.outputs, plan.saving)
+        return saving_forward(rows, route, plan.outputs, plan.saved)
 
     with torch.no_grad():
         return retry_on_oom(run, plan.forward_route)
@@ -118,13 +118,14 @@ def stats_backward(
     and what :func:`rows_forward` saved."""
     if saved is not None and _is_of_logprobs_only(grad_stats, plan):
         return saved_gradients(
-            kind=plan.saving.kind,
+            kind=plan.saved.kind,
             saved=saved,
             rows=rows,
             stats=stats,
             grad_stats=grad_stats,
             route=plan.route,
             needs=plan.needs,
+            weight_grad=plan.weight_grad,
         )
     selection = selection_without_wait(grad_stats.nonzero)
 
@@ -135,10 +136,11 @@ def stats_backward(
             grad_stats=grad_stats,
             route=route,
             needs=plan.needs,
+            weight_grad=plan.weight_grad,
             selection=selection,
         )
 
-    not_retryable = plan.needs.main_grad is not None
+    not_retryable = plan.weight_grad.main_grad is not None
     return retry_on_oom(run, plan.route.tiled(), not_retryable=not_retryable)
 
 

@@ -108,7 +108,7 @@ def logprobs_reasons(plan: Any) -> list[str]:
         reasons.append("a tile of logits: some of the requested outputs are read from it")
     if plan.options.bounded is not None and plan.needs.any:
         reasons.append(sparse_words(plan.needs, plan.needs_of_gemms, plan.options.bounded))
-    return [*reasons, saved_words(plan.saving)]
+    return [*reasons, saved_words(plan.saved)]
 
 
 def logprobs_lines(plan: Any) -> list[str]:

@@ -15,8 +15,8 @@ from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, 
 from grpo_kernels.engine.compaction import moved_forward_
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection, narrowed, ranges
+from grpo_kernels.engine.weight_sum import WeightGrad, WeightSum, add_product
 from grpo_kernels.head import (
-    SLICE_COLUMNS,
     accumulate,
     leading_dim,
     matmul_precision,
@@ -26,7 +26,6 @@ from grpo_kernels.head import (
 )
 
 _BLOCK_ROWS = 1024  # of hidden states that are widened at a time
-_PRODUCT_ROWS = 2048  # of a product in fp32 that is rounded: a whole wave of a GPU's tiles
 # Narrower slices starve the GEMMs, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
@@ -35,14 +34,21 @@ _ALIGNMENT = 128
 class GradientSums:
     """Sums by GEMMs over tiles: of ranges of rows with all columns, or slice by slice of these."""
 
-    def __init__(self, rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> None:
-        self._sums, self._weight_dtype = new_gradients(rows, needs, num_ranges, sliced)
-        self._slice: Tensor | None = None  # of the weight's sum, if it is rounded afterwards
+    def __init__(
+        self,
+        rows: Rows,
+        needs: Needs,
+        num_ranges: int,
+        *,
+        weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
+        sliced: bool = False,
+    ) -> None:
+        self._sums = new_gradients(rows, needs, num_ranges, sliced)
+        self._weight: WeightSum | None = None
+        if needs.weight:
+            self._weight = WeightSum(rows, num_ranges, weight_grad, sliced=sliced)
         self._lora = LoRAGradients(rows, needs)
-        main_grad = needs.main_grad if needs.weight else None
-        self._weight = self._sums.weight if main_grad is None else main_grad
-        self._adds = main_grad is not None
-        self._num_rows, self._num_columns = rows.count, rows.head.weight.shape[0]
+        self._num_columns = rows.head.weight.shape[0]
         self._shard = rows.head.shard
         self._over_ranks: list[Any] = []  # sums that have been started
         self._is_fp16 = rows.hidden.dtype == torch.float16
@@ -79,7 +85,8 @@ class GradientSums:
             factor = scale / self._scale
             if not host.reading_is_free(factor) or factor.item() != 1:
                 self._wait()
-                self._times_(factor, self._lora.dinner, self._lora.db)
+                dweight = None if self._weight is None else self._weight.result
+                self._times_(factor, dweight, self._lora.dinner, self._lora.db)
         self._scale = scale
         return grad_stats.times(scale)
 
@@ -103,8 +110,7 @@ class GradientSums:
                 self._over_ranks.append(self._shard.start_sum(place))
         if self._weight is not None:
             hidden = _weighted(rows.hidden, gradient.row_scale)
-            place = narrowed(self._weight, columns)
-            self._add_to_weight(place, gradient.dlogits, hidden, part)
+            self._weight.add(gradient.dlogits, hidden, columns, part, scale=self._scale)
         if sums.bias is not None:
             self._add_to_bias(narrowed(sums.bias, columns), gradient)
         self._lora.add(gradient, rows.hidden, part, selection=selection, columns=columns)
@@ -112,6 +118,8 @@ class GradientSums:
     def finish(self) -> Gradients:
         """Return the gradients; nothing is added afterwards."""
         self._wait()
+        if self._weight is not None:
+            self._sums = self._sums._replace(weight=self._weight.result)
         self._sums = self._lora.complete(self._sums)
         if self._scale is not None:
             self._times_(1 / self._scale)
@@ -127,23 +135,6 @@ class GradientSums:
         for x in (*self._sums, *others):
             if x is not None and x.dtype == torch.float32:  # else slices, which have been rounded
                 x.mul_(factor)
-
-    def _add_to_weight(self, place: Tensor, dlogits: Tensor, hidden: Tensor, part: slice) -> None:
-        """Sum a slice in its place, or apart, to be rounded once the last range is there."""
-        if self._adds and self._scale is not None:  # without a second tensor as large as the weight
-            for rows in ranges(len(place), SLICE_COLUMNS):
-                of_rows = dlogits[:, rows].t()
-                add_product(place[rows], of_rows, hidden, first=False, factor=1 / self._scale)
-            return
-        total = place
-        if place.dtype != self._weight_dtype:
-            if self._slice is None:
-                self._slice = torch.empty_like(place, dtype=self._weight_dtype)
-            total = self._slice
-        accumulate(total, dlogits.t(), hidden, first=part.start == 0 and not self._adds)
-        if self._slice is not None and part.stop == self._num_rows:
-            place.copy_(total if self._scale is None else total.div_(self._scale))
-            self._slice = None
 
     @staticmethod
     def _add_to_bias(dbias: Tensor, gradient: TileGradient) -> None:
@@ -164,6 +155,7 @@ def gradients_of_logp(
     dlogp: Tensor,  # (T,)
     route: Route,
     needs: Needs,
+    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
     nonzero: Tensor | None = None,  # (T,) bool, the rows to multiply; None: all
 ) -> Gradients:
     """Compute gradients from those of all rows' log-probabilities by the logits.
@@ -171,7 +163,7 @@ def gradients_of_logp(
     With ``nonzero`` the host waits for the number of rows, and in ``gradient`` some of these rows
     are moved over others, so that a second call still finds all of them.
     """
-    sums = GradientSums(rows, needs, 1)
+    sums = GradientSums(rows, needs, 1, weight_grad=weight_grad)
     with matmul_precision(route.device, route.precision):
         factor = sums.scaled(StatsGrad(dlogp)).dlogp
         assert factor is not None
@@ -203,6 +195,7 @@ def recompute_backward(
     grad_stats: StatsGrad,
     route: Route,
     needs: Needs,
+    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
     selection: Selection = Selection(),  # noqa: B008
 ) -> Gradients:
     """Compute gradients from statistics and their gradients; logits are formed again.
@@ -216,11 +209,16 @@ def recompute_backward(
         grad_stats = grad_stats.rows(selection.index)
     if rows.sampling_mask is None:
         gradients = _by_slices(
-            rows=rows, stats=stats, grad_stats=grad_stats, route=route, needs=needs
+            rows=rows,
+            stats=stats,
+            grad_stats=grad_stats,
+            route=route,
+            needs=needs,
+            weight_grad=weight_grad,
         )
     else:  # its gradient needs the logits of all ids of a row's mask at once
         chunks = row_chunks(rows.count, route)
-        sums = GradientSums(rows, needs, len(chunks))
+        sums = GradientSums(rows, needs, len(chunks), weight_grad=weight_grad)
 
         def consume(chunk: Chunk) -> None:
             sums.add_chunk(chunk, grad_stats.rows(chunk.part), route)
@@ -234,7 +232,12 @@ def recompute_backward(
 
 
 def _by_slices(
-    rows: Rows, stats: RowStats, grad_stats: StatsGrad, route: Route, needs: Needs
+    rows: Rows,
+    stats: RowStats,
+    grad_stats: StatsGrad,
+    route: Route,
+    needs: Needs,
+    weight_grad: WeightGrad,
 ) -> Gradients:
     """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.
 
@@ -246,7 +249,7 @@ def _by_slices(
     elements = route.tile_rows * route.max_local_vocab
     height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)
     parts, slices = ranges(rows.count, height), ranges(route.columns, width)
-    sums = GradientSums(rows, needs, len(parts), sliced=True)
+    sums = GradientSums(rows, needs, len(parts), weight_grad=weight_grad, sliced=True)
     grad_stats, rows = sums.scaled(grad_stats), rows.local().ready()
     pitch = leading_dim(min(width, route.columns), route.logits, route.device)
     buffer = rows.hidden.new_empty((min(height, rows.count), pitch), dtype=route.logits)
@@ -278,53 +281,24 @@ def _by_slices(
         return sums.finish()
 
 
-def new_gradients(
-    rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False
-) -> tuple[Gradients, torch.dtype]:
-    """Return uninitialised gradients, zeros if no range comes, and the dtype of the weight's sum.
+def new_gradients(rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> Gradients:
+    """Return uninitialized gradients of hidden states and bias; zeros if no range comes.
 
-    ``sliced``: a slice of the weight's is rounded as soon as it is there, and that of the hidden
-    states is a sum over slices. The head of ``rows`` is that before :meth:`Rows.ready`.
+    ``sliced``: that of the hidden states is a sum over slices of the vocabulary. The head of
+    ``rows`` is that before :meth:`Rows.ready`.
     """
     hidden, weight = rows.hidden, rows.head.weight
-    dtype, wide = hidden.dtype, stats_dtype(hidden.dtype)
-    make = torch.empty if num_ranges else torch.zeros
-    exact = dtype != torch.float16  # fp16 results wait in fp32 for the loss scale
-    # one range: one GEMM, accumulated inside of it and rounded once
-    one_gemm = num_ranges <= 1 and exact and weight.dtype == dtype
-    one_gemm = one_gemm and not needs.wide and needs.main_grad is None
-    summed, dhidden, dweight, dbias = dtype if one_gemm else wide, None, None, None
+    wide = stats_dtype(hidden.dtype)
+    dhidden, dbias = None, None
     if needs.hidden:
-        is_final = exact and not sliced and rows.head.shard is None  # the ranks' are summed
-        dhidden = make(hidden.shape, dtype=dtype if is_final else wide, device=hidden.device)
-    if needs.weight and needs.main_grad is None:
-        of_slices = weight.dtype if sliced and not needs.wide else summed
-        dweight = make(weight.shape, dtype=of_slices, device=hidden.device)
+        # fp16 results wait in fp32 for the loss scale; those of ranks are summed
+        is_final = hidden.dtype != torch.float16 and not sliced and rows.head.shard is None
+        make = torch.empty if num_ranges else torch.zeros
+        dtype = hidden.dtype if is_final else wide
+        dhidden = make(hidden.shape, dtype=dtype, device=hidden.device)
     if needs.bias:
         dbias = torch.zeros(weight.shape[0], dtype=wide, device=hidden.device)
-    return Gradients(dhidden, dweight, dbias), summed
-
-
-def add_product(
-    out: Tensor,  # (M, N)
-    a: Tensor,  # (M, K), of the dtype of b
-    b: Tensor,  # (K, N)
-    *,
-    first: bool,
-    factor: Tensor | None = None,  # () or (M, 1), fp32 or fp64; None: 1
-) -> None:
-    """Compute ``out += factor * (a @ b)``, or ``=`` for the ``first``, with one rounding."""
-    if factor is None:
-        accumulate(out, a, b, first)
-        return
-    for rows in ranges(len(out), _PRODUCT_ROWS):
-        product = torch.empty_like(out[rows], dtype=factor.dtype)
-        accumulate(product, a[rows], b, first=True)
-        of_rows = factor[rows] if factor.dim() else factor
-        if first:
-            torch.mul(product, of_rows, out=out[rows])
-        else:
-            out[rows].addcmul_(product, of_rows)
+    return Gradients(hidden=dhidden, bias=dbias)
 
 
 def add_to_rows(

@@ -21,6 +21,7 @@ from grpo_kernels.engine.explain import fingerprint, logprobs_lines, logprobs_re
 from grpo_kernels.engine.options import Bounded, RunOptions
 from grpo_kernels.engine.route import Route, choose_route
 from grpo_kernels.engine.rows import Needs
+from grpo_kernels.engine.weight_sum import WeightGrad
 from grpo_kernels.head import Head, leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
@@ -123,6 +124,7 @@ class CallPlan(ABC):
     route: Route
     needs: Needs
     tokens: int  # rows that take part in the GEMMs of the gradients
+    weight_grad: WeightGrad = WeightGrad()  # noqa: RUF009
 
     @property
     def options(self) -> RunOptions:
@@ -201,7 +203,7 @@ class LogprobsPlan(CallPlan):
         )
 
     @cached_property
-    def saving(self) -> SavedForBackward:
+    def saved(self) -> SavedForBackward:
         """What the forward saves for the backward."""
         return SavedForBackward.of(
             tokens=self.tokens,
@@ -215,7 +217,7 @@ class LogprobsPlan(CallPlan):
     @property
     def forward_route(self) -> Route:
         """The route of the forward."""
-        return self.saving.route(self.route)
+        return self.saved.route(self.route)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,16 +24,13 @@ class Needs:
     bias: bool = False
     lora_a: bool = False
     lora_b: bool = False
-    # (V, D) fp32 or fp64, to which that of the weight is added, GEMM by GEMM; None: a new tensor
-    main_grad: Tensor | None = field(default=None, compare=False)
-    wide: bool = False  # that of the weight in fp32, to be scaled before it is rounded
 
     @staticmethod
     def of(inputs: Sequence[Tensor | None]) -> Needs:
         """Return those of a head's inputs that autograd tracks."""
         enabled = torch.is_grad_enabled()
-        wanted = [enabled and x is not None and x.requires_grad for x in inputs]
-        return Needs(*wanted)  # type: ignore[arg-type]
+        requested = [enabled and x is not None and x.requires_grad for x in inputs]
+        return Needs(*requested)
 
     @property
     def of_inputs(self) -> list[bool]:
@@ -52,7 +49,7 @@ class Needs:
     @property
     def of_rows(self) -> Needs:
         """The others of these."""
-        return replace(self, weight=False, bias=False, lora_b=False, main_grad=None)
+        return replace(self, weight=False, bias=False, lora_b=False)
 
     @property
     def of_head_alone(self) -> Needs:

@@ -25,6 +25,7 @@ from grpo_kernels.engine import (
     Gradients,
     Needs,
     RunOptions,
+    WeightGrad,
     call_arguments,
     call_of_arguments,
     retry_on_oom,
@@ -96,10 +97,15 @@ def policy_loss_op(*arguments):
     config, hidden = LossConfig.of_registry_key(key), inputs[0]
     head, options = call_of_arguments(inputs, call, config.temperature)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
-    wanted = replace(Needs(*needs), wide=hidden.dtype == torch.float16)
     check_loss_inputs(batch, config)
     states, plan = planned_rows(
-        hidden=hidden, head=head, batch=batch, config=config, options=options, needs=wanted
+        hidden=hidden,
+        head=head,
+        batch=batch,
+        config=config,
+        options=options,
+        needs=Needs(*needs),
+        weight_grad=WeightGrad(is_wide=hidden.dtype == torch.float16),
     )
     if not plan.route.backend.has_tiles:
         raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")

@@ -35,7 +35,7 @@ def loss_reasons(plan: Any) -> list[str]:
     if plan.needs.any and bounded is not None:
         reasons.append(sparse_words(plan.needs, plan.needs_of_gemms, bounded))
     if plan.needs.any and (plan.schedule == "two_pass" or bounded is not None):
-        reasons.append(saved_words(plan.saving))
+        reasons.append(saved_words(plan.saved))
     if has_tiles:
         reasons += _rows_left_out(plan)
     return reasons

@@ -19,6 +19,7 @@ from grpo_kernels.engine import (
     Route,
     RunOptions,
     SavedForBackward,
+    WeightGrad,
     choose_route,
     fingerprint,
     needs_of_gemms,
@@ -72,6 +73,7 @@ class Plan(CallPlan):
             route=self.route,
             needs=self.needs,
             tokens=self.tokens,
+            weight_grad=self.weight_grad,
             masked=self.batch.sampling_mask is not None,
             why_recompute=why_not,
         )
@@ -137,13 +139,13 @@ class Plan(CallPlan):
         return self.route if self.schedule == "one_pass" else self.stats.forward_route
 
     @property
-    def saving(self) -> SavedForBackward:
+    def saved(self) -> SavedForBackward:
         """What the forward saves for the backward, or for its end."""
-        bounded, saving = self.options.bounded, self.stats.saving
+        bounded, saved = self.options.bounded, self.stats.saved
         if bounded is None or self.schedule == "two_pass":
-            return saving
+            return saved
         # the logits are in memory for the weight's exact gradient
-        return replace(saving, gemms=1 + (self.needs.weight and bounded.exact_weight))
+        return replace(saved, gemms=1 + (self.needs.weight and bounded.exact_weight))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -190,6 +192,7 @@ class Plan(CallPlan):
                 options=options,
                 active=self.active,
                 needs=self.needs,
+                weight_grad=self.weight_grad,
             )
         except ValueError:  # forced to one_pass, and no sequence fits any more
             return None
@@ -205,6 +208,7 @@ def make_plan(
     options: RunOptions,
     active: RowsWithGradient,
     needs: Needs,
+    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
 ) -> Plan:
     """Choose backend, schedule and chunks for the rows of ``active``.
 
@@ -217,7 +221,7 @@ def make_plan(
             "got 'active'"
         )
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
-    if needs.main_grad is not None and not route.backend.has_tiles:
+    if weight_grad.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
     tokens, schedule = active.batch.num_tokens, options.schedule
     stored = _storing(route, batch, config) if needs.any else route
@@ -257,6 +261,7 @@ def make_plan(
         config=config,
         active=active,
         needs=needs,
+        weight_grad=weight_grad,
         route=route,
         schedule=schedule,
         chunks=tuple(chunks) if schedule == "one_pass" else (),

@@ -84,14 +84,12 @@ def _one_pass(hidden: Tensor, plan: Plan) -> LossForward:
     weights = plan.active.select_weights(static_weights(plan.batch, plan.config, dtype))
     inputs = token_inputs(batch, weights, dtype)
     losses = list[Tensor]()
-    needs = plan.needs
-    if needs.main_grad is not None:  # the backward adds to it
-        needs = replace(needs, main_grad=None, wide=True)
+    needs, weight_grad = plan.needs, plan.weight_grad.until_scaled
     sums: GradientSums | BoundedSums
     if plan.options.bounded is None:
-        sums = GradientSums(rows, needs, len(chunks))
+        sums = GradientSums(rows, needs, len(chunks), weight_grad=weight_grad)
     else:
-        sums = BoundedSums(rows, needs, len(chunks), route)
+        sums = BoundedSums(rows, needs, len(chunks), route=route, weight_grad=weight_grad)
 
     def consume(chunk: Chunk) -> None:
         loss, grad_stats = chunk_loss(
@@ -133,7 +131,7 @@ def _save_gradient(hidden: Tensor, plan: Plan) -> LossForward:
         return LossForward(parts, saved=saved)
     entries = saved_entries(chunks[0], grad_stats, plan.route)
     parts = parts._replace(bounded=bounded_report(entries, dlogp))
-    packed = torch.empty(plan.saving.shape, dtype=plan.saving.dtype, device=dlogp.device)
+    packed = torch.empty(plan.saved.shape, dtype=plan.saved.dtype, device=dlogp.device)
     pack_entries(entries, packed)
     return LossForward(parts, saved=(*saved, packed, *stats.for_backward))
 
@@ -142,7 +140,7 @@ def _two_pass(hidden: Tensor, plan: Plan) -> LossForward:
     """Compute the loss, and its gradients with respect to the statistics."""
     stats, saved = rows_forward(rows_with_gradient(hidden, plan), plan.stats)
     parts, grad_stats = _loss_of_stats(stats, hidden, plan)
-    if saved is not None and plan.saving.kind == ENTRIES:
+    if saved is not None and plan.saved.kind == ENTRIES:
         report = bounded_report(unpack_entries(saved), shard=plan.head.shard)
         parts = parts._replace(bounded=report)
     return LossForward(parts, saved=(saved, *stats.for_backward, *grad_stats))
@@ -219,6 +217,7 @@ def _backward_of_gradient(
         dlogp=dlogp,
         route=plan.route,
         needs=needs,
+        weight_grad=plan.weight_grad,
         nonzero=nonzero,
     )
     return of_rows.joined(by_gemms)

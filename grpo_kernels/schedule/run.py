@@ -18,6 +18,7 @@ from grpo_kernels.engine import (
     Needs,
     RunOptions,
     Tensors,
+    WeightGrad,
     apply,
     check_ranks_agree,
     retry_on_oom,
@@ -62,12 +63,16 @@ def make_call(
     check_loss_inputs(batch, config)
     weight = head.weight
     hidden, head = checked_head(hidden, head, options.precision)
-    needs = Needs.of((hidden, *head.tensors))
     if main_grad is not None:
-        buffer = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
-        needs = replace(needs, main_grad=buffer)
+        main_grad = _checked_main_grad(main_grad, weight, hidden, head.weight.shape[0])
     return planned_rows(
-        hidden=hidden, head=head, batch=batch, config=config, options=options, needs=needs
+        hidden=hidden,
+        head=head,
+        batch=batch,
+        config=config,
+        options=options,
+        needs=Needs.of((hidden, *head.tensors)),
+        weight_grad=WeightGrad(main_grad),
     )
 
 
@@ -79,6 +84,7 @@ def planned_rows(
     config: LossConfig,
     options: RunOptions,
     needs: Needs,
+    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
 ) -> tuple[Tensor, Plan]:
     """Decide how a call with a checked head runs, whose gradients are those that it ``needs``."""
     _check_layout(hidden, head, batch)
@@ -94,6 +100,7 @@ def planned_rows(
         options=options,
         active=active,
         needs=needs,
+        weight_grad=weight_grad,
     )
     return hidden, plan
 
@@ -177,10 +184,11 @@ class _LossCall(HeadCall):
         else:
             if gradients is None:  # in a second backward, under retain_graph
                 gradients = self._gradients_again()
-            if plan.needs.main_grad is not None:
+            main_grad = plan.weight_grad.main_grad
+            if main_grad is not None:
                 assert gradients.weight is not None
                 scale = dloss.to(gradients.weight.dtype)
-                plan.needs.main_grad.addcmul_(gradients.weight, scale)
+                main_grad.addcmul_(gradients.weight, scale)
                 gradients = gradients._replace(weight=None)
             gradients = scaled_(gradients, dloss, self.inputs, plan.route.backend)
         if gradients.hidden is None:

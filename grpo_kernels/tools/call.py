@@ -111,13 +111,13 @@ class Call:
     def keeps(self) -> str | None:
         """What the forward keeps for the backward; None where it is not to keep anything."""
         asked = self.name == "two_pass" or self.options.bounded is not None
-        return self.plan.saving.kind if asked else None
+        return self.plan.saved.kind if asked else None
 
     @property
     def gemms(self) -> int:
         """GEMMs over the vocabulary, forward and backward together."""
         if self.keeps is not None:
-            return self.plan.saving.gemms
+            return self.plan.saved.gemms
         return (4 if self.name == "trl" or self.teacher else 3) - self.frozen
 
     @property

@@ -98,7 +98,7 @@ def _two_pass(call: Call) -> int:
         "dhidden": _keeps_dhidden,
         "dlogits": _keeps_dlogits,
     }
-    return formulas[call.plan.saving.kind](call, _chunk(call).nbytes)
+    return formulas[call.plan.saved.kind](call, _chunk(call).nbytes)
 
 
 def _keeps_nothing(call: Call, tile: int) -> int:
@@ -111,7 +111,7 @@ def _keeps_nothing(call: Call, tile: int) -> int:
 
 def _keeps_dhidden(call: Call, tile: int) -> int:
     """Estimate a backward that multiplies what is kept by the loss's own gradient."""
-    kept = call.plan.saving.nbytes
+    kept = call.plan.saved.nbytes
     return max(max(kept, call.dhidden) + tile, kept + _sum_and_rounded_rows(call))
 
 
@@ -120,7 +120,7 @@ def _keeps_dlogits(call: Call, tile: int) -> int:
     dweight = _weight_sum(call, of_one_gemm=True)
     rounded = _rounded(call, call.dhidden, dweight)
     backward = call.dhidden + dweight + max(call.cast + call.fp32_rows, rounded)
-    return call.plan.saving.nbytes + max(tile, backward)
+    return call.plan.saved.nbytes + max(tile, backward)
 
 
 def _bounded(call: Call, bounded: Bounded) -> int:
@@ -129,7 +129,7 @@ def _bounded(call: Call, bounded: Bounded) -> int:
     The logits of such rows are formed again, and their gradients are fp32 until the end.
     """
     chunk = _chunk(call)
-    kept = call.plan.saving.nbytes
+    kept = call.plan.saved.nbytes
     copies = kept // 2  # of the values or the ids among what is kept
     is_exact = bounded.exact_weight and not call.frozen
     sparse = 0 if is_exact or call.frozen else call.elements * FP32_BYTES

@@ -62,11 +62,11 @@ def test_when_the_buffer_is_written(schedule: str) -> None:
 def test_no_second_tensor_of_the_size_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, given: bool
 ) -> None:
-    from grpo_kernels.engine import gradients
+    from grpo_kernels.engine import gradients, weight_sum
     from grpo_kernels.head import matmul
 
     columns, depth = 4096, 32
-    for module in (matmul, gradients):  # slices of a GEMM that are small beside the whole
+    for module in (matmul, weight_sum):  # slices of a GEMM that are small beside the whole
         monkeypatch.setattr(module, "SLICE_COLUMNS", 512)
     for name in ("_MIN_COLUMNS", "_MAX_COLUMNS"):
         monkeypatch.setattr(gradients, name, 512)
