@@ -1,5 +1,5 @@
 // The divergence of a student's row from a teacher's, and its gradient by the student's logits.
-// What each kind adds per id, and its pull, s times the derivative by s, are those of
+// What each kind adds per id, and logp_grad, its derivative by log s, are those of
 // grpo_kernels/backends/divergence.py.
 #pragma once
 
@@ -59,7 +59,7 @@ GRPO_INLINE const float* scores_of(const Tile& tile, int64_t row, int64_t begin,
 }
 
 struct OfIds {
-  Float s, each, pull;
+  Float s, each, logp_grad;
 };
 
 template <int32_t kKind>
@@ -75,8 +75,8 @@ GRPO_INLINE OfIds of_ids(Float log_s, Float log_t, float beta) {
   const Float size = positive(delta) + positive(-delta);
   const Float weight = delta > 0.0f ? splat(1.0f - beta) : splat(beta);
   const Float below = -log1p(weight * expm1(-size));
-  const Float pull = (1.0f - beta) * s * (below - positive(delta));
-  return {s, pull + beta * t * (below - positive(-delta)), pull};
+  const Float logp_grad = (1.0f - beta) * s * (below - positive(delta));
+  return {s, logp_grad + beta * t * (below - positive(-delta)), logp_grad};
 }
 
 // Calls `take(at, count, log_s, log_t, u)` with a vector of ids at a time, u the student's.
@@ -99,21 +99,21 @@ template <int32_t kKind>
 void divergence_sums(const Tile& tile, const Divergence& of, int64_t row) {
   constexpr int64_t kGroup = 16;  // vectors that are summed in fp32
   const float beta = float(of.beta);
-  Float each{}, pull{};
-  Doubles all_each{}, all_pull{};
+  Float each{}, logp_grad{};
+  Doubles all_each{}, all_logp_grad{};
   int64_t vectors = 0;
   walk(tile, of, row, [&](int64_t, int64_t, Float log_s, Float log_t, Float) {
     const OfIds ids = of_ids<kKind>(log_s, log_t, beta);
     each += ids.each;
-    pull += ids.pull;
+    logp_grad += ids.logp_grad;
     if (++vectors % kGroup == 0) {
       all_each += widen(each);
-      all_pull += widen(pull);
-      each = pull = Float{};
+      all_logp_grad += widen(logp_grad);
+      each = logp_grad = Float{};
     }
   });
   of.sums[row] = sum(all_each + widen(each));
-  of.sums[tile.rows + row] = sum(all_pull + widen(pull));
+  of.sums[tile.rows + row] = sum(all_logp_grad + widen(logp_grad));
 }
 
 template <int32_t kKind, class Out>
@@ -124,11 +124,11 @@ void divergence_gradient(const Tile& tile, const Divergence& of, int64_t row) {
     return;
   }
   const Scores scores(tile, row);
-  const float beta = float(of.beta), total = float(of.pull[row]);
+  const float beta = float(of.beta), total = float(of.logp_grad_sum[row]);
   const float factor = of.coefficient[row] * scores.dlogit;
   walk(tile, of, row, [&](int64_t at, int64_t count, Float log_s, Float log_t, Float u) {
     const OfIds ids = of_ids<kKind>(log_s, log_t, beta);
-    Float result = (ids.pull - ids.s * total) * factor;
+    Float result = (ids.logp_grad - ids.s * total) * factor;
     if (scores.softcapped) result *= (1.0f - u) * (1.0f + u);
     store_lanes(out + at, result, count);
   });

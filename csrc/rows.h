@@ -80,14 +80,14 @@ enum DivergenceKind : int32_t { kForwardKl = 0, kReverseKl = 1, kJsd = 2 };
 // rows and columns.
 struct Divergence {
   Tile teacher;
-  const double* lse;          // (rows,)
-  const double* teacher_lse;  // (rows,)
-  double* sums;               // (2, rows), of what ids add and of their pulls; null: the gradient
-  const double* pull;         // (rows,) the second of these, of whole rows
-  const float* coefficient;   // (rows,)
-  void* out;                  // (rows, columns)
-  int64_t out_stride;         // elements
-  double beta;                // of kJsd
+  const double* lse;           // (rows,)
+  const double* teacher_lse;   // (rows,)
+  double* sums;                // (2, rows), of what ids add and of logp_grad; null: the gradient
+  const double* logp_grad_sum;  // (rows,) the second of these, of whole rows
+  const float* coefficient;    // (rows,)
+  void* out;                   // (rows, columns)
+  int64_t out_stride;          // elements
+  double beta;                 // of kJsd
   int32_t kind, out_dtype;
 };
 

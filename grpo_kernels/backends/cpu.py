@@ -111,10 +111,17 @@ class Native(Backend):
         return sums
 
     def divergence_gradient_(
-        self, pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor, out: Tensor
+        self,
+        pair: Pair,
+        divergence: Divergence,
+        logp_grad_sum: Tensor,
+        coefficient: Tensor,
+        out: Tensor,
     ) -> Tensor:
         output = _output(out, pair.student.logits.shape)
-        self._compare(pair, divergence, pull=pull, coefficient=coefficient, **output)
+        self._compare(
+            pair, divergence, logp_grad_sum=logp_grad_sum, coefficient=coefficient, **output
+        )
         return out
 
     def _compare(self, pair: Pair, divergence: Divergence, **results: Any) -> None:

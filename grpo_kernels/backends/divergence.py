@@ -4,11 +4,12 @@ With ``s`` and ``t`` the probabilities and ``m = (1 - beta) s + beta t``:
 
 * ``forward_kl``: KL(t, s) = sum_j t_j log(t_j / s_j)
 * ``reverse_kl``: KL(s, t) = sum_j s_j log(s_j / t_j)
-* ``jsd``: beta KL(t, m) + (1 - beta) KL(s, m), the generalised Jensen-Shannon divergence of
+* ``jsd``: beta KL(t, m) + (1 - beta) KL(s, m), the generalized Jensen-Shannon divergence of
   arXiv:2306.13649
 
-Of each the gradient by the student's scores is ``pull_j - s_j sum_k pull_k``, where ``pull_j`` is
-``s_j`` times the derivative by ``s_j``. An id of probability 0 counts as one of ``exp(-1e4)``.
+The gradient of each by the student's scores is ``g_j - s_j sum_k g_k``, where ``g_j``, the
+``logp_grad`` of an id, is the derivative by ``log s_j``. An id of probability 0 counts as one of
+``exp(-1e4)``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def _jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tenso
     size = torch.where(is_more, delta, -delta)
     weight = torch.where(is_more, zero + (1 - beta), zero + beta)
     below = -torch.log1p(weight * torch.expm1(-size))
-    pull = (1 - beta) * logp.exp() * (below - torch.where(is_more, size, zero))
-    return pull + beta * teacher_logp.exp() * (below - torch.where(is_more, zero, size)), pull
+    logp_grad = (1 - beta) * logp.exp() * (below - torch.where(is_more, size, zero))
+    each = logp_grad + beta * teacher_logp.exp() * (below - torch.where(is_more, zero, size))
+    return each, logp_grad
 
 
 # kernels know a kind by its place
@@ -60,7 +62,7 @@ class Divergence:
         return list(KINDS).index(self.kind)
 
     def terms(self, logp: Tensor, teacher_logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each id adds to the divergence, and its pull; all of one shape.
+        """Return what each id adds to the divergence, and its ``logp_grad``; all of one shape.
 
         The log-probabilities are at least :data:`LEAST_LOGP`.
         """

@@ -22,7 +22,7 @@ STRUCTS = {
     "floats sum_sq_probs, max_logit, min_logit",
     "Gradient": "floats logp, entropy; doubles lse; floats dlogp, dentropy; pointer out; "
     "int64 out_stride; int32 out_dtype",
-    "Divergence": "Tile teacher; doubles lse, teacher_lse; pointer sums; doubles pull; "
+    "Divergence": "Tile teacher; doubles lse, teacher_lse; pointer sums; doubles logp_grad_sum; "
     "floats coefficient; pointer out; int64 out_stride; double beta; int32 kind, out_dtype",
     "Update": "pointer lora_u, lora_b; int64 lora_u_stride, rank",
     "Linear": "pointer hidden, weight, bias; int64 depth, hidden_stride, weight_stride; "
@@ -148,7 +148,7 @@ def isas() -> list[str]:
     return names
 
 
-def require(holds: bool, found: object) -> None:
+def require(holds: bool, value: object) -> None:
     """Raise ValueError unless kernels stay within memory that is theirs; with ``-O``, too."""
     if not holds:
-        raise ValueError(f"native kernels: unexpected {found}")
+        raise ValueError(f"native kernels: unexpected {value}")

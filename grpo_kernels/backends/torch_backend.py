@@ -148,21 +148,26 @@ class Backend:
         raise NotImplementedError(self.name)
 
     def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
-        """Return (2, C) in fp64: the rows' divergences, of these columns, and their pulls' sums."""
+        """Return (2, C) fp64 sums over these columns: of the divergence, and of ``logp_grad``."""
         blocks = row_blocks(pair.student.logits, BLOCK_ELEMENTS)
         return torch.cat([_block_divergence(pair.rows(block), divergence) for block in blocks], 1)
 
     def divergence_gradient_(
-        self, pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor, out: Tensor
+        self,
+        pair: Pair,
+        divergence: Divergence,
+        logp_grad_sum: Tensor,
+        coefficient: Tensor,
+        out: Tensor,
     ) -> Tensor:
         """Write the gradient of ``coefficient * divergence`` (C,) into ``out``; return it.
 
-        ``pull`` (C,) fp64 is the sum of the whole rows' pulls, ``out`` as for :meth:`dlogits_`. A
-        row whose coefficient is 0 has no gradient, whatever its logits.
+        ``logp_grad_sum`` (C,) fp64 is over whole rows, ``out`` as for :meth:`dlogits_`. A row whose
+        coefficient is 0 has no gradient, whatever its logits.
         """
         for block in row_blocks(pair.student.logits, BLOCK_ELEMENTS):
             out[block] = _block_divergence_gradient(
-                pair.rows(block), divergence, pull[block], coefficient[block]
+                pair.rows(block), divergence, logp_grad_sum[block], coefficient[block]
             )
         return out
 
@@ -362,7 +367,7 @@ def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor
 
 
 def _block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
-    """Return the sums (2, C) of the terms of some rows and of their pulls, in fp64."""
+    """Return the (2, C) fp64 sums of the terms of some rows, and of ``logp_grad``."""
     logp, teacher_logp, _ = _logp_of(pair)
     return torch.stack(
         [x.sum(-1, dtype=torch.float64) for x in divergence.terms(logp, teacher_logp)]
@@ -370,12 +375,12 @@ def _block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
 
 
 def _block_divergence_gradient(
-    pair: Pair, divergence: Divergence, pull: Tensor, coefficient: Tensor
+    pair: Pair, divergence: Divergence, logp_grad_sum: Tensor, coefficient: Tensor
 ) -> Tensor:
     """Return the gradient of some rows by the student's raw logits, (C, V)."""
     logp, teacher_logp, tanh = _logp_of(pair)
     gradient = divergence.terms(logp, teacher_logp)[1]
-    gradient = gradient - logp.exp() * pull.to(logp.dtype).unsqueeze(-1)
+    gradient = gradient - logp.exp() * logp_grad_sum.to(logp.dtype).unsqueeze(-1)
     gradient *= coefficient.unsqueeze(-1)
     gradient = slope(gradient, pair.student.transform, tanh)
     return gradient.masked_fill_((coefficient == 0).unsqueeze(-1), 0)  # 0 would not hide a NaN
@@ -386,8 +391,8 @@ def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
     scores, tanh = transformed(pair.student.logits, pair.student.transform)
     teacher_scores, _ = transformed(pair.teacher.logits, pair.teacher.transform)
     wide = torch.promote_types(scores.dtype, teacher_scores.dtype)
-    given = (scores, pair.lse), (teacher_scores, pair.teacher_lse)
-    logp, teacher_logp = (_relative_to_(x.to(wide), lse).clamp_(min=LEAST_LOGP) for x, lse in given)
+    pairs = (scores, pair.lse), (teacher_scores, pair.teacher_lse)
+    logp, teacher_logp = (_relative_to_(x.to(wide), lse).clamp_(min=LEAST_LOGP) for x, lse in pairs)
     return logp, teacher_logp, tanh
 
 

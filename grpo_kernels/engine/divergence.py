@@ -249,11 +249,15 @@ def _compare_logits(
     sums = backend.divergence_sums(pair, divergence)
     if shard is not None:
         sums = shard.gather(sums).sum(0)
-    divergences, score_grad = sums
+    divergences, logp_grad_sum = sums
 
     def write_gradient(coefficient: Tensor, dlogits: Tensor) -> None:
         backend.divergence_gradient_(
-            pair=pair, divergence=divergence, pull=score_grad, coefficient=coefficient, out=dlogits
+            pair=pair,
+            divergence=divergence,
+            logp_grad_sum=logp_grad_sum,
+            coefficient=coefficient,
+            out=dlogits,
         )
 
     return divergences, write_gradient

@@ -165,7 +165,7 @@ def _divergence_cases(target: str) -> Iterator[Case]:
     transforms |= {f"teacher_{name}": kind for name, kind in transforms.items()}
     config, kernel = ROW_CONFIG.on(target), divergence._divergence_kernel
     gradients = [
-        {"pull_ptr": "*fp64", "coefficient_ptr": "*fp32", "out_ptr": f"*{out}"}
+        {"logp_grad_sum_ptr": "*fp64", "coefficient_ptr": "*fp32", "out_ptr": f"*{out}"}
         for out in ("fp32", "bf16")
     ]
     for more, kind in itertools.product((sums, *gradients), range(len(KINDS))):

@@ -53,7 +53,7 @@ def results(kernels: Kernels, pair: Pair, divergence: Divergence, out: torch.Ten
     coefficient = coefficient.to(torch.float64 if out.dtype == torch.float64 else torch.float32)
     given = pair, divergence, sums[1], coefficient, out
     gradient = kernels.backend.divergence_gradient_(*given)
-    return {"divergence": sums[0], "pull": sums[1], "gradient": gradient}
+    return {"divergence": sums[0], "logp_grad": sums[1], "gradient": gradient}
 
 
 def exact_and_eager(pair: Pair, divergence: Divergence) -> list[dict]:
@@ -65,12 +65,12 @@ def exact_and_eager(pair: Pair, divergence: Divergence) -> list[dict]:
         student = pair.student.logits.detach().to(dtype).requires_grad_()
         logp = scores_of(student, pair.student.transform).log_softmax(-1)
         teacher = scores_of(pair.teacher.logits.to(dtype), pair.teacher.transform).log_softmax(-1)
-        each, pull = divergence.terms(logp, teacher)
+        each, logp_grad = divergence.terms(logp, teacher)
         coefficient = torch.linspace(-1, 2, len(pair.lse)).to(logp)
         coefficient[1] = 0
         (each.sum(-1) * coefficient).sum().backward()
         eager[dtype] = {
-            "divergence": each.sum(-1), "pull": pull.sum(-1), "gradient": student.grad
+            "divergence": each.sum(-1), "logp_grad": logp_grad.sum(-1), "gradient": student.grad
         }  # fmt: skip
     for name, value in exact.items():  # the gradient is that of the definition
         torch.testing.assert_close(value, eager[torch.float64][name], rtol=1e-9, atol=1e-10)

@@ -18,7 +18,7 @@ _FORWARD_KL, _REVERSE_KL = (
     tl.constexpr(Divergence(kind=kind).index) for kind in ("forward_kl", "reverse_kl")
 )
 _PER_ROW = [*common.PER_ROW, "teacher_lse_ptr", "teacher_temperature_ptr", "sums_ptr"]
-_PER_ROW += ["pull_ptr", "coefficient_ptr"]
+_PER_ROW += ["logp_grad_sum_ptr", "coefficient_ptr"]
 
 
 @triton.jit
@@ -31,19 +31,19 @@ def _log2_p(y, unit):
 
 @triton.jit
 def _terms(log2_s, log2_t, beta, KIND: tl.constexpr):
-    """Return s, what ids add to the divergence, and their pulls; see ``Divergence.terms``."""
+    """Return s, what ids add to the divergence, and ``logp_grad``; see ``Divergence.terms``."""
     s, t, delta = tl.exp2(log2_s), tl.exp2(log2_t), (log2_t - log2_s) * LN2
     if KIND == _FORWARD_KL:
-        each, pull = t * delta, -t
+        each, logp_grad = t * delta, -t
     elif KIND == _REVERSE_KL:
         each = -s * delta
-        pull = each
+        logp_grad = each
     else:
         size = tl.abs(delta)
         below = -log1p(tl.where(delta > 0, 1.0 - beta, beta) * expm1(-size))
-        pull = (1.0 - beta) * s * (below - tl.where(delta > 0, size, 0.0))
-        each = pull + beta * t * (below - tl.where(delta > 0, 0.0, size))
-    return s, each, pull
+        logp_grad = (1.0 - beta) * s * (below - tl.where(delta > 0, size, 0.0))
+        each = logp_grad + beta * t * (below - tl.where(delta > 0, 0.0, size))
+    return s, each, logp_grad
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
@@ -56,7 +56,7 @@ def _divergence_kernel(
     lse_ptr,  # (C,) fp64
     teacher_lse_ptr,
     sums_ptr,  # (2, C) fp64; None: the gradient is asked for
-    pull_ptr,  # (C,) fp64
+    logp_grad_sum_ptr,  # (C,) fp64
     coefficient_ptr,  # (C,) fp32
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
     stride_row,
@@ -82,21 +82,21 @@ def _divergence_kernel(
     teacher_unit = common.unit_of(tl.load(teacher_lse_ptr + row), teacher_factor)
     if sums_ptr is not None:
         all_each = tl.zeros((BLOCK_V,), tl.float32)
-        all_pull = tl.zeros((BLOCK_V,), tl.float32)
+        all_logp_grad = tl.zeros((BLOCK_V,), tl.float32)
         for start in range(0, num_columns, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             mask = columns < num_columns
             y = common.bounded(tl.load(logits_ptr + columns, mask, 0.0), cap_scale)
             y_teacher = common.bounded(tl.load(teacher_ptr + columns, mask, 0.0), teacher_cap_scale)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
-            s, each, pull = _terms(log2_s, log2_t, beta, KIND)
+            s, each, logp_grad = _terms(log2_s, log2_t, beta, KIND)
             all_each += tl.where(mask, each, 0.0)
-            all_pull += tl.where(mask, pull, 0.0)
+            all_logp_grad += tl.where(mask, logp_grad, 0.0)
         tl.store(sums_ptr + row, tl.sum(all_each.to(tl.float64)))
-        tl.store(sums_ptr + num_rows + row, tl.sum(all_pull.to(tl.float64)))
+        tl.store(sums_ptr + num_rows + row, tl.sum(all_logp_grad.to(tl.float64)))
     else:
         out_ptr += row * stride_out_row
-        total = tl.load(pull_ptr + row).to(tl.float32)
+        total = tl.load(logp_grad_sum_ptr + row).to(tl.float32)
         coefficient = tl.load(coefficient_ptr + row)
         slope = coefficient * (factor if cap_scale is None else factor * cap_scale)
         for start in range(0, num_columns, BLOCK_V):
@@ -109,8 +109,8 @@ def _divergence_kernel(
             y = common.bounded(x, cap_scale)
             y_teacher = common.bounded(x_teacher, teacher_cap_scale)
             log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
-            s, each, pull = _terms(log2_s, log2_t, beta, KIND)
-            dx = (pull - s * total) * slope
+            s, each, logp_grad = _terms(log2_s, log2_t, beta, KIND)
+            dx = (logp_grad - s * total) * slope
             if cap_scale is not None:
                 dx = dx * (1.0 - y * y)
             dx = tl.where(coefficient == 0.0, 0.0, dx)  # of a row without weight, NaN or not
@@ -120,7 +120,7 @@ def _divergence_kernel(
 def divergence_sums(pair: Pair, divergence: Divergence, config: RowConfig | None = None) -> Tensor:
     """Return (2, C) in fp64; see :class:`Backend`."""
     sums = torch.empty((2, len(pair.lse)), dtype=torch.float64, device=pair.lse.device)
-    none = dict.fromkeys(("pull_ptr", "coefficient_ptr", "out_ptr"))
+    none = dict.fromkeys(("logp_grad_sum_ptr", "coefficient_ptr", "out_ptr"))
     _launch(pair, divergence, config, sums_ptr=sums, stride_out_row=0, **none)
     return sums
 
@@ -128,13 +128,16 @@ def divergence_sums(pair: Pair, divergence: Divergence, config: RowConfig | None
 def divergence_gradient_(
     pair: Pair,
     divergence: Divergence,
-    pull: Tensor,
+    logp_grad_sum: Tensor,
     coefficient: Tensor,
     out: Tensor,
     config: RowConfig | None = None,
 ) -> Tensor:
     """Write the gradient by the student's raw logits; see :class:`Backend`."""
-    vectors = {"pull_ptr": pull.contiguous(), "coefficient_ptr": coefficient.contiguous()}
+    vectors = {
+        "logp_grad_sum_ptr": logp_grad_sum.contiguous(),
+        "coefficient_ptr": coefficient.contiguous(),
+    }
     results = {"sums_ptr": None, "out_ptr": out, "stride_out_row": out.stride(0)}
     _launch(pair, divergence, config, **results, **vectors)
     return out
