@@ -75,8 +75,8 @@ class StatsGrad(NamedTuple):
     @property
     def nonzero(self) -> Tensor | None:
         """(C,) bool, the rows with a gradient that is not 0; None if all are zeros."""
-        given = [x != 0 for x in self if x is not None]
-        return functools.reduce(torch.logical_or, given) if given else None
+        nonzero_parts = [x != 0 for x in self if x is not None]
+        return functools.reduce(torch.logical_or, nonzero_parts) if nonzero_parts else None
 
     def rows(self, index: slice | Tensor) -> StatsGrad:
         """Return the same for a subset of rows."""

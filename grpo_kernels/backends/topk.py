@@ -22,11 +22,11 @@ _CPU_ELEMENTS = 1 << 18  # of a block: its temporaries stay in the cache
 
 def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = None) -> RowStats:
     """Return ``stats``, of whole rows, with the first ``k`` ids of each, over all ranks' shards."""
-    found = []
+    candidates = []
     for block in _blocks_of_scores(tile):
         first = _top(block, min(k, block.shape[1]))
-        found.append((block.gather(-1, first), first))
-    scores, indices = (torch.cat(column) for column in zip(*found, strict=True))
+        candidates.append((block.gather(-1, first), first))
+    scores, indices = (torch.cat(column) for column in zip(*candidates, strict=True))
     target = tile.target
     if shard is not None:
         target = target + shard.start

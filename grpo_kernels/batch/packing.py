@@ -43,8 +43,8 @@ class Packing:
         if (mask := inputs.mask) is not None:
             ones = mask.reshape(-1)
             if mask.dtype != torch.bool:
-                given, ones = ones, ones != 0
-                wrong["mask"] = (ones & (given != 1)).any()
+                values, ones = ones, ones != 0
+                wrong["mask"] = (ones & (values != 1)).any()
             self._valid = valid = ones & valid
         starts, sizes = _sequences(inputs, wrong)
         columns = _columns(inputs, sizes)
@@ -69,13 +69,13 @@ class Packing:
 
     def findings(self) -> Findings:
         """Return the findings; the host waits for a device here."""
-        found = host.sync_to_host(torch.cat([*self._flags, self._offsets.reshape(-1)]))
-        low, _, *rest = host.values(found)
+        flags = host.sync_to_host(torch.cat([*self._flags, self._offsets.reshape(-1)]))
+        low, _, *rest = host.values(flags)
         names, half = self._names, len(self.cu_seqlens)
         offsets = rest[len(names) :]
         counts = [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
         wrong = [name for name, flag in zip(names, rest, strict=False) if flag]
-        return Findings(low, found[1], wrong, counts)
+        return Findings(low, flags[1], wrong, counts)
 
     def passed(self, sums: tuple[int, int]) -> tuple[Tensor, ...]:
         """Return () flags: whether the targets, all other values, and the sums of lengths and
@@ -152,19 +152,19 @@ def _counts(packing: Packing, inputs: BatchInputs) -> tuple[Tensor, Tensor | Non
     if stated is not None and not host.reading_is_free(inputs.target):
         _require(packing, stated)
         return stated, None
-    found = packing.findings()
-    if found.least_target < 0:
-        raise ValueError(f"{_NO_ID}, got {found.least_target}")
-    for name in found.wrong:
+    findings = packing.findings()
+    if findings.least_target < 0:
+        raise ValueError(f"{_NO_ID}, got {findings.least_target}")
+    for name in findings.wrong:
         raise ValueError(inputs.message(name))
     if stated is None:
-        return host.to_host(found.counts), found.max_target
-    for name, counts, true in zip(COUNT_FIELDS, host.values(stated), found.counts, strict=True):
+        return host.to_host(findings.counts), findings.max_target
+    for name, counts, true in zip(COUNT_FIELDS, host.values(stated), findings.counts, strict=True):
         if UNKNOWN not in counts and counts != true:
             raise ValueError(
                 f"{name}: expected {tuple(true)} for these tensors, got {tuple(counts)}"
             )
-    return stated, found.max_target
+    return stated, findings.max_target
 
 
 def _require(packing: Packing, stated: Tensor) -> None:

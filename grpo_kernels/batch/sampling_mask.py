@@ -43,11 +43,11 @@ class SamplingMask:
         check_device("offsets", offsets, indices.device, "indices")
         offsets = offsets.long()
         steps, count = offsets.diff(), indices.numel()
-        found = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
-        if found != [0, count, 0]:
+        ends = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
+        if ends != [0, count, 0]:
             raise ValueError(
-                f"offsets: expected values rising from 0 to N = {count}, got {found[0]} to "
-                f"{found[1]} with {found[2]} of them falling"
+                f"offsets: expected values rising from 0 to N = {count}, got {ends[0]} to "
+                f"{ends[1]} with {ends[2]} of them falling"
             )
         rows = torch.repeat_interleave(steps, output_size=count)
         return _sorted(rows, indices.long(), steps.numel(), "indices")
@@ -132,8 +132,8 @@ def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask
     ends = ids.aminmax() if ids.numel() else ids.new_zeros(2)
     lowest, max_id = torch.stack([*ends]).tolist()
     if lowest < 0 or max_id >= _MAX_VOCABULARY:
-        found = lowest if lowest < 0 else max_id
-        raise ValueError(f"{name}: expected token ids in [0, 2**31), got {found}")
+        wrong = lowest if lowest < 0 else max_id
+        raise ValueError(f"{name}: expected token ids in [0, 2**31), got {wrong}")
     keys = torch.unique(rows * (max_id + 1) + ids)
     indices = keys % (max_id + 1)
     borders = torch.arange(num_rows + 1, device=ids.device) * (max_id + 1)

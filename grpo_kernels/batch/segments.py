@@ -68,10 +68,10 @@ class Segments:
     def max(self, values: Tensor) -> Tensor:
         """Return the largest of (T,) values >= 0 in each sequence, (B,), detached; 0 in none."""
         lengths, values = self.cu_seqlens.diff(), values.detach()
-        found = torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=0)
-        if self.across is not None and found.numel():
-            found = gather(found, self.across.group).amax(0)
-        return found
+        maximum = torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=0)
+        if self.across is not None and maximum.numel():
+            maximum = gather(maximum, self.across.group).amax(0)
+        return maximum
 
     def running_sum(self, values: Tensor, decay: float = 1.0, backwards: bool = False) -> Tensor:
         """Sum (T,) values of each sequence from its first token up to each, or from its last back.

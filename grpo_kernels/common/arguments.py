@@ -19,8 +19,8 @@ NOT_NEGATIVE = ("a finite number >= 0", lambda x: x >= 0)
 
 def hint(name: object, known: Collection[Any]) -> str:
     """Return a remark on the one of ``known`` that was meant; empty if none is alike."""
-    found = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
-    return f" (is it {found[0]}?)" if found else ""
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1)
+    return f" (is it {close[0]}?)" if close else ""
 
 
 def check_name(argument: str, value: object, known: Collection[Any]) -> None:

@@ -44,8 +44,8 @@ def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
     differ = (bits != row).any(1)
     project(hidden, head, tile)
     differ[place].logical_or_((bits[place] != row).any())
-    found = torch.stack([differ.int().argmax(), differ.sum()])
-    first, count = host.values(host.sync_to_host(found))
+    differing = torch.stack([differ.int().argmax(), differ.sum()])
+    first, count = host.values(host.sync_to_host(differing))
     if count:
         raise RuntimeError(
             "batch_invariant: expected the library's GEMM to give a row the same bits at all "

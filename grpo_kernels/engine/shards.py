@@ -44,15 +44,15 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     mass = (of["lse"] - lse).exp()
     none = mass == 0  # times an infinite number it would be NaN
     entropy = (mass * (of["entropy"] + (lse - of["lse"]))).masked_fill(none, 0).sum(0)
-    found = {"logprobs": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
+    merged = {"logprobs": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
     is_top1 = None
     if stats.is_top1 is not None:
         square = (mass * mass * of["sum_sq_probs"]).masked_fill(none, 0).sum(0)
         extremes = {"max_logit": of["max_logit"].amax(0), "min_logit": of["min_logit"].amin(0)}
-        found |= {"sum_sq_probs": square, **extremes}
+        merged |= {"sum_sq_probs": square, **extremes}
         is_top1 = _is_first(of["own"], of["is_top1"], of["max_logit"])
     wide = stats.logprobs.dtype
-    rounded = {name: value.to(wide) for name, value in found.items()}
+    rounded = {name: value.to(wide) for name, value in merged.items()}
     return RowStats(**rounded, lse=lse, is_top1=is_top1)
 
 
@@ -94,9 +94,11 @@ def check_ranks_agree(target: Tensor, head: Head, route: Route, facts: tuple[obj
     failed = [rank for rank, facts in enumerate(table) if facts[0] == _FAILED]
     if failed:
         raise ValueError(f"vocab_shard: ranks {failed} rejected this call (see their errors)")
-    for name, found in zip(_FACTS, zip(*table, strict=True), strict=True):
-        if len(set(found)) > 1:
-            raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {list(found)}")
+    for name, values in zip(_FACTS, zip(*table, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"vocab_shard: expected ranks that agree on {name}, got {list(values)}"
+            )
 
 
 def raise_on_all_ranks(

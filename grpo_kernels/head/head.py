@@ -146,9 +146,9 @@ class VocabShard:
         facts |= {"vocab_size": size, "rows": held}
         mine = torch.tensor(list(facts.values()), device=weight.device)
         *alike, rows = gather(mine, group).t().tolist()
-        for name, found in zip(facts, alike, strict=False):
-            if len(set(found)) > 1:
-                raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {found}")
+        for name, values in zip(facts, alike, strict=False):
+            if len(set(values)) > 1:
+                raise ValueError(f"vocab_shard: expected ranks that agree on {name}, got {values}")
         total = sum(rows) if vocab_size is None else vocab_size
         empty = [i for i, held in enumerate(rows) if sum(rows[:i]) >= total or not held]
         if not 0 < total <= sum(rows) or empty:

@@ -43,19 +43,19 @@ def tf32_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 @contextmanager
 def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
     """Make GEMMs on ``device`` follow ``precision`` inside; torch's switches are restored."""
-    wanted: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if device.type == "cuda":
         matmul, fp32 = torch.backends.cuda.matmul, "tf32" if precision == "tf32" else "ieee"
-        wanted |= dict.fromkeys(_REDUCED, False)
+        settings |= dict.fromkeys(_REDUCED, False)
     else:
         matmul, fp32 = torch.backends.mkldnn.matmul, "ieee"  # type: ignore[attr-defined]
     if (matmul.fp32_precision, fp32) != ("none", "ieee"):
-        wanted["fp32_precision"] = fp32
-    before = {name: getattr(matmul, name) for name in wanted}
-    changed = [name for name in wanted if before[name] != wanted[name]]
+        settings["fp32_precision"] = fp32
+    before = {name: getattr(matmul, name) for name in settings}
+    changed = [name for name in settings if before[name] != settings[name]]
     try:
         for name in changed:
-            setattr(matmul, name, wanted[name])
+            setattr(matmul, name, settings[name])
         yield
     finally:
         if "fp32_precision" in changed:

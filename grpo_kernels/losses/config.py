@@ -181,7 +181,7 @@ class LossConfig:
 
     def _surrogate(self, settings: dict[str, Any]) -> Surrogate:
         """Return the surrogate with these settings: the one that is given, or a new one."""
-        loss, given = self.loss, self.surrogate
+        loss, surrogate = self.loss, self.surrogate
         for name in [name for name in settings if name not in loss.settings]:
             known = [item.name for item in fields(self) if item.init]
             own = ", ".join(loss.settings) or "none"
@@ -189,12 +189,14 @@ class LossConfig:
                 f"{name}: expected a setting of {self.loss_type} ({own}) or one of "
                 f"{', '.join(known)}{hint(name, [*loss.settings, *known])}"
             )
-        if given is None:
+        if surrogate is None:
             return loss.surrogate(**settings)
-        if type(given) is not loss.surrogate:
+        if type(surrogate) is not loss.surrogate:
             kind = loss.surrogate.__name__
-            raise ValueError(f"surrogate: expected a {kind} for {self.loss_type}, got {given!r}")
-        return replace(given, **settings)
+            raise ValueError(
+                f"surrogate: expected a {kind} for {self.loss_type}, got {surrogate!r}"
+            )
+        return replace(surrogate, **settings)
 
 
 _numbers = itertools.count()

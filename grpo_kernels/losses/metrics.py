@@ -125,9 +125,9 @@ class Metrics:
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        found, merged = [part.stats for part in parts], {}
-        for name in dict.fromkeys(name for stats in found for name in stats):
-            stats = [stats[name] for stats in found if name in stats]
+        all_stats, merged = [part.stats for part in parts], {}
+        for name in dict.fromkeys(name for stats in all_stats for name in stats):
+            stats = [stats[name] for stats in all_stats if name in stats]
             kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
             total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]), 0)
             merged[name] = Stat(kind, total, count)
@@ -147,8 +147,8 @@ class Metrics:
         sizes = [part.numel() for part in parts]
 
         def unpacked(row: Tensor) -> Metrics:
-            found = zip(stats.items(), row.split(sizes), strict=True)
-            return Metrics({n: Stat(s.kind, x[:-1].view_as(s.total), x[-1]) for (n, s), x in found})
+            rows = zip(stats.items(), row.split(sizes), strict=True)
+            return Metrics({n: Stat(s.kind, x[:-1].view_as(s.total), x[-1]) for (n, s), x in rows})
 
         return Metrics.merge(map(unpacked, gather(torch.cat(parts)[None])))
 
@@ -178,10 +178,10 @@ def indicator_values(
         "sequence_min": ("min", True),
         "sequence_max": ("max", True),
     }
-    found: Reductions = {}
+    reductions: Reductions = {}
     for name, (kind, values) in indicators.items():
         check_name(name, kind, kinds)
         reduction, of_means = kinds[kind]
-        given = (segments.mean(values.double()), occupied) if of_means else (values,)
-        found[name] = (reduction, *given)
-    return found
+        arguments = (segments.mean(values.double()), occupied) if of_means else (values,)
+        reductions[name] = (reduction, *arguments)
+    return reductions

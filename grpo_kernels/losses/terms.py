@@ -229,18 +229,18 @@ def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) ->
     return share * _inverse(batch.num_prompts, prompts)
 
 
-def _divisor(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
-    """Return the count that is ``given``, or 1 for one of 0: a tensor only on a device."""
-    count = otherwise if given is None else host.number(given)
+def _divisor(count: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    """Return the count, or 1 for a count of 0: a tensor only on a device."""
+    divisor = otherwise if count is None else host.number(count)
     # 0 only when no process has a token; a fraction is a share of processes or steps
-    if isinstance(count, Tensor):
-        return torch.where(count > 0, count.double(), 1.0)
-    return count if count > 0 else 1.0
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor > 0, divisor.double(), 1.0)
+    return divisor if divisor > 0 else 1.0
 
 
-def _inverse(given: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
-    count = _divisor(given, otherwise)
-    return count.reciprocal() if isinstance(count, Tensor) else 1.0 / count
+def _inverse(count: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
+    divisor = _divisor(count, otherwise)
+    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
 
 
 AGGREGATIONS: dict[str, Aggregation] = {

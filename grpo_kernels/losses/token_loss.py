@@ -90,8 +90,8 @@ def static_weights(
 
 def token_inputs(batch: TokenBatch, weights: Weights, dtype: torch.dtype) -> TokenInputs:
     """Collect the inputs in ``dtype``; log-probabilities and entropy are to be put in yet."""
-    given = (batch.advantages, *weights, *(getattr(batch, name) for name in TOKEN_FIELDS))
-    advantages, *others = (None if x is None else x.to(dtype) for x in given)
+    tensors = (batch.advantages, *weights, *(getattr(batch, name) for name in TOKEN_FIELDS))
+    advantages, *others = (None if x is None else x.to(dtype) for x in tensors)
     return TokenInputs(advantages, None, advantages, *others)  # type: ignore[arg-type]
 
 
@@ -330,38 +330,38 @@ def loss_stats(
     weights = static_weights(batch, config) if weights is None else weights
     x = token_inputs(batch, weights, logprobs.dtype)._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
-    found: Reductions = {}
+    values: Reductions = {}
     if evaluation.kl is not None:
-        found["kl"] = "mean", evaluation.kl
+        values["kl"] = "mean", evaluation.kl
     if entropy is not None:
         means, occupied = batch.segments.mean(entropy), batch.segments.lengths > 0
-        found["entropy"] = "mean", entropy
-        found["entropy/sequence_min"] = "min", means, occupied
-        found["entropy/sequence_max"] = "max", means, occupied
+        values["entropy"] = "mean", entropy
+        values["entropy/sequence_min"] = "min", means, occupied
+        values["entropy/sequence_max"] = "max", means, occupied
         if evaluation.entropy_gate is not None:
-            found["entropy_top"] = "mean", entropy, evaluation.entropy_gate > 0
+            values["entropy_top"] = "mean", entropy, evaluation.entropy_gate > 0
     if config.entropy_coef != 0:  # without the bonus, as one sample per micro-batch
         total = (evaluation.loss * x.policy_weight).double().sum()
         if config.aggregation.per_micro_batch:
             total = total * batch.gradient_accumulation_steps
-        found["policy_loss"] = "mean", total
+        values["policy_loss"] = "mean", total
     one_per_sequence = config.ratio_level.per_sequence and not batch.advantages_per_token
     reported = config.surrogate.metrics(evaluation.terms)
-    found |= indicator_values(reported, batch.segments, one_per_sequence)
+    values |= indicator_values(reported, batch.segments, one_per_sequence)
     ratio = evaluation.terms.ratio.double()
-    found["ratio/min"], found["ratio/max"] = ("min", ratio), ("max", ratio)
-    found["perplexity"] = "perplexity", logprobs
+    values["ratio/min"], values["ratio/max"] = ("min", ratio), ("max", ratio)
+    values["perplexity"] = "perplexity", logprobs
     if x.rollout_logprobs is not None:  # of the engine, against the trainer's
         known = ~x.rollout_logprobs.isnan()
         difference = (evaluation.before_update - x.rollout_logprobs).double()
         for kind in ("mean", "max"):
-            found[f"sampling/sampling_logp_difference/{kind}"] = kind, difference.abs(), known
-        found["sampling/mismatch_kl_k1"] = "mean", -difference, known
-        found["sampling/mismatch_kl_k3"] = "mean", KL_ESTIMATORS["k3"](difference), known
-        found["sampling/rollout_perplexity"] = "perplexity", x.rollout_logprobs, known
+            values[f"sampling/sampling_logp_difference/{kind}"] = kind, difference.abs(), known
+        values["sampling/mismatch_kl_k1"] = "mean", -difference, known
+        values["sampling/mismatch_kl_k3"] = "mean", KL_ESTIMATORS["k3"](difference), known
+        values["sampling/rollout_perplexity"] = "perplexity", x.rollout_logprobs, known
     if evaluation.correction is not None:
         for kind in ("min", "mean", "max"):
-            found[f"sampling/importance_sampling_ratio/{kind}"] = kind, evaluation.correction
-    stats = {name: stat_of(*given) for name, given in found.items()}
+            values[f"sampling/importance_sampling_ratio/{kind}"] = kind, evaluation.correction
+    stats = {name: stat_of(*arguments) for name, arguments in values.items()}
     moments = torch.stack([ratio.sum(), (ratio * ratio).sum()])
     return stats | {"ratio/ess": Stat("ess", moments, stats["ratio/min"].count)}

@@ -76,8 +76,8 @@ library: matrix multiplications of torch, on numbers with exact sums: no error i
 LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
 
 
-class _Found(NamedTuple):
-    """What a check has found."""
+class _Result(NamedTuple):
+    """The result of a check."""
 
     error: float = 0.0
     allowed: float = 0.0
@@ -107,27 +107,28 @@ def _outcome(
     dtype: torch.dtype,
     what: str,
     *,
-    check: Callable[[], _Found],
+    check: Callable[[], _Result],
 ) -> tuple[bool, str]:
     try:
-        found = check()
+        result = check()
     except Exception as problem:  # it is what the user has to report
         message = str(problem).strip().splitlines()[:1]
-        found = _Found(failure=": ".join([type(problem).__name__, *message]))
-    ok = found.failure is None and found.error <= found.allowed
-    error, allowed, verdict = f"{found.error:.1e}", f"{found.allowed:.1e}", "ok" if ok else "FAILED"
-    if found.failure is not None:
+        result = _Result(failure=": ".join([type(problem).__name__, *message]))
+    ok = result.failure is None and result.error <= result.allowed
+    error, allowed = f"{result.error:.1e}", f"{result.allowed:.1e}"
+    verdict = "ok" if ok else "FAILED"
+    if result.failure is not None:
         error = allowed = "-"
-        verdict = f"FAILED: {found.failure}"
+        verdict = f"FAILED: {result.failure}"
     name = str(dtype).removeprefix("torch.")
     return ok, LINE.format(backend, device.type, name, what, error, allowed, verdict)
 
 
-def _gemms(device: torch.device, dtype: torch.dtype) -> _Found:
+def _gemms(device: torch.device, dtype: torch.dtype) -> _Result:
     large = device.type == "cuda" and dtype != torch.float64
     shapes = _GEMMS + _LARGE_GEMMS if large else _GEMMS
     wrong = (line for shape in shapes for line in wrong_gemms(device, dtype, shape))
-    return _Found(failure=next(wrong, None))
+    return _Result(failure=next(wrong, None))
 
 
 def wrong_gemms(
@@ -184,9 +185,9 @@ def _products(
     yield "dweight, added", sums, 3 + dlogits.t().double() @ hidden.double()
 
 
-def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> _Found:
+def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> _Result:
     """Return the error that is nearest to its bound, or farthest over it."""
-    found = []
+    errors = []
     for shape in _SHAPES:
         exact = _eager(what, shape, torch.device("cpu"), torch.float64)
         eager = _eager(what, shape, device, dtype)
@@ -199,8 +200,8 @@ def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) ->
             allowed = max(2 * relative_error(eager[name], exact[name]), floor)
             # eager itself, and so what it excuses, is held to a fixed bound
             allowed = min(allowed, _EAGER_SLACK * floor)
-            found.append(_Found(relative_error(value, exact[name]), allowed))
-    return max(found, key=lambda each: each.error / each.allowed)
+            errors.append(_Result(relative_error(value, exact[name]), allowed))
+    return max(errors, key=lambda each: each.error / each.allowed)
 
 
 @cache

@@ -590,7 +590,7 @@ def extract_entries(
 ) -> Entries:
     """Choose the entries of each row of a tile with all targets; see :class:`Backend`."""
     (rows, columns), device = tile.logits.shape, tile.logits.device
-    found = Entries.empty(rows, slots, device)
+    entries = Entries.empty(rows, slots, device)
     groups = -(-sampled_blocks(rows, columns)[0] // _GROUP.value)
     height = min(rows, _MARKED_ROWS)
     words = torch.empty((height, groups, STRANDS), dtype=torch.int32, device=device)
@@ -621,6 +621,6 @@ def extract_entries(
             slots=slots,
             BLOCK=_LISTED_ENTRIES,
             **of_part,
-            **{f"{name}_ptr": value[part] for name, value in found._asdict().items()},
+            **{f"{name}_ptr": value[part] for name, value in entries._asdict().items()},
         )
-    return found
+    return entries

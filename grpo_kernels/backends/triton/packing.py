@@ -141,8 +141,8 @@ def _pack_tokens_kernel(
         inside = at < end
         valid = _is_valid(ids_ptr, mask_ptr, at, inside)
         if mask_ptr is not None and mask_ptr.dtype.element_ty != tl.int1:
-            given = tl.load(mask_ptr + at, mask=inside, other=0)
-            wrong |= _any((given != 0) & (given != 1), _MASK)
+            value = tl.load(mask_ptr + at, mask=inside, other=0)
+            wrong |= _any((value != 0) & (value != 1), _MASK)
         place = count + tl.cumsum(valid.to(tl.int32), axis=0) - 1
         ids = tl.load(ids_ptr + at, mask=valid, other=0)
         least = tl.minimum(least, tl.min(ids, axis=0))

@@ -101,17 +101,17 @@ def render(node: Node, operand: Operand) -> str:
     name, dtype = operation_name(node), node.meta["val"].dtype
     names = [argument.name for argument in schema_of(node).arguments]
     bound = dict(zip(names, node.args, strict=False)) | node.kwargs
-    given = {k: v for k, v in bound.items() if v is not None}
+    arguments = {k: v for k, v in bound.items() if v is not None}
     if name.removeprefix("new_").removesuffix("_like") in _FILLS:
-        return _full(given.get("fill_value", given.get("s", int("ones" in name))), dtype)
-    template, operand_dtype = _template(node, name, given)
+        return _full(arguments.get("fill_value", arguments.get("s", int("ones" in name))), dtype)
+    template, operand_dtype = _template(node, name, arguments)
     read = {field for _, field, _, _ in string.Formatter().parse(template) if field}
-    for unknown in given.keys() - read - _HARMLESS - {"self", "exponent"}:
-        value = given[unknown]
+    for unknown in arguments.keys() - read - _HARMLESS - {"self", "exponent"}:
+        value = arguments[unknown]
         if unknown != "alpha" or value != 1:
             raise UntraceableError(f"{node.target}: argument {unknown}={value!r} has no rendering")
     dtypes = dict.fromkeys(read, operand_dtype) | {"condition": torch.bool}
-    return template.format(**{key: operand(given[key], dtypes[key]) for key in read})
+    return template.format(**{key: operand(arguments[key], dtypes[key]) for key in read})
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:
@@ -145,7 +145,7 @@ def _full(value: Any, dtype: torch.dtype) -> str:
     return f"tl.full((BLOCK,), {literal(value, dtype)}, {TRITON_DTYPES[dtype]})"
 
 
-def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, torch.dtype]:
+def _template(node: Node, name: str, arguments: Mapping[str, Any]) -> tuple[str, torch.dtype]:
     """Return an operation's text, and the dtype of its operands."""
     dtype = node.meta["val"].dtype
     if name in _COPIES:
@@ -153,12 +153,12 @@ def _template(node: Node, name: str, given: Mapping[str, Any]) -> tuple[str, tor
     if name == "where":
         return "tl.where({condition}, {self}, {other})", dtype
     if name in ("clamp", "clamp_min", "clamp_max"):
-        text = f"tl.maximum({{self}}, {{min}}, {_NAN})" if "min" in given else "{self}"
-        return (f"tl.minimum({text}, {{max}}, {_NAN})" if "max" in given else text), dtype
+        text = f"tl.maximum({{self}}, {{min}}, {_NAN})" if "min" in arguments else "{self}"
+        return (f"tl.minimum({text}, {{max}}, {_NAN})" if "max" in arguments else text), dtype
     if name == "pow":
-        return _power(node, given["exponent"], dtype), dtype
+        return _power(node, arguments["exponent"], dtype), dtype
     if name in _COMPARISONS:
-        operands = [x.meta["val"] if isinstance(x, Node) else x for x in given.values()]
+        operands = [x.meta["val"] if isinstance(x, Node) else x for x in arguments.values()]
         return _COMPARISONS[name], torch.result_type(operands[0], operands[-1])
     logical = name.removeprefix("logical_").removeprefix("bitwise_")
     if logical in _LOGICAL and dtype == torch.bool:
