@@ -239,7 +239,8 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
     seen: dict[str, Any] = {}  # kept from hooks on the head, which would change a loss as well
 
     def note(hidden: Tensor, head: Head) -> Tensor:
-        largest, bound = _scaled_logits(hidden, head).abs().max(), head.transform.softcap
+        largest = _scaled_logits(hidden, head).abs().max()
+        bound = head.transform.softcap
         seen["factor"] = float(torch.exp2((_LARGE / largest.clamp(min=1e-6)).log2().round()))
         for name, factor in (("fused", 1.0), ("enlarged", seen["factor"])):
             logits = _scaled_logits(hidden * factor, head)

@@ -292,7 +292,8 @@ def _teacher(
             "teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
             f"{dtypes[0]} and {dtypes[1]}"
         )
-    ids, own = teacher.head.vocab_size, student.head.vocab_size
+    ids = teacher.head.vocab_size
+    own = student.head.vocab_size
     if ids != own:
         raise ValueError(
             f"teacher_head: expected the student's vocabulary of {own} ids, got {ids}; where the "

@@ -66,7 +66,8 @@ class LinearLogprobs(NamedTuple):
 
 _ALL_OUTPUTS = LinearLogprobs._fields
 # those of :class:`RowStats`, in its order, and those of a bounded backward
-OUTPUTS, BOUNDED = _ALL_OUTPUTS[: len(RowStats._fields)], _ALL_OUTPUTS[len(RowStats._fields) :]
+OUTPUTS = _ALL_OUTPUTS[: len(RowStats._fields)]
+BOUNDED = _ALL_OUTPUTS[len(RowStats._fields) :]
 
 
 def linear_logprobs(
@@ -292,7 +293,8 @@ def _bounded_outputs(
             f"that requires a gradient, got backward={options.backward!r}"
         )
     entries = unpack_entries(saved.detach())
-    used, exact = entries.used, entries.used < 0
+    used = entries.used
+    exact = entries.used < 0
     if shard is not None:
         used = torch.where(exact, used, shard.gather(used).sum(0, dtype=used.dtype))
     # a row without a target has no gradient, and no error of one

@@ -160,7 +160,11 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def assert_as_exact_as(
-    value: Tensor, eager: Tensor, exact: Tensor, floor: float, what: str
+    value: Tensor,
+    eager: Tensor,
+    exact: Tensor,
+    floor: float,
+    what: str,
 ) -> None:
     """Assert that the error of ``value`` is at most twice that of ``eager``.
 
@@ -193,7 +197,13 @@ def assert_all_as_exact_as(
 class poisoned_allocations(TorchDispatchMode):  # noqa: N801
     """A context in which uninitialized memory is NaN, or the largest integer, so reads show."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         out = func(*args, **(kwargs or {}))
         if func._schema.name in _EMPTY_OPS and isinstance(out, Tensor):
             if out.is_floating_point():

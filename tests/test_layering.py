@@ -20,7 +20,7 @@ from tests.support.import_graph import (
     room,
     room_graph,
 )
-from tests.support.plain_calls import names_of_functions, starred, unnamed
+from tests.support.plain_code import names_of_functions, starred, tokens_per_line, unnamed
 
 # room: the rooms of its package that it may know; a room that is not named here may know all
 KERNELS = {
@@ -175,3 +175,13 @@ def test_calls_that_are_not_plain() -> None:
         "def f(x):\n    size, more = (x, x), 1\n    f(*size, more)\n    f(1, 2, 3, 4, 5)\n"
     )
     assert len(list(unnamed(tree, {"f"}))) == len(list(starred(tree))) == 1
+
+
+@pytest.mark.parametrize("package", ("grpo_kernels", "grpo_trainer"))
+def test_lines_are_not_squeezed(package: str) -> None:
+    paths = [path for name, path in modules().items() if name.startswith(package)]
+    assert tokens_per_line(path.read_text() for path in paths) <= 9.0
+
+
+def test_tokens_of_a_line() -> None:
+    assert tokens_per_line(['"""Text."""\nimport os\n\nx = 1  # one\ny, z = x, 2\n']) == 5

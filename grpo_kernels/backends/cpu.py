@@ -62,7 +62,13 @@ class Native(Backend):
             return f"the tensors are on {device.type}"
         return "the native kernels have no fp64" if dtype == torch.float64 else None
 
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(
+        self,
+        dtype: torch.dtype,
+        head: Head,
+        precision: str,
+        tiled: bool,
+    ) -> list[str]:
         return [isas()[self._isa_rank]]
 
     def _run(self, kernel: str, rows: int, subject: View, **more: Any) -> None:
@@ -89,7 +95,13 @@ class Native(Backend):
         stats = empty_stats(len(tile.target), tile.logits.device, extras)
         return self._fill("grpo_stats", _tile(tile), stats)
 
-    def dlogits_(self, tile: Tile, stats: RowStats, grad_stats: StatsGrad, out: Tensor) -> Tensor:
+    def dlogits_(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        grad_stats: StatsGrad,
+        out: Tensor,
+    ) -> Tensor:
         require(tile.logits.dtype in (out.dtype, torch.float32), out.dtype)
         dlogp = grad_stats.dlogp
         self._run(
@@ -236,12 +248,24 @@ class Native(Backend):
         )
         return entries
 
-    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def entries_matmul(
+        self,
+        entries: Entries,
+        factor: Tensor,
+        matrix: Tensor,
+        out: Tensor,
+    ) -> None:
         require(len(out) == len(factor), out.shape)
         self._multiply("grpo_matmul", entries, factor=factor, source=matrix, out=out, add=False)
 
     def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool, count: int
+        self,
+        entries: Entries,
+        factor: Tensor,
+        rows: Tensor,
+        out: Tensor,
+        add: bool,
+        count: int,
     ) -> None:
         require(len(rows) == len(factor), rows.shape)
         kernel = "grpo_transposed_matmul"
@@ -258,7 +282,8 @@ class Native(Backend):
         add: bool,
     ) -> None:
         """Run a product with entries."""
-        source, target = _rows(source), _rows(out)
+        source = _rows(source)
+        target = _rows(out)
         require(out.dtype in (source.dtype, torch.float32), out.dtype)
         self._run(
             kernel,
@@ -346,7 +371,8 @@ def _grad_stats(stats: RowStats, grad_stats: StatsGrad | None) -> View:
 
 
 def _entries(entries: Entries) -> View:
-    ids, values = entries.ids.contiguous(), entries.values.contiguous()
+    ids = entries.ids.contiguous()
+    values = entries.values.contiguous()
     rows, slots = ids.shape
     require(ids.dtype == torch.int32 and values.dtype == torch.float32, values.dtype)
     require(values.shape == ids.shape, values.shape)

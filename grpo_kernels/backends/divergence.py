@@ -36,7 +36,8 @@ def _reverse_kl(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor
 def _jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     # log(s / m) and log(t / m), by the larger of the two: near 1 their ratio keeps its digits
     delta = teacher_logp - logp
-    is_more, zero = delta > 0, torch.zeros_like(delta)
+    is_more = delta > 0
+    zero = torch.zeros_like(delta)
     size = torch.where(is_more, delta, -delta)
     weight = torch.where(is_more, zero + (1 - beta), zero + beta)
     below = -torch.log1p(weight * torch.expm1(-size))

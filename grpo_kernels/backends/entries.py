@@ -96,7 +96,11 @@ def listed(entries: Entries, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grouped_sums(
-    groups: Tensor, count: int, places: Tensor, values: Tensor, matrix: Tensor
+    groups: Tensor,
+    count: int,
+    places: Tensor,
+    values: Tensor,
+    matrix: Tensor,
 ) -> Tensor:
     """Return (count, N) sums of ``values * matrix[places]``, for ascending ``groups``."""
     starts = torch.searchsorted(groups, torch.arange(count + 1, device=groups.device))
@@ -140,48 +144,78 @@ def block_entries(
     grad_stats: StatsGrad | None,
 ) -> Entries:
     """Choose the entries of some rows at once; see ``Backend.extract_entries``."""
-    target, columns = tile.target, tile.logits.shape[1]
     others, at_target = _gradient(tile, stats, grad_stats)
-    sizes, cut = others.abs(), cuts.double().clamp(min=TINY)[:, None]
+    sizes = others.abs()
+    cut = cuts.double().clamp(min=TINY)[:, None]
     large = sizes > cut
     tail = torch.where(large, 0.0, sizes)
-    sums, squares = tail.sum(1), tail.square().sum(1)
-    steps = _by_block(tail / cut).cumsum(1)
-    strand = torch.arange(STRANDS, device=sizes.device)
-    start = (_mixed(keys.long()[:, None] + strand * GOLDEN) >> 8).double().add(0.5) * 2.0**-24
-    passed = torch.ceil(steps - start[:, None])  # how often a running sum reached its next draw
-    drawn = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1])) > 0
-    drawn = drawn.flatten(1)[:, :columns]
-    kept = torch.where(large, others, torch.where(drawn, cut * others.sign(), 0.0))
-    here = (target >= 0) & (target < columns)  # else in another rank's columns
+    drawn = torch.where(_drawn(tail / cut, keys), cut * others.sign(), 0.0)
+    kept = torch.where(large, others, drawn)
+    target = tile.target
+    here = (target >= 0) & (target < tile.logits.shape[1])  # else in another rank's columns
+    sums = tail.sum(1)
     expected = sums / cut[:, 0]
     count = (kept != 0).sum(1) + here
     fits = here + large.sum(1) + expected + 4 * expected.sqrt() <= slots
     fits &= stats.lse.isfinite() & (count <= slots)
     count = torch.where(fits, count, WHOLE)
     count = torch.where(cuts >= ANY_ERROR, 0, count).int()
-    ids = target.new_zeros((len(count), slots + 1), dtype=torch.int32)
-    values = kept.new_zeros((len(count), slots + 1))
-    meant = (kept != 0) & (count > 0)[:, None]
-    rows, places = torch.nonzero(meant, as_tuple=True)
-    slot = meant.cumsum(1)[rows, places] - 1
-    ids[rows, slot], values[rows, slot] = places.int(), kept[rows, places]
-    last = torch.where(here & (count > 0), count - 1, slots)  # the target, if it is here
-    own = torch.arange(len(count), device=last.device)
-    ids[own, last], values[own, last] = target.int(), at_target
-    error, dtype, known = kept - others, stats.logprobs.dtype, count > 0
+    ids, values = _in_slots(
+        kept=kept,
+        at_target=at_target,
+        target=torch.where(here, target, -1),
+        count=count,
+        slots=slots,
+    )
+    error = kept - others
+    known = count > 0
+    squares = tail.square().sum(1)
     expected_error = (cut[:, 0] * sums - squares).clamp(min=0).sqrt()
     squares += torch.where(large & fits[:, None], sizes, 0.0).square().sum(1)
     norm = (at_target**2 + squares).sqrt()
+    dtype = stats.logprobs.dtype
     return Entries(
-        ids=ids[:, :slots],
-        values=values[:, :slots].to(dtype),
+        ids=ids,
+        values=values.to(dtype),
         used=count,
         error=torch.where(known, error.norm(dim=1), 0.0).to(dtype),
         error_l1=torch.where(known, error.abs().sum(1), 0.0).to(dtype),
         expected_error=torch.where(known, expected_error, 0.0).to(dtype),
         norm=norm.to(dtype),
     )
+
+
+def _drawn(probabilities: Tensor, keys: Tensor) -> Tensor:
+    """Sample entries (C, V) with these probabilities, systematically in each strand."""
+    steps = _by_block(probabilities).cumsum(1)
+    strand = torch.arange(STRANDS, device=keys.device)
+    start = (_mixed(keys.long()[:, None] + strand * GOLDEN) >> 8).double().add(0.5) * 2.0**-24
+    passed = torch.ceil(steps - start[:, None])  # how often a running sum reached its next draw
+    drawn = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1])) > 0
+    return drawn.flatten(1)[:, : probabilities.shape[1]]
+
+
+def _in_slots(
+    kept: Tensor,  # (C, V), 0 for entries that are not kept
+    at_target: Tensor,  # (C,)
+    target: Tensor,  # (C,); -1: in another rank's columns
+    count: Tensor,  # (C,) entries of a row with the target's, or WHOLE
+    slots: int,
+) -> tuple[Tensor, Tensor]:
+    """Return ids and values (C, slots) of the rows' entries, the target's last."""
+    # one slot more takes the target of a row that has none here
+    ids = target.new_zeros((len(count), slots + 1), dtype=torch.int32)
+    values = kept.new_zeros((len(count), slots + 1))
+    listed_here = (kept != 0) & (count > 0)[:, None]
+    rows, places = torch.nonzero(listed_here, as_tuple=True)
+    slot = listed_here.cumsum(1)[rows, places] - 1
+    ids[rows, slot] = places.int()
+    values[rows, slot] = kept[rows, places]
+    last = torch.where((target >= 0) & (count > 0), count - 1, slots)
+    own = torch.arange(len(count), device=last.device)
+    ids[own, last] = target.int()
+    values[own, last] = at_target
+    return ids[:, :slots], values[:, :slots]
 
 
 def _gradient(tile: Tile, stats: RowStats, grad_stats: StatsGrad | None) -> tuple[Tensor, Tensor]:
@@ -193,7 +227,8 @@ def _gradient(tile: Tile, stats: RowStats, grad_stats: StatsGrad | None) -> tupl
     logp = (scores.double() - stats.lse[:, None]).clamp(min=LEAST_LOGP)
     others = torch.where(finite, -logp.exp(), 0.0)
     if grad_stats is not None:
-        dlogp, dentropy = grad_stats.dlogp, grad_stats.dentropy
+        dlogp = grad_stats.dlogp
+        dentropy = grad_stats.dentropy
         assert dlogp is not None and dentropy is not None
         entropy = stats.entropy.double()
         others = others * (dlogp[:, None] + dentropy[:, None] * (logp + entropy[:, None]))

@@ -82,7 +82,8 @@ class LinearConfig:
 
     def of_one_subtile(self) -> LinearConfig:
         """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
-        wide, tiles = self.block_v // self.subtiles, self.tiles * self.subtiles
+        wide = self.block_v // self.subtiles
+        tiles = self.tiles * self.subtiles
         return replace(self, block_v=wide, subtiles=1, tiles=tiles)
 
 

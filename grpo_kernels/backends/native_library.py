@@ -122,7 +122,8 @@ def _check_structs(library: Any) -> None:
     struct_size.argtypes = [ctypes.c_char_p]
     struct_size.restype = ctypes.c_int64
     for name in STRUCTS:
-        size, expected = struct_size(name.encode()), ctypes.sizeof(VIEWS[name])
+        size = struct_size(name.encode())
+        expected = ctypes.sizeof(VIEWS[name])
         if size != expected:
             raise ImportError(
                 f"{LIBRARY}: expected struct {name} of {expected} bytes, got {size}; {_BUILD_AGAIN}"

@@ -15,11 +15,13 @@ _COLUMNS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def kernel_packing(inputs: BatchInputs) -> Packing | None:
     """Pack with Triton's kernel; return None where torch operations have to."""
-    triton, device = BACKENDS["triton"], inputs.target.device
+    triton = BACKENDS["triton"]
+    device = inputs.target.device
     chosen = requested_backend("auto") in ("auto", triton.name)
     if not (chosen and inputs.num_tokens) or torch.compiler.is_compiling():
         return None
-    columns, mask = inputs.columns.values(), inputs.mask
+    columns = inputs.columns.values()
+    mask = inputs.mask
     if any(value.dtype not in _COLUMNS for value in columns):
         return None
     if mask is not None and mask.dtype not in (*_MASKS, *_COLUMNS):

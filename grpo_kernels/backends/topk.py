@@ -74,7 +74,8 @@ def _merged(scores: Tensor, ids: Tensor, k: int, shard: VocabShard) -> tuple[Ten
     scores, ids = (torch.cat(tuple(shard.gather(x)), -1) for x in (scores, ids))
     # of scores of -inf, too, those that are there come first
     order = (ids == NOWHERE).to(torch.int8).argsort(dim=-1, stable=True)
-    scores, ids = scores.gather(-1, order), ids.gather(-1, order)
+    scores = scores.gather(-1, order)
+    ids = ids.gather(-1, order)
     first = scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
     return scores.gather(-1, first), ids.gather(-1, first)
 

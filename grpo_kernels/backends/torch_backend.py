@@ -63,7 +63,13 @@ class Backend:
         """Say why such tensors cannot use it; None if they can."""
         return None
 
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(
+        self,
+        dtype: torch.dtype,
+        head: Head,
+        precision: str,
+        tiled: bool,
+    ) -> list[str]:
         """Name what its kernels are configured by, for the fingerprint."""
         return []
 
@@ -75,7 +81,13 @@ class Backend:
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
 
-    def dlogits_(self, tile: Tile, stats: RowStats, grad_stats: StatsGrad, out: Tensor) -> Tensor:
+    def dlogits_(
+        self,
+        tile: Tile,
+        stats: RowStats,
+        grad_stats: StatsGrad,
+        out: Tensor,
+    ) -> Tensor:
         """Write the gradient by the raw logits into ``out`` (C, V), perhaps over them; return it.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
@@ -276,7 +288,13 @@ class Backend:
         ]
         return concatenate(parts)
 
-    def entries_matmul(self, entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def entries_matmul(
+        self,
+        entries: Entries,
+        factor: Tensor,
+        matrix: Tensor,
+        out: Tensor,
+    ) -> None:
         """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
 
         ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
@@ -291,7 +309,13 @@ class Backend:
         out[kept] = product[kept].to(out.dtype)
 
     def entries_transposed_matmul(
-        self, entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool, count: int
+        self,
+        entries: Entries,
+        factor: Tensor,
+        rows: Tensor,
+        out: Tensor,
+        add: bool,
+        count: int,
     ) -> None:
         """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over all
         t and k with ``ids[t, k] = v``, ``count`` altogether where the factor is not 0.
@@ -360,7 +384,8 @@ def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor
     gradient = p.mul_(coefficient)
     of_target = torch.where(inside, of_target, gradient.gather(-1, place).squeeze(-1))
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
-    gradient, active = slope(gradient, transform, tanh), grad_stats.nonzero
+    gradient = slope(gradient, transform, tanh)
+    active = grad_stats.nonzero
     if active is not None:  # a product with 0 would not hide a NaN
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
     return gradient

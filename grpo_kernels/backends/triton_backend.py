@@ -92,7 +92,13 @@ class Triton(Backend):
             return f"bf16 takes a device of compute capability 8.0, and this is {name}"
         return None
 
-    def numerics(self, dtype: torch.dtype, head: Head, precision: str, tiled: bool) -> list[str]:
+    def numerics(
+        self,
+        dtype: torch.dtype,
+        head: Head,
+        precision: str,
+        tiled: bool,
+    ) -> list[str]:
         import triton  # by its module: the distribution has other names on other platforms
 
         tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)

@@ -45,7 +45,8 @@ def start_transfer(x: Tensor) -> Transfer:
     """Send ``x`` to the host; from a GPU through pinned memory, which torch keeps, and no wait."""
     if not x.is_cuda:
         return Transfer(x.cpu(), None)
-    values, arrival = x.to("cpu", non_blocking=True), torch.cuda.Event()
+    values = x.to("cpu", non_blocking=True)
+    arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(x.device))
     return Transfer(values, arrival)
 

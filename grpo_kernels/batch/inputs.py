@@ -139,7 +139,9 @@ class BatchInputs:
 def _columns(
     advantages: Tensor, target: Tensor, sequences: int, optional: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    shape, per_token, per_sequence = kind_of(advantages), tuple(target.shape), (sequences,)
+    shape = kind_of(advantages)
+    per_token = tuple(target.shape)
+    per_sequence = (sequences,)
     if shape not in (per_token, per_sequence):
         raise ValueError(
             f"advantages: expected shape {per_sequence} (per sequence) or {per_token} "
@@ -182,7 +184,8 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int, target: Tensor) 
             raise ValueError(
                 f"{name}: expected {sequences} ints >= 0, one per sequence, got {value!r}"
             )
-    most, fits = target.shape[-1], sum(lengths or ()) <= target.numel()
+    most = target.shape[-1]
+    fits = sum(lengths or ()) <= target.numel()
     if not fits or max(lengths or (), default=0) > most:
         raise ValueError(
             f"lengths: expected those of tokens of shape {tuple(target.shape)}, got {lengths!r}"

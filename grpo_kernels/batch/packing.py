@@ -38,12 +38,14 @@ class Packing:
 
     def __init__(self, inputs: BatchInputs) -> None:
         """Start on a device all that does not need the number of valid tokens."""
-        self._ids, wrong = inputs.target.reshape(-1), dict[str, Tensor]()
+        self._ids = inputs.target.reshape(-1)
+        wrong = dict[str, Tensor]()
         self._valid = valid = self._ids != IGNORE_INDEX
         if (mask := inputs.mask) is not None:
             ones = mask.reshape(-1)
             if mask.dtype != torch.bool:
-                values, ones = ones, ones != 0
+                values = ones
+                ones = ones != 0
                 wrong["mask"] = (ones & (values != 1)).any()
             self._valid = valid = ones & valid
         starts, sizes = _sequences(inputs, wrong)
@@ -57,7 +59,8 @@ class Packing:
         wrong |= zip(columns, (_wrong_values(table, list(columns)) & valid).any(1), strict=True)
         for name, value in inputs.scalars_on_device.items():
             wrong[name] = ~(value.isfinite() & (value >= 0))
-        self._names, flags = list(wrong), [flag.reshape(1) for flag in wrong.values()]
+        self._names = list(wrong)
+        flags = [flag.reshape(1) for flag in wrong.values()]
         ids = self._ids
         ends = (ids * valid).aminmax(dim=0, keepdim=True) if len(ids) else (ids.new_zeros(2),)
         self._flags = [*ends, *flags]
@@ -71,7 +74,8 @@ class Packing:
         """Return the findings; the host waits for a device here."""
         flags = host.sync_to_host(torch.cat([*self._flags, self._offsets.reshape(-1)]))
         low, _, *rest = host.values(flags)
-        names, half = self._names, len(self.cu_seqlens)
+        names = self._names
+        half = len(self.cu_seqlens)
         offsets = rest[len(names) :]
         counts = [[b - a for a, b in pairwise(part)] for part in (offsets[:half], offsets[half:])]
         wrong = [name for name, flag in zip(names, rest, strict=False) if flag]
@@ -80,17 +84,21 @@ class Packing:
     def passed(self, sums: tuple[int, int]) -> tuple[Tensor, ...]:
         """Return () flags: whether the targets, all other values, and the sums of lengths and
         active lengths are right; ``UNKNOWN`` is no sum."""
-        flags, ends = torch.cat(self._flags), zip(self._offsets[:, -1], sums, strict=True)
+        flags = torch.cat(self._flags)
+        ends = zip(self._offsets[:, -1], sums, strict=True)
         right = (end == total for end, total in ends if total != UNKNOWN)
         return flags[0] >= 0, ~flags[2:].any(), *right
 
     def tokens(self, total: int) -> ValidTokens:
         """Return the valid tokens, of which there are ``total``."""
-        ids, table, rows = self._ids, self._table, None
+        ids = self._ids
+        table = self._table
+        rows = None
         if total < len(ids):
             # needs no transfer, unlike nonzero
             rows = self._valid.argsort(stable=True, descending=True)[:total]
-            ids, table = ids[rows], table[:, rows]
+            ids = ids[rows]
+            table = table[:, rows]
         return ValidTokens(ids, table.unbind(0), rows)
 
 
@@ -181,14 +189,16 @@ def _sequences(
     inputs: BatchInputs, wrong: dict[str, Tensor]
 ) -> tuple[slice | Tensor, int | Tensor]:
     """Return where the sequences begin and end, and how many tokens each has."""
-    cu_seqlens, total = inputs.cu_seqlens, inputs.num_tokens
+    cu_seqlens = inputs.cu_seqlens
+    total = inputs.num_tokens
     if cu_seqlens is None:  # which takes no operation on the device
         length = inputs.target.shape[1]
         return slice(None, None, length or 1), length
     # safe to index with
     starts = cu_seqlens.long().clamp(0, total).cummax(0).values
     # slices are filled on the device; a number set at an index would be sent there, with a wait
-    starts[:1], starts[-1:] = 0, total
+    starts[:1] = 0
+    starts[-1:] = total
     wrong["cu_seqlens"] = (starts != cu_seqlens).any()
     return starts, starts.diff()
 
@@ -200,7 +210,8 @@ def _columns(inputs: BatchInputs, sizes: int | Tensor) -> dict[str, Tensor]:
         wide = value if value.dtype == torch.float64 else value.float()
         columns[name] = wide.detach().reshape(-1)
     if not inputs.advantages_per_token:
-        each, total = columns["advantages"], inputs.num_tokens
+        each = columns["advantages"]
+        total = inputs.num_tokens
         columns["advantages"] = each.repeat_interleave(sizes, output_size=total)
     return columns
 

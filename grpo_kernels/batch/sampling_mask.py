@@ -42,7 +42,8 @@ class SamplingMask:
         check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
         check_device("offsets", offsets, indices.device, "indices")
         offsets = offsets.long()
-        steps, count = offsets.diff(), indices.numel()
+        steps = offsets.diff()
+        count = indices.numel()
         ends = torch.stack([offsets[0], offsets[-1], (steps < 0).sum()]).tolist()
         if ends != [0, count, 0]:
             raise ValueError(
@@ -92,8 +93,10 @@ class SamplingMask:
         """Return the rows of a range, or of an int64 index; that needs one host transfer."""
         if isinstance(index, slice):
             bounds = self.bounds[index.start : index.stop + 1]
-            first, end = int(bounds[0]), int(bounds[-1])
-            offsets, bounds = self.offsets[index.start : index.stop + 1] - first, bounds - first
+            first = int(bounds[0])
+            end = int(bounds[-1])
+            offsets = self.offsets[index.start : index.stop + 1] - first
+            bounds = bounds - first
             return replace(self, indices=self.indices[first:end], offsets=offsets, bounds=bounds)
         counts = self.offsets.diff()[index]
         offsets = pad(counts.cumsum(0), (1, 0))

@@ -55,7 +55,8 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum (T,) values over each sequence, (B,), in fp64 and in token order: as in any batch."""
-        wide, lengths = values.double(), self.cu_seqlens.diff()
+        wide = values.double()
+        lengths = self.cu_seqlens.diff()
         sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
         if self.across is not None:
             sums = _GroupSum.apply(sums, self.across.group)
@@ -67,7 +68,8 @@ class Segments:
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest of (T,) values >= 0 in each sequence, (B,), detached; 0 in none."""
-        lengths, values = self.cu_seqlens.diff(), values.detach()
+        lengths = self.cu_seqlens.diff()
+        values = values.detach()
         maximum = torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=0)
         if self.across is not None and maximum.numel():
             maximum = gather(maximum, self.across.group).amax(0)
@@ -80,9 +82,11 @@ class Segments:
         that depends on places in the sequence alone: the bits are those of any batch.
         """
         assert self.across is None  # checked at the API edge
-        sums, before = values.double(), self.places
+        sums = values.double()
+        before = self.places
         if backwards:
-            sums, before = sums.flip(0), (self.expand(self.lengths) - 1 - before).flip(0)
+            sums = sums.flip(0)
+            before = (self.expand(self.lengths) - 1 - before).flip(0)
         step = 1  # so many values are in each sum so far
         while step < self.total:
             earlier = pad(sums[:-step], (step, 0))
@@ -175,7 +179,8 @@ class _GroupSum(torch.autograd.Function):
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the fields that ``make`` does, with the ranks of ``group``; or all ranks raise."""
     group = process_group("sequence_group", group)
-    fields, failure = {}, None
+    fields = {}
+    failure = None
     try:
         fields = make()
         optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask", "prompt_tokens"]
@@ -188,7 +193,8 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
             "shape of advantages": "(T,)" if fields["advantages_per_token"] else "(B,)",
         }
     except ValueError as error:
-        failure, told = error, {"error": str(error)}
+        failure = error
+        told = {"error": str(error)}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(ranks, told, group=group)
     if failure is not None:

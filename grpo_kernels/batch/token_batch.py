@@ -221,7 +221,8 @@ class TokenBatch:
         A ``sequence_group`` stays as it is, for the caller to replace.
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
-        mask, per_token = self.sampling_mask, dict[str, Any]()
+        mask = self.sampling_mask
+        per_token = dict[str, Any]()
         for name in ("target", "advantages", *TOKEN_FIELDS):
             value = getattr(self, name)
             per_token[name] = None if value is None else value[keep]
@@ -236,7 +237,8 @@ class TokenBatch:
 
     def occupied(self) -> TokenBatch:
         """Return the same tokens without the sequences that have none, on any rank."""
-        kept, group = self.whole_counts[0] > 0, self.sequence_group
+        kept = self.whole_counts[0] > 0
+        group = self.sequence_group
         counts = self.counts[:, kept]
         order = torch.argsort(self.segments.lengths == 0, stable=True)[: counts.shape[1]]
         cu_seqlens = pad(self.cu_seqlens.diff()[order].cumsum(0), (1, 0))

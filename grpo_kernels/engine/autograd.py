@@ -87,7 +87,8 @@ class _AtHead(torch.autograd.Function):
         inputs = tensors[:end_inputs]
         call = ctx.call.with_tensors(inputs, tensors[end_saved:])
         # the first backward takes the gradients over, so that the largest is never copied
-        unscaled, ctx.gradients = ctx.gradients, None
+        unscaled = ctx.gradients
+        ctx.gradients = None
         gradients = call.backward(tensors[end_inputs:end_saved], unscaled, grad_outputs)
         pairs = zip(gradients, inputs, strict=True)
         return None, *(None if dx is None else dx.to(x.dtype) for dx, x in pairs)

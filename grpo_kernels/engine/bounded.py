@@ -56,7 +56,8 @@ def saving_forward(
     rows: Rows, route: Route, outputs: OutputSpec, plan: SavedForBackward
 ) -> tuple[RowStats, Tensor]:
     """Compute the statistics of every row, and what is saved for the backward."""
-    chunks, bounded = row_chunks(rows.count, route), route.options.bounded
+    chunks = row_chunks(rows.count, route)
+    bounded = route.options.bounded
     if plan.kind == HIDDEN:
         sums = GradientSums(rows, Needs(hidden=True), len(chunks))
     else:
@@ -157,8 +158,12 @@ def choose_entries(
     for log-probabilities. With a gradient of the entropy, entries are of the gradient of the loss,
     else of that of the log-probabilities.
     """
-    rows, tile, stats, gradient = chunk.rows, chunk.tile, chunk.stats, chunk.gradient
-    slots, shard = min(bounded.slots, route.columns), rows.head.shard
+    rows = chunk.rows
+    tile = chunk.tile
+    stats = chunk.stats
+    gradient = chunk.gradient
+    slots = min(bounded.slots, route.columns)
+    shard = rows.head.shard
     if chunk.masked is not None:
         return _combined(chunk.masked.entries(slots, stats.logprobs.dtype), shard)
     cuts = route.backend.chosen_cuts(
@@ -206,7 +211,8 @@ def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
 
 def pack_entries(entries: Entries, out: Tensor) -> None:
     """Write entries to (C, 2 K + 5) integers; floats keep their bits."""
-    slots, dtype = entries.ids.shape[1], out.dtype
+    slots = entries.ids.shape[1]
+    dtype = out.dtype
     out[:, :slots] = entries.values.view(dtype)
     for place, each in enumerate(entries[3:], slots):
         out[:, place] = each.view(dtype)
@@ -255,7 +261,13 @@ class BoundedSums:
     """Gradients by entries, where those of the rows' statistics are known."""
 
     def __init__(
-        self, rows: Rows, needs: Needs, num_chunks: int, *, route: Route, weight_grad: WeightGrad
+        self,
+        rows: Rows,
+        needs: Needs,
+        num_chunks: int,
+        *,
+        route: Route,
+        weight_grad: WeightGrad,
     ) -> None:
         bounded = route.options.bounded
         assert bounded is not None

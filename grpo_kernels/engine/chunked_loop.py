@@ -176,11 +176,16 @@ def _form_gradient(rows: Rows, part: slice, buffer: Tensor, route: Route) -> Chu
 
 
 def form_logits(
-    rows: Rows, part: slice, buffer: Tensor, route: Route, outputs: OutputSpec
+    rows: Rows,
+    part: slice,
+    buffer: Tensor,
+    route: Route,
+    outputs: OutputSpec,
 ) -> Chunk:
     """Form the raw logits of a range of rows in ``buffer``, and their statistics."""
     rows = rows.select(part)
-    first, shard = slice(0, rows.count), rows.head.shard
+    first = slice(0, rows.count)
+    shard = rows.head.shard
     if route.forms_logits:
         logits = narrowed(buffer, first)
         stats = route.backend.linear_stats(
@@ -197,7 +202,8 @@ def form_logits(
         stats = route.backend.stats(projected, outputs.extras).rows(first)
     if shard is not None:
         stats = merge_vocab_shards(stats, rows)
-    tile, masked = Tile(logits, rows.target, rows.head.transform), None
+    tile = Tile(logits, rows.target, rows.head.transform)
+    masked = None
     if rows.sampling_mask is not None:
         masked = MaskedRows.of(tile, rows.sampling_mask, shard)
         stats = stats._replace(masked_logprobs=masked.logprobs.to(stats.logprobs.dtype))
@@ -225,7 +231,8 @@ def _pad_rows(rows: Rows, height: int) -> Rows:
     def padded(x: Tensor, value: float = 0) -> Tensor:
         return pad(x, (0, 0) * (x.dim() - 1) + (0, height - len(x)), value=value)
 
-    head, transform = rows.head, rows.head.transform
+    head = rows.head
+    transform = rows.head.transform
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=padded(transform.temperature, value=1))
         head = replace(head, transform=transform)

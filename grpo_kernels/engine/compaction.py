@@ -11,7 +11,8 @@ from grpo_kernels.engine.rows import ranges
 # A row that moves is read and written once, V values each; in the two GEMMs it would have cost
 # 4 D V operations. So any move pays, but a GEMM over a few rows less is not always faster, and a
 # move costs the host a few operations.
-LEAST_SHARE, FEWEST = 1 / 16, 16
+LEAST_SHARE = 1 / 16
+FEWEST = 16
 _MULTIPLE = 256  # of rows, by which a GPU's products are cut
 _BLOCK = 256  # rows that move at a time: there is a copy of them
 
@@ -33,7 +34,8 @@ def moved_forward_(values: Tensor, nonzero: Tensor) -> Tensor | None:
     if rows - end < max(FEWEST, rows * LEAST_SHARE):
         return None
     order = torch.argsort(~nonzero, stable=True)
-    source, gap = order[total - moves : total], order[total : total + moves]
+    source = order[total - moves : total]
+    gap = order[total : total + moves]
     values = values.data  # autograd's counter of changes would refuse a second backward
     for part in ranges(moves, _BLOCK):
         values.index_copy_(0, gap[part], values.index_select(0, source[part]))

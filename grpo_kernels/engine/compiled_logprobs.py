@@ -50,7 +50,9 @@ _NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is what is kept
 
 def call_arguments(head: Head, options: RunOptions) -> tuple[Any, ...]:
     """Return what :data:`CALL_SCHEMA` names; temperatures of rows are a tensor of the caller's."""
-    transform, lora, shard = head.transform, head.lora, head.shard
+    transform = head.transform
+    lora = head.lora
+    shard = head.shard
     per_row = isinstance(transform.temperature, Tensor)
     bounded = options.bounded or Bounded()
     return (
@@ -93,7 +95,8 @@ def call_of_arguments(
 
 def op_call(rows: Rows, options: RunOptions, outputs: OutputSpec) -> tuple[Any, ...]:
     """Flatten a call into the arguments of the forward."""
-    call, needs = call_arguments(rows.head, options), Needs.of(rows.inputs)
+    call = call_arguments(rows.head, options)
+    needs = Needs.of(rows.inputs)
     return *rows.inputs, list(rows.belongings), *call, *outputs, needs.of_inputs
 
 
@@ -186,14 +189,16 @@ def linear_logprobs_backward(*arguments):
     """
     *call, tensors = arguments
     rows, plan = planned_call(call)
-    selection, kind = rows.with_target(), plan.saved.kind
+    selection = rows.with_target()
+    kind = plan.saved.kind
     *of_rows, saved = tensors
     if kind == NOTHING:
         saved = None
     elif saved is not None and kind in OF_ALL_ROWS:
         saved = selection.gather(saved)
     of_rows = [None if x is None else selection.gather(x) for x in of_rows]
-    stats, grad_stats = RowStats(*of_rows[:3]), StatsGrad(*of_rows[3:])
+    stats = RowStats(*of_rows[:3])
+    grad_stats = StatsGrad(*of_rows[3:])
     gradients = stats_backward(
         rows=rows.selected(selection), stats=stats, grad_stats=grad_stats, plan=plan, saved=saved
     )
@@ -227,7 +232,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, *grad_stats):
     grads = dict(zip(RowStats._fields, grad_stats, strict=False))
     saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
-    tensors, belongings = saved[:NUM_INPUTS], list(saved[NUM_INPUTS:-4])
+    tensors = saved[:NUM_INPUTS]
+    belongings = list(saved[NUM_INPUTS:-4])
     *stats, kept = saved[-4:]
     *call, needs = ctx.call
     needed = list(ctx.needs_input_grad[:NUM_INPUTS])

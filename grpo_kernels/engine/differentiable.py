@@ -112,7 +112,11 @@ def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | Non
 
 
 def stats_backward(
-    rows: Rows, stats: RowStats, grad_stats: StatsGrad, plan: LogprobsPlan, saved: Tensor | None
+    rows: Rows,
+    stats: RowStats,
+    grad_stats: StatsGrad,
+    plan: LogprobsPlan,
+    saved: Tensor | None,
 ) -> Gradients:
     """Compute gradients, in fp32 or the hidden states' dtype, from the gradients of the statistics
     and what :func:`rows_forward` saved."""

@@ -109,7 +109,8 @@ def plan_divergence(
     Raises:
         ValueError: the backend cannot run, or not as asked for; the workspace is too small.
     """
-    both, asked = isinstance(teacher, Rows), options.max_workspace_bytes
+    both = isinstance(teacher, Rows)
+    asked = options.max_workspace_bytes
     if both and asked is not None:
         options = replace(options, max_workspace_bytes=asked // 2)
     routes = [
@@ -192,7 +193,8 @@ class _DivergenceCall(HeadCall):
 def _one_pass(
     plan: DivergencePlan, rows: Rows, teacher: Rows | TopK, weights: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Gradients]:
-    route, chunks = plan.route, plan.chunks
+    route = plan.route
+    chunks = plan.chunks
     sums = GradientSums(rows, plan.needs, len(chunks)) if plan.needs.any else None
     compare = _comparison(plan, teacher, rows.head.shard)
     divergences = list[Tensor]()
@@ -234,14 +236,19 @@ def _comparison(plan: DivergencePlan, teacher: Rows | TopK, shard: VocabShard | 
 
 
 def _compare_logits(
-    plan: DivergencePlan, teacher: Rows, buffer: Tensor, shard: VocabShard | None, chunk: Chunk
+    plan: DivergencePlan,
+    teacher: Rows,
+    buffer: Tensor,
+    shard: VocabShard | None,
+    chunk: Chunk,
 ) -> tuple[Tensor, WriteGradient]:
     """Compare a chunk with the teacher's logits, which are formed in ``buffer``.
 
     Return (C,) divergences and what writes their gradient.
     """
     assert plan.teacher is not None
-    backend, divergence = plan.route.backend, plan.divergence
+    backend = plan.route.backend
+    divergence = plan.divergence
     of_teacher = form_logits(
         rows=teacher, part=chunk.part, buffer=buffer, route=plan.teacher, outputs=OutputSpec()
     )
@@ -273,7 +280,8 @@ def _compare_top_k(
     the score of a listed id is ``g_i - q_i sum_k g_k``. Each id j of the tail gets its share
     ``p_j / q_tail`` of the tail's.
     """
-    backend, stats = plan.route.backend, chunk.stats
+    backend = plan.route.backend
+    stats = chunk.stats
     teacher = teacher.select(chunk.part)
     ids = teacher.indices
     own = torch.ones_like(ids, dtype=torch.bool)
@@ -282,7 +290,8 @@ def _compare_top_k(
         ids = ids - shard.start
         own = shard.owns(ids)
         place = place[own.flatten()]
-    rows, slots = place // ids.shape[1], place % ids.shape[1]
+    rows = place // ids.shape[1]
+    slots = place % ids.shape[1]
     columns = ids.flatten()[place]
     listed, slopes = scores_at(chunk.tile, rows, columns)
     scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
@@ -295,10 +304,12 @@ def _compare_top_k(
     # normalized by their own sum: near 1 they have more digits than with the lse of the row
     logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
     divergences, grads = plan.divergence.terms(logp, teacher.with_tail)
-    total, probabilities = grads.sum(-1), logp.exp()
+    total = grads.sum(-1)
+    probabilities = logp.exp()
 
     def write_gradient(coefficient: Tensor, dlogits: Tensor) -> None:
-        wide, weightless = coefficient.to(torch.float64), coefficient == 0
+        wide = coefficient.to(torch.float64)
+        weightless = coefficient == 0
         # the row kernel writes ``dlogp (1[j = target] - exp(z_j - lse))``: without a target, with
         # the lse of the tail and minus its gradient, this is the share of each id in the tail
         dlogp = wide * (probabilities[:, -1] * total - grads[:, -1])
@@ -318,7 +329,8 @@ def _lse_of_tail(
     plan: DivergencePlan, chunk: Chunk, place: tuple[Tensor, Tensor], count: Tensor
 ) -> Tensor:
     """Return the (C,) logsumexp of the scores that are not listed: a sum, not a difference."""
-    tile, listed = chunk.tile, chunk.logits[place]
+    tile = chunk.tile
+    listed = chunk.logits[place]
     chunk.logits[place] = -torch.inf
     first = tile._replace(target=torch.zeros_like(tile.target))
     lse: Tensor = plan.route.backend.stats(first, False).lse

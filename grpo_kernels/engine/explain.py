@@ -48,7 +48,9 @@ def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
     ``batch_invariant`` it has no influence, without it some by fp32 rounding. The line ends in a
     hash of the rest.
     """
-    backend, dtype, options = route.backend, route.dtype, route.options
+    backend = route.backend
+    dtype = route.dtype
+    options = route.options
     tiled = route.has_tile and not route.exponentials
     numerics = backend.numerics(dtype, head, route.precision, tiled)
     parts = [

@@ -101,7 +101,8 @@ class GradientSums:
     ) -> None:
         """Add the share of a tile."""
         columns = slice(0, self._num_columns) if columns is None else columns
-        sums, first = self._sums, columns.start == 0
+        sums = self._sums
+        first = columns.start == 0
         if sums.hidden is not None:
             place = narrowed(sums.hidden, part)
             add_to_rows(place, gradient, rows.head.weight, selection, first=first)
@@ -171,7 +172,8 @@ def gradients_of_logp(
             gradient = TileGradient(gradient.dlogits, factor)
         else:
             gradient = route.backend.weighted_gradient(gradient, factor)
-        part, selection = slice(0, rows.count), Selection()
+        part = slice(0, rows.count)
+        selection = Selection()
         index = None if nonzero is None else moved_forward_(gradient.dlogits, nonzero)
         if index is not None:
             scale = gradient.row_scale
@@ -248,9 +250,11 @@ def _by_slices(
     # of the rank with the most columns
     elements = route.tile_rows * route.max_local_vocab
     height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)
-    parts, slices = ranges(rows.count, height), ranges(route.columns, width)
+    parts = ranges(rows.count, height)
+    slices = ranges(route.columns, width)
     sums = GradientSums(rows, needs, len(parts), weight_grad=weight_grad, sliced=True)
-    grad_stats, rows = sums.scaled(grad_stats), rows.local().ready()
+    grad_stats = sums.scaled(grad_stats)
+    rows = rows.local().ready()
     pitch = leading_dim(min(width, route.columns), route.logits, route.device)
     buffer = rows.hidden.new_empty((min(height, rows.count), pitch), dtype=route.logits)
     with matmul_precision(route.device, route.precision):
@@ -328,8 +332,12 @@ class LoRAGradients:
 
     def __init__(self, rows: Rows, needs: Needs) -> None:
         lora: Any = rows.head.lora and rows.head.lora.wide(rows.hidden.dtype)
-        self._lora, self._hidden, self._shard = lora, rows.hidden, rows.head.shard
-        self._of_a, self.dinner, self.db = needs.lora_a, None, None
+        self._lora = lora
+        self._hidden = rows.hidden
+        self._shard = rows.head.shard
+        self._of_a = needs.lora_a
+        self.dinner = None
+        self.db = None
         if lora is not None and (needs.hidden or needs.lora_a):
             self._b = _narrow(lora.b, rows.hidden.dtype)
             self.dinner = lora.a.new_zeros(rows.count, lora.rank)
@@ -364,14 +372,17 @@ class LoRAGradients:
 
     def complete(self, gradients: Gradients) -> Gradients:
         """Add to the gradient of the hidden states, and return all with those of A and B."""
-        lora, dhidden, da = self._lora, gradients.hidden, None
+        lora = self._lora
+        dhidden = gradients.hidden
+        da = None
         if self.dinner is not None:
             if self._shard is not None:
                 self._shard.start_sum(self.dinner).wait()
             if self._of_a:
                 da = torch.zeros_like(lora.a)
             for rows in ranges(len(self._hidden), _BLOCK_ROWS):
-                part, hidden = self.dinner[rows], self._hidden[rows]
+                part = self.dinner[rows]
+                hidden = self._hidden[rows]
                 if da is not None:
                     torch.addmm(da, part.t(), hidden.to(da.dtype), alpha=lora.scaling, out=da)
                 if dhidden is not None:

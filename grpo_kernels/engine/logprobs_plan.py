@@ -64,7 +64,8 @@ class SavedForBackward:
             return SavedForBackward(gemms=1, why="there is no backward")
         if why_not is not None:
             return SavedForBackward(gemms=gemms + 1, why=why_not)
-        bounded, budget = route.options.bounded, route.options.activation_bytes
+        bounded = route.options.bounded
+        budget = route.options.activation_bytes
         if bounded is not None:
             anew = 1 + needs.weight if bounded.exact_weight and needs.of_head else 0
             shape = tokens, 2 * min(bounded.slots, route.columns) + 5

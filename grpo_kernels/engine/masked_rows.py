@@ -43,8 +43,11 @@ class MaskedRows(NamedTuple):
 
         Of a ``shard`` of the vocabulary, the mask has this rank's ids.
         """
-        target, ids, rows = tile.target, sampling_mask.indices, sampling_mask.rows
-        lengths, all_rows = sampling_mask.offsets.diff(), _all_rows(target)
+        target = tile.target
+        ids = sampling_mask.indices
+        rows = sampling_mask.rows
+        lengths = sampling_mask.offsets.diff()
+        all_rows = _all_rows(target)
 
         def reduced(how: str, values: Tensor, initial: float) -> Tensor:
             # a matrix of one column: a GPU then walks through each row's values one by one, in the
@@ -99,7 +102,8 @@ class MaskedRows(NamedTuple):
         values = self.others.new_zeros((rows, slots))
         listed = fits[self.rows]
         index = self.rows[listed], place[listed]
-        ids[index], values[index] = self.ids[listed].int(), -self.others[listed]
+        ids[index] = self.ids[listed].int()
+        values[index] = -self.others[listed]
         last = _all_rows(self.target)[fits & here]
         at_target = -torch.expm1(self.logprobs) * self.target_slope
         ids[last, counts[last]] = self.target[last].int()

@@ -52,7 +52,8 @@ def retry_on_oom(
             if following is None:
                 raise
         # here, where the traceback and with it the tensors of the failed attempt are gone
-        plan, tries = following, tries + 1
+        plan = following
+        tries = tries + 1
     if tries > 1:
         warnings.warn(
             f"out of memory: attempt {tries} succeeded with less memory; set {plan.advice} to "

@@ -141,7 +141,9 @@ def choose_route(
     """
     device = head.weight.device
     backend = choose_backend(options.backend, device, dtype)
-    columns, workspace, shard = head.weight.shape[0], options.max_workspace_bytes, head.shard
+    columns = head.weight.shape[0]
+    workspace = options.max_workspace_bytes
+    shard = head.shard
     if shard is not None:
         if not backend.has_tiles:
             raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")

@@ -124,21 +124,24 @@ class Rows:
     @property
     def belongings(self) -> tuple[Tensor | None, ...]:
         """The tensors beside :attr:`inputs`: targets, temperatures and those of the mask."""
-        temperature, mask = self.head.transform.temperature, self.sampling_mask
+        temperature = self.head.transform.temperature
+        mask = self.sampling_mask
         of_mask = _NO_MASK if mask is None else [getattr(mask, name) for name in MASK_FIELDS]
         return self.target, temperature if isinstance(temperature, Tensor) else None, *of_mask
 
     @property
     def local_target(self) -> Tensor:
         """(C,) columns of :meth:`local` rows' targets, 0 for those of another rank."""
-        shard, target = self.head.shard, self.target
+        shard = self.head.shard
+        target = self.target
         return target if shard is None else torch.where(shard.owns(target), target, 0)
 
     def select(self, rows: slice | Tensor) -> Rows:
         """Return a range of rows, or those of an int64 index, in its order."""
         if isinstance(rows, slice) and rows == slice(0, self.count):
             return self
-        mask, hidden = self.sampling_mask, self.hidden
+        mask = self.sampling_mask
+        hidden = self.hidden
         return Rows(
             hidden=hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows),
             head=self.head.rows(rows),
@@ -187,7 +190,8 @@ class Rows:
 
         A target that is another rank's is in none of them.
         """
-        shard, mask = self.head.shard, self.sampling_mask
+        shard = self.head.shard
+        mask = self.sampling_mask
         if shard is None:
             return self
         if mask is not None:

@@ -75,10 +75,12 @@ def check_ranks_agree(target: Tensor, head: Head, route: Route, facts: tuple[obj
     One small gather. Without it a rank with other targets would deadlock in another collective.
     ``facts`` have to be the same on all ranks, by their ``repr``.
     """
-    shard, transform = head.shard, head.transform
+    shard = head.shard
+    transform = head.transform
     if shard is None:
         return
-    tokens, depth = target.numel(), head.weight.shape[1]
+    tokens = target.numel()
+    depth = head.weight.shape[1]
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=1.0)
     scaling = None if head.lora is None else head.lora.scaling

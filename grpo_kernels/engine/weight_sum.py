@@ -32,10 +32,16 @@ class WeightSum:
     """A sum of GEMMs over tiles: in the inputs' dtype, in fp32, or in a caller's buffer."""
 
     def __init__(
-        self, rows: Rows, num_ranges: int, grad: WeightGrad, *, sliced: bool = False
+        self,
+        rows: Rows,
+        num_ranges: int,
+        grad: WeightGrad,
+        *,
+        sliced: bool = False,
     ) -> None:
         """``sliced``: each slice of the vocabulary is rounded once its last range is added."""
-        weight, dtype = rows.head.weight, rows.hidden.dtype
+        weight = rows.head.weight
+        dtype = rows.hidden.dtype
         # one range: one GEMM, accumulated inside of it and rounded once
         is_one_gemm = num_ranges <= 1 and dtype == weight.dtype != torch.float16
         is_one_gemm = is_one_gemm and not grad.is_wide and grad.main_grad is None
@@ -64,7 +70,8 @@ class WeightSum:
         scale: Tensor | None = None,  # () contained in all sums; None: 1
     ) -> None:
         """Add ``dlogits^T @ hidden``."""
-        place, dlogits_t = narrowed(self._sum, columns), dlogits.t()
+        place = narrowed(self._sum, columns)
+        dlogits_t = dlogits.t()
         if self._main_grad is not None and scale is not None:
             # without a second tensor as large as the weight
             for ids in ranges(len(place), SLICE_COLUMNS):

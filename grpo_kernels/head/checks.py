@@ -84,7 +84,10 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
         _check_part("bias", head.bias, weight, (weight.shape[0],))
     if precision == "tf32" and (why_not := tf32_unavailable(hidden.device, hidden.dtype)):
         raise ValueError(f"precision: {why_not}")
-    transform, lora, shard, rows = head.transform, head.lora, head.shard, weight.shape[0]
+    transform = head.transform
+    lora = head.lora
+    shard = head.shard
+    rows = weight.shape[0]
     if not isinstance(transform.temperature, Tensor):
         check_number("temperature", transform.temperature, *POSITIVE)
     if transform.softcap is not None:

@@ -137,7 +137,8 @@ class VocabShard:
         group = process_group("group", group)
         if weight.dim() != 2:
             raise ValueError(f"weight: expected shape (V / n, D), got {tuple(weight.shape)}")
-        rank, held = dist.get_rank(group), weight.shape[0]
+        rank = dist.get_rank(group)
+        held = weight.shape[0]
         if hasattr(weight, "device_mesh"):  # as torch deals them out
             each = -(-held // dist.get_world_size(group))
             held = min(max(held - rank * each, 0), each)
@@ -222,7 +223,11 @@ class Head:
         return (self.weight, self.bias, *factors)
 
     def with_tensors(
-        self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
     ) -> Head:
         """Return the same head with these in place of :attr:`tensors`."""
         lora = self.lora

@@ -45,7 +45,8 @@ def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
     """Make GEMMs on ``device`` follow ``precision`` inside; torch's switches are restored."""
     settings: dict[str, Any] = {}
     if device.type == "cuda":
-        matmul, fp32 = torch.backends.cuda.matmul, "tf32" if precision == "tf32" else "ieee"
+        matmul = torch.backends.cuda.matmul
+        fp32 = "tf32" if precision == "tf32" else "ieee"
         settings |= dict.fromkeys(_REDUCED, False)
     else:
         matmul, fp32 = torch.backends.mkldnn.matmul, "ieee"  # type: ignore[attr-defined]
@@ -92,7 +93,8 @@ def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
 
 def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute ``out = hidden @ weight.T``."""
-    columns, narrow = hidden.shape[1], hidden.device.type == "cpu" and hidden.element_size() == 2
+    columns = hidden.shape[1]
+    narrow = hidden.device.type == "cpu" and hidden.element_size() == 2
     if out.dtype == hidden.dtype and narrow and columns % _CPU_COLUMNS:
         # zeros where a GEMM would read beyond a row
         hidden = torch.nn.functional.pad(hidden, (0, -columns % _CPU_COLUMNS))[:, :columns]

@@ -171,7 +171,10 @@ def _is_freed(x: Any) -> bool:
 def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
     from torch.distributed.tensor import Partial, Replicate  # a DTensor has it loaded
 
-    mesh, placements, of_gradient, processes = x.device_mesh, [], [], 1
+    mesh = x.device_mesh
+    placements = []
+    of_gradient = []
+    processes = 1
     for dimension, own in enumerate(x.placements):
         kept = shard is not None and mesh.get_group(dimension).group_name == shard.group
         placements.append(own if kept else Replicate())

@@ -139,7 +139,11 @@ class LazyLogits:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, kwargs = tree_map(
             lambda x: x.form_logits() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
@@ -257,7 +261,8 @@ def _compare_trl() -> Iterator[str]:
 
 def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]:
     """Return the scores of a few tokens, and gradients where there are some."""
-    layer, hidden = nn.Linear(8, 11), normal(2, 3, 8)
+    layer = nn.Linear(8, 11)
+    hidden = normal(2, 3, 8)
     layer.weight.data, layer.bias.data = normal(11, 8, seed=1), normal(11, seed=2)
     logits = LazyLogits(FusedHead(layer), hidden) if lazy else layer(hidden)
     ids = torch.tensor([[1, 5, 2], [7, 3, 10]])

@@ -278,7 +278,12 @@ enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 
 
 def put_into(
-    trainer: Any, attribute: str, off: Mapping[str, Any], why: str, *, any_version: bool = False
+    trainer: Any,
+    attribute: str,
+    off: Mapping[str, Any],
+    why: str,
+    *,
+    any_version: bool = False,
 ) -> None:
     """Replace a trainer's Liger module, its ``attribute``, by ours with the same settings.
 

@@ -20,7 +20,9 @@ def vocab_shard_of(
     ``end`` differs from that, or this rank is not in the group, a ValueError is raised.
     """
     group = process_group("tp_group", tp_group)
-    rank, size, rows = dist.get_rank(group), dist.get_world_size(group), weight.shape[0]
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rows = weight.shape[0]
     for name, value, expected in (
         ("vocab_start_index", start, rank * rows),
         ("vocab_end_index", end, (rank + 1) * rows),

@@ -126,7 +126,8 @@ class Probe:
             unlike_ours = differences(self, installed)
         if not unlike_ours:
             return
-        package, tested = self.host.package, self.host.tested
+        package = self.host.package
+        tested = self.host.tested
         listed = "\n".join(f"  * {each}" for each in unlike_ours)
         text = (
             f"{package} {installed} differs from what our adapter needs (tested with "

@@ -32,7 +32,8 @@ class Switch:
         probe: Probe,
         too_late: Callable[[], str] = str,  # says what exists already that keeps theirs
     ) -> None:
-        self.probe, self._too_late = probe, too_late
+        self.probe = probe
+        self._too_late = too_late
         self._places: list[_Place] = []  # where ours are
         self._blocks = 0  # those of `enabled` that keep it on, in all threads
 

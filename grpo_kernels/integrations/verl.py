@@ -179,7 +179,13 @@ def _policy_loss(
     return loss, {f"actor/{name}": float(value) for name, value in metrics.items()}
 
 
-def _fused_linear_for_ppo(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+def _fused_linear_for_ppo(
+    self,
+    hidden_states,
+    vocab_weights,
+    input_ids,
+    temperature=1.0,
+):
     """Stand in for the forward of ``FusedLinearForPPO``."""
     return _score(hidden_states, vocab_weights, input_ids, temperature)
 

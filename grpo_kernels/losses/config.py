@@ -173,7 +173,8 @@ class LossConfig:
         """
         if self.top_entropy_quantile < 1:
             return "batch"
-        own, mode = self.surrogate.scope, self.correction_mode
+        own = self.surrogate.scope
+        mode = self.correction_mode
         corrected = has_rollout and mode is not None and mode.per_sequence
         gated = self.off_policy_mask_threshold is not None
         by_sequence = self.ratio_level.per_sequence or corrected or gated
@@ -181,7 +182,8 @@ class LossConfig:
 
     def _surrogate(self, settings: dict[str, Any]) -> Surrogate:
         """Return the surrogate with these settings: the one that is given, or a new one."""
-        loss, surrogate = self.loss, self.surrogate
+        loss = self.loss
+        surrogate = self.surrogate
         for name in [name for name in settings if name not in loss.settings]:
             known = [item.name for item in fields(self) if item.init]
             own = ", ".join(loss.settings) or "none"

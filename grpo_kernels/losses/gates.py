@@ -244,7 +244,8 @@ class Cppo(Gated):
     cppo_delta_b: float = number(0.02, *NOT_NEGATIVE)
 
     def keep(self, terms: Terms) -> Tensor:
-        segments, distance = terms.segments, moved(terms).abs().double()
+        segments = terms.segments
+        distance = moved(terms).abs().double()
         before = segments.places.double()
         slope = (1 - self.cppo_w_min) / segments.expand(segments.lengths - 1).clamp(min=1)
         weighted = (1 - slope * before) * distance  # equations 8 to 10

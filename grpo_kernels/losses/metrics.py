@@ -73,7 +73,9 @@ class Metrics:
         logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> None:
-        self._stats, self.logprobs, self.entropy = stats, logprobs, entropy
+        self._stats = stats
+        self.logprobs = logprobs
+        self.entropy = entropy
 
     @property
     def stats(self) -> Mapping[str, Stat]:
@@ -125,10 +127,12 @@ class Metrics:
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
         """Combine the metrics of several batches as if they had been one."""
-        all_stats, merged = [part.stats for part in parts], {}
+        all_stats = [part.stats for part in parts]
+        merged = {}
         for name in dict.fromkeys(name for stats in all_stats for name in stats):
             stats = [stats[name] for stats in all_stats if name in stats]
-            kind, count = stats[0].kind, torch.stack([stat.count for stat in stats]).sum()
+            kind = stats[0].kind
+            count = torch.stack([stat.count for stat in stats]).sum()
             total = _KINDS[kind].merge(torch.stack([stat.total for stat in stats]), 0)
             merged[name] = Stat(kind, total, count)
         return Metrics(merged)
@@ -155,10 +159,12 @@ class Metrics:
 
 def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
     """Reduce ``values`` where ``valid``, in fp64; fine on an empty tensor."""
-    reduction, values = _KINDS[kind], values.double()
+    reduction = _KINDS[kind]
+    values = values.double()
     count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     if valid is not None:
-        values, count = torch.where(valid, values, reduction.neutral), valid.double().sum()
+        values = torch.where(valid, values, reduction.neutral)
+        count = valid.double().sum()
     total = reduction.merge(values, 0) if values.numel() else values.new_full((), reduction.neutral)
     return Stat(kind, total, count)
 

@@ -195,7 +195,8 @@ class Fipo(Clip):
         return super().__call__(terms._replace(advantages=terms.advantages * self._weight(terms)))
 
     def _weight(self, terms: Terms) -> Tensor:
-        ratio, shift = terms.ratio.detach(), terms.log_ratio.detach()
+        ratio = terms.ratio.detach()
+        shift = terms.log_ratio.detach()
         if self.dual_clip is not None:
             shift = shift.masked_fill(ratio > self.dual_clip, 0.0)
         decay = 2 ** (-1 / self.fipo_decay_rate)

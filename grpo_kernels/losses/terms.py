@@ -123,7 +123,11 @@ class CorrectionMode(NamedTuple):
         return self.reduce is not None
 
     def weight(
-        self, log_ratio: Tensor, segments: Segments, low: float | None, high: float | None
+        self,
+        log_ratio: Tensor,
+        segments: Segments,
+        low: float | None,
+        high: float | None,
     ) -> Tensor:
         """Return the weights of (T,) log-ratios, (T,) or (B,)."""
         value = log_ratio if self.estimate is None else self.estimate(log_ratio)
@@ -177,7 +181,8 @@ class Counted(NamedTuple):
     @classmethod
     def of(cls, batch: TokenBatch, with_zero_variance: bool) -> Counted:
         """Count a batch's sequences, or those of them that have an advantage."""
-        segments, ranks = batch.segments, batch.num_ranks
+        segments = batch.segments
+        ranks = batch.num_ranks
         sequences = partial(_divisor, batch.num_sequences_in_micro_batch)
         if with_zero_variance:
             return cls(sequences(batch.num_sequences / ranks), segments.num_tokens / ranks)

@@ -75,7 +75,8 @@ def static_weights(
             return weight.to(dtype).expand(batch.target.shape)
         return torch.full_like(batch.advantages, weight, dtype=dtype)
 
-    steps, entropy = batch.gradient_accumulation_steps, None
+    steps = batch.gradient_accumulation_steps
+    entropy = None
     counted = Counted.of(batch, not config.exclude_zero_variance)
     policy = config.aggregation.weight(batch, counted, config.max_completion_length)
     if counted.tokens_of is not None:
@@ -349,7 +350,8 @@ def loss_stats(
     reported = config.surrogate.metrics(evaluation.terms)
     values |= indicator_values(reported, batch.segments, one_per_sequence)
     ratio = evaluation.terms.ratio.double()
-    values["ratio/min"], values["ratio/max"] = ("min", ratio), ("max", ratio)
+    values["ratio/min"] = ("min", ratio)
+    values["ratio/max"] = ("max", ratio)
     values["perplexity"] = "perplexity", logprobs
     if x.rollout_logprobs is not None:  # of the engine, against the trainer's
         known = ~x.rollout_logprobs.isnan()

@@ -94,7 +94,8 @@ def policy_loss_op(*arguments):
     backward, and the gradients of the inputs for an unscaled loss; one that is not needed is empty.
     """
     inputs, call, (needs, tensors, per_token, steps, key) = _split(arguments)
-    config, hidden = LossConfig.of_registry_key(key), inputs[0]
+    config = LossConfig.of_registry_key(key)
+    hidden = inputs[0]
     head, options = call_of_arguments(inputs, call, config.temperature)
     batch = TokenBatch.of_tensors(tensors, per_token, steps)
     check_loss_inputs(batch, config)
@@ -158,7 +159,9 @@ def _split(arguments: tuple) -> tuple[tuple, tuple, tuple]:
 @policy_loss_op.register_fake
 def _(*arguments):
     inputs, call, (needs, tensors, *_) = _split(arguments)
-    hidden, target, options = inputs[0], tensors[0], call_of_arguments(inputs, call)[1]
+    hidden = inputs[0]
+    target = tensors[0]
+    options = call_of_arguments(inputs, call)[1]
     dtype = stats_dtype(hidden.dtype)
     parts = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(_NUM_PARTS - 2))
     bounded = options.bounded is not None and any(needs)
@@ -172,7 +175,8 @@ def _(*arguments):
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     tensors, _, (needs, *_) = _split(inputs)
-    ctx.needs, ctx.num_others = needs, len(inputs) - NUM_INPUTS
+    ctx.needs = needs
+    ctx.num_others = len(inputs) - NUM_INPUTS
     ctx.dtypes = [None if x is None else x.dtype for x in tensors]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[_NUM_PARTS:])

@@ -24,7 +24,8 @@ def loss_lines(plan: Any) -> list[str]:
 
 def loss_reasons(plan: Any) -> list[str]:
     """Say why a ``linear_policy_loss`` call runs as planned, a sentence each."""
-    has_tiles, bounded = plan.route.backend.has_tiles, plan.options.bounded
+    has_tiles = plan.route.backend.has_tiles
+    bounded = plan.options.bounded
     reasons = backend_reasons(plan.route)
     reasons.append(f"{plan.schedule}: {_why_schedule(plan)}")
     other = _other_schedule(plan)

@@ -95,7 +95,8 @@ class Plan(CallPlan):
         On a GPU it waits for their number. So it does where the loss may clip or gate, and where
         that is not long compared with the products; nothing can wait while a graph is captured.
         """
-        batch, config = self.batch, self.config
+        batch = self.batch
+        config = self.config
         if not self.keeps:
             return False
         if host.reading_is_free(batch.target):
@@ -124,7 +125,8 @@ class Plan(CallPlan):
     @property
     def extra_bytes(self) -> int:
         """Approximate bytes at the peak in addition to inputs and gradients."""
-        wide, elements = stats_dtype(self.route.dtype), math.prod(self.head.weight.shape)
+        wide = stats_dtype(self.route.dtype)
+        elements = math.prod(self.head.weight.shape)
         rows = self.tokens * self.head.weight.shape[1]
         if self.schedule == "two_pass":
             return self.workspace_bytes + rows * wide.itemsize
@@ -141,7 +143,8 @@ class Plan(CallPlan):
     @property
     def saved(self) -> SavedForBackward:
         """What the forward saves for the backward, or for its end."""
-        bounded, saved = self.options.bounded, self.stats.saved
+        bounded = self.options.bounded
+        saved = self.stats.saved
         if bounded is None or self.schedule == "two_pass":
             return saved
         # the logits are in memory for the weight's exact gradient
@@ -223,7 +226,8 @@ def make_plan(
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)
     if weight_grad.main_grad is not None and not route.backend.has_tiles:
         raise ValueError("main_grad: expected None with the eager reference, got a buffer")
-    tokens, schedule = active.batch.num_tokens, options.schedule
+    tokens = active.batch.num_tokens
+    schedule = options.schedule
     stored = _storing(route, batch, config) if needs.any else route
     by_gemms = needs_of_gemms(needs, options.bounded)
     summing = _summing(stored, head, by_gemms)
@@ -231,7 +235,8 @@ def make_plan(
     if keeps:
         rows = -(-tokens // _BLOCK_ROWS) * _BLOCK_ROWS
         summing = replace(summing, tile_rows=rows)
-        chunks, why_two = [slice(0, tokens)], None
+        chunks = [slice(0, tokens)]
+        why_two = None
     else:
         chunks, why_two = _chunks(active.batch, config, summing)
     if schedule == "one_pass" and why_two is not None:
@@ -285,7 +290,8 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
     fewer chunks then add to the sum, and the peak of the memory is hardly higher. On a GPU it has
     as many rows as hide the adding behind its GEMM; a CPU has one chunk, or two passes.
     """
-    options, size = route.options, route.dtype.itemsize
+    options = route.options
+    size = route.dtype.itemsize
     if not needs.weight or options.max_workspace_bytes is not None or options.batch_invariant:
         return route
     if size > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
@@ -346,7 +352,9 @@ def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[s
 
 def sequence_chunks(lengths: tuple[int, ...], size: int) -> list[slice]:
     """Cut rows into ranges of at most ``size`` that end where sequences end."""
-    chunks, start, stop = [], 0, 0
+    chunks = []
+    start = 0
+    stop = 0
     for length in lengths:
         if stop + length - start > size:
             chunks.append(slice(start, stop))

@@ -78,13 +78,16 @@ def loss_forward(hidden: Tensor, plan: Plan) -> LossForward:
 
 def _one_pass(hidden: Tensor, plan: Plan) -> LossForward:
     """Compute logits, statistics, loss and gradients, chunk by chunk."""
-    batch, rows = plan.active.batch, rows_with_gradient(hidden, plan)
-    route, chunks = plan.route, plan.chunks
+    batch = plan.active.batch
+    rows = rows_with_gradient(hidden, plan)
+    route = plan.route
+    chunks = plan.chunks
     dtype = stats_dtype(hidden.dtype)
     weights = plan.active.select_weights(static_weights(plan.batch, plan.config, dtype))
     inputs = token_inputs(batch, weights, dtype)
     losses = list[Tensor]()
-    needs, weight_grad = plan.needs, plan.weight_grad.until_scaled
+    needs = plan.needs
+    weight_grad = plan.weight_grad.until_scaled
     sums: GradientSums | BoundedSums
     if plan.options.bounded is None:
         sums = GradientSums(rows, needs, len(chunks), weight_grad=weight_grad)
@@ -124,7 +127,8 @@ def _save_gradient(hidden: Tensor, plan: Plan) -> LossForward:
             with_gradient=plan.with_gradient,
         )
     parts, grad_stats = _loss_of_stats(stats, hidden, plan)
-    gradient, dlogp = chunks[0].gradient, grad_stats.dlogp
+    gradient = chunks[0].gradient
+    dlogp = grad_stats.dlogp
     assert gradient is not None and dlogp is not None
     saved = (*gradient, dlogp)
     if plan.options.bounded is None:
@@ -180,7 +184,8 @@ def loss_backward(
     if plan.keeps:
         return _backward_of_gradient(rows, plan, saved, dloss)
     of_forward, *of_stats = saved
-    stats, grad_stats = RowStats(*of_stats[:3]), StatsGrad(*of_stats[3:])
+    stats = RowStats(*of_stats[:3])
+    grad_stats = StatsGrad(*of_stats[3:])
     return stats_backward(
         rows=rows,
         stats=stats,
@@ -198,7 +203,8 @@ def _backward_of_gradient(
     # whatever the gradient of the loss: no backward needs the rows that are overwritten
     nonzero = dlogp != 0 if plan.leaves_out else None
     dlogp = dlogp if dloss is None else dlogp * dloss
-    needs, of_rows = plan.needs, Gradients()
+    needs = plan.needs
+    of_rows = Gradients()
     if sparse:  # entries give the gradients of the rows
         packed, *stats = sparse
         of_rows = bounded_gradients(

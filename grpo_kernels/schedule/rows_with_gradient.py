@@ -35,7 +35,8 @@ class RowsWithGradient:
 
 def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradient:
     """Find the rows with an advantage, where a loss vanishes without one. No host transfer."""
-    lengths, group = batch.active_lengths, batch.sequence_group
+    lengths = batch.active_lengths
+    group = batch.sequence_group
     penalised = config.beta != 0 or config.entropy_coef != 0
     if lengths is None or penalised or not config.surrogate.vanishes_at_zero_advantage:
         return RowsWithGradient(batch)
@@ -43,7 +44,8 @@ def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradien
     if by_sequence:  # one token's advantage reaches every log-probability of its sequence
         whole = host.values(batch.whole_counts)[1]
         lengths = tuple(n if few else 0 for few, n in zip(whole, batch.lengths, strict=True))
-    count, left = sum(lengths), None
+    count = sum(lengths)
+    left = None
     everything = count == batch.num_tokens
     if group is not None:  # its ranks set rows aside together, or none of them does
         left = group.of_active(by_sequence)

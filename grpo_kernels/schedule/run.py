@@ -178,7 +178,9 @@ class _LossCall(HeadCall):
     def backward(
         self, saved: Sequence[Any], gradients: Gradients | None, grad_outputs: Sequence[Any]
     ) -> Gradients:
-        hidden, plan, dloss = self.hidden, self.plan, grad_outputs[0]
+        hidden = self.hidden
+        plan = self.plan
+        dloss = grad_outputs[0]
         if plan.schedule == "two_pass" or plan.keeps:
             gradients = loss_backward(hidden, plan, tuple(saved), dloss)
         else:

@@ -85,7 +85,13 @@ def masks(model: Model, tokens: int, longest: int) -> int:
 
 
 def _of_layer(
-    layer: Layer, tokens: int, *, inside: Inside, tile: int | None, width: int, state: int
+    layer: Layer,
+    tokens: int,
+    *,
+    inside: Inside,
+    tile: int | None,
+    width: int,
+    state: int,
 ) -> int:
     mlp_tokens = min(tokens, tile) if tile and layer.tiled else tokens
     # experts compute in the dtype of their weights: autocast does not reach them

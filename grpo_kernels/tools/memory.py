@@ -148,7 +148,8 @@ class Run:
 
     def resident_bytes(self) -> dict[str, int]:
         """Return what is on the GPU at all times, by name."""
-        way, model = self.training, self.model
+        way = self.training
+        model = self.model
         parts = {"weights": way.weights(model), "optimizer states": way.optimizer(model)}
         if self.reference and not way.rank:  # an adapter that is switched off is its own reference
             parts["reference model"] = model.parameters * way.weight
@@ -196,7 +197,8 @@ class Moment:
 
 def moments(run: Run) -> list[Moment]:
     """Return the moments of a step at which memory may run out."""
-    engine, weights = run.engine, run.engine.weight_bytes(run.model)
+    engine = run.engine
+    weights = run.engine.weight_bytes(run.model)
     training = run.resident_bytes() | run.step_bytes()
     if not engine.colocated:
         return [Moment(name="training", parts=training | _OF_CUDA, limit=run.memory)]

@@ -188,7 +188,10 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _layer(layer: nn.Module, text: Any) -> Layer:
-    hidden, inner, routed, biased = text.hidden_size, 0, 0, False
+    hidden = text.hidden_size
+    inner = 0
+    routed = 0
+    biased = False
     attention = _attention(layer)
     others = [part for part in layer.children() if part is not attention]
     for part in others:

@@ -123,7 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the question and its answer as plain data."""
     whole, body = _asked(arguments)
-    call, shard = whole, None
+    call = whole
+    shard = None
     if arguments.shard is not None:
         vocabulary = -(-whole.vocabulary // arguments.shard)
         call = replace(whole, vocabulary=vocabulary, sums_dhidden=True)
@@ -242,7 +243,9 @@ def _cpu_rate(call: Call) -> tuple[float, str]:
 
 def _calls(call: Call, arguments: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Yield what is estimated, by title."""
-    tile, slots, teacher = arguments.max_workspace, arguments.bounded, arguments.teacher
+    tile = arguments.max_workspace
+    slots = arguments.bounded
+    teacher = arguments.teacher
     if slots is not None and call.sums_dhidden:
         raise ValueError("bounded: not allowed with a part of the vocabulary")
     if not call.sums_dhidden:
@@ -271,7 +274,12 @@ def _calls(call: Call, arguments: argparse.Namespace) -> Iterator[tuple[str, Cal
 
 
 def _line(
-    title: str, call: Call, tflops: float | None, *, free: int | None, per_token: int
+    title: str,
+    call: Call,
+    tflops: float | None,
+    *,
+    free: int | None,
+    per_token: int,
 ) -> dict[str, Any]:
     """Return the answer for one of them."""
     return {

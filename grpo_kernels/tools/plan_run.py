@@ -132,7 +132,8 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 def facts_of(result: Answer, model: str) -> dict[str, Any]:
     """Return an answer as plain data."""
-    run, sizes = result.run, result.run.model
+    run = result.run
+    sizes = result.run.model
     settings = {"model_name_or_path": loaded_from(model)} | run.settings()
     return {
         "model": name_of(model),
@@ -180,7 +181,8 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    changes, lacks = len(facts["changes"]), in_units(facts["missing_bytes"])
+    changes = len(facts["changes"])
+    lacks = in_units(facts["missing_bytes"])
     if facts["fits"]:
         return "It fits as it is:" if not changes else f"It fits with {_numbered(changes)}:"
     near = f"with {_numbered(changes)}" if changes else "as it is"
@@ -205,7 +207,8 @@ def yaml_lines(settings: dict[str, Any]) -> list[str]:
 
 def _charts(facts: dict[str, Any]) -> Iterator[str]:
     for moment in facts["moments"]:
-        parts, limit = moment["parts_bytes"], moment["limit_bytes"]
+        parts = moment["parts_bytes"]
+        limit = moment["limit_bytes"]
         if moment["name"] == "vLLM's share" and sum(parts.values()) <= limit:
             continue
         yield f"{moment['name']}, {in_units(limit)}"
@@ -221,7 +224,8 @@ def _notes(facts: dict[str, Any]) -> Iterator[str]:
         yield f"Hidden states take {in_units(facts['main_memory_bytes'])} of pinned main memory."
     if saved := facts["two_pass_saves_bytes"]:
         yield f"schedule: two_pass saves {in_units(saved)} at the LM head, for one more product."
-    per_token, first = facts["cached_bytes_per_token"], facts["moments"][0]
+    per_token = facts["cached_bytes_per_token"]
+    first = facts["moments"][0]
     if facts["engine"] == "transformers":
         parts = first["parts_bytes"]
         gone = ("gradients", "activations", "attention masks", "LM head and loss")

@@ -10,10 +10,12 @@ from grpo_kernels.tools.text import aligned, in_units
 
 def table(facts: dict[str, Any]) -> list[str]:
     """Return the lines that say what was asked, the table, and what its columns are."""
-    head, shard = facts["head"], facts["shard"]
+    head = facts["head"]
+    shard = facts["shard"]
     rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
     for line in facts["implementations"]:
-        seconds, most = line["seconds"], line["largest_micro_batch_tokens"]
+        seconds = line["seconds"]
+        most = line["largest_micro_batch_tokens"]
         time = "-"
         if seconds is not None:
             time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
@@ -46,7 +48,9 @@ def _largest(facts: dict[str, Any], most: int | None) -> str:
 
 def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what the columns are, by their titles, and what else there is to say."""
-    memory, reserved, shard = facts["memory_bytes"], facts["reserved_bytes"], facts["shard"]
+    memory = facts["memory_bytes"]
+    reserved = facts["reserved_bytes"]
+    shard = facts["shard"]
     part = f"{shard['rows']:,} rows of the " if shard else ""
     yield "inputs", f"hidden states and {part}head weight"
     frozen = facts["head"]["frozen"]
@@ -59,7 +63,8 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         entries = "memory: if every row needs more entries than it may have; time: if none does"
         yield "bounded", f"{entries}, without the sparse products"
     largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
-    per_token, tokens = facts["body_bytes_per_token"], facts["tokens"]
+    per_token = facts["body_bytes_per_token"]
+    tokens = facts["tokens"]
     if memory is not None:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
         body = f", and {in_units(per_token)} of activations for each token" if per_token else ""

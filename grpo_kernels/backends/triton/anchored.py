@@ -56,7 +56,8 @@ def _target_logits_kernel(
     # the diagonal of a product, in the steps of the GEMM: a dot product would round otherwise, and
     # E would not be 1 at the target
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mask_t, offs_d = (rows < num_rows)[:, None], tl.arange(0, BLOCK_D)
+    mask_t = (rows < num_rows)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)
     target = tl.load(target_ptr + rows, mask=rows < num_rows, other=0)
     target = tl.minimum(target, num_columns - 1)  # others are asserted later
     acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
@@ -69,7 +70,8 @@ def _target_logits_kernel(
         w_ptrs = weight_ptr + target[:, None] * stride_wv + offsets
         w = tl.load(w_ptrs, mask=mask, other=0.0)
         if UPCAST:
-            x, w = x.to(tl.float32), w.to(tl.float32)
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     diagonal = tl.arange(0, BLOCK_T)[:, None] == tl.arange(0, BLOCK_T)[None, :]
     tl.store(anchor_ptr + rows, tl.sum(tl.where(diagonal, acc, 0.0), axis=1), mask=rows < num_rows)
@@ -135,7 +137,8 @@ def anchored_kernel(
             subtiles = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, SUBTILE_V)), (0, 2, 1)))
         for subtile in tl.static_range(SUBTILES):
             column = tile_column + subtile * SUBTILE_V
-            columns, y = column + tl.arange(0, SUBTILE_V), subtiles[subtile]
+            columns = column + tl.arange(0, SUBTILE_V)
+            y = subtiles[subtile]
             if column + SUBTILE_V > num_columns:
                 y = tl.where((columns < num_columns)[None, :], y, _NOTHING)
             t = (y - anchor[:, None]) * f2[:, None]
@@ -231,12 +234,15 @@ def linear_logp_gradient(
     :func:`logp_gradient_` does of logits."""
     config = config or linear_config(hidden.dtype, head)
     hidden, head, target = operands(hidden, head, target)
-    rows, device = len(hidden), hidden.device
-    stats, unit = empty_stats(rows, device, extras=False), torch.empty(rows, device=device)
+    rows = len(hidden)
+    device = hidden.device
+    stats = empty_stats(rows, device, extras=False)
+    unit = torch.empty(rows, device=device)
     if not rows:
         return stats, TileGradient(out, unit)
     launch = LinearLaunch.of(hidden, head, target, config, extras=False)
-    anchor, moved = launch.y_target, torch.empty_like(unit, dtype=torch.bool)
+    anchor = launch.y_target
+    moved = torch.empty_like(unit, dtype=torch.bool)
     shared = {"anchor_ptr": anchor, "stride_exp": out.stride(0)}
     blocks = constants(config, hidden.shape[1])
     with common.launching(config, hidden):

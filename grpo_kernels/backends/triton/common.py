@@ -60,7 +60,14 @@ def softcap_slope(x, cap_scale):
 
 
 @triton.jit
-def rebased(peak, total, moment, squares, base, f2):
+def rebased(
+    peak,
+    total,
+    moment,
+    squares,
+    base,
+    f2,
+):
     """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape."""
     # before the first score the sums are 0, and -inf - -inf would be NaN
     drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)
@@ -116,7 +123,14 @@ def max_of(tile):
 
 
 @triton.jit
-def raised(peak, total, moment, squares, other_peak, f2):
+def raised(
+    peak,
+    total,
+    moment,
+    squares,
+    other_peak,
+    f2,
+):
     """Take sums to the larger of two peaks; return it, a finite base for scores, and the sums."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
@@ -127,7 +141,15 @@ def raised(peak, total, moment, squares, other_peak, f2):
 
 
 @triton.jit
-def folded(y, base, total, moment, squares, f2, EXTRAS: tl.constexpr):
+def folded(
+    y,
+    base,
+    total,
+    moment,
+    squares,
+    f2,
+    EXTRAS: tl.constexpr,
+):
     """Add a tile of scores to sums relative to ``base``; return them, and the tile's e."""
     t = (y - spread(base, y)) * spread(f2, y)
     e = tl.exp2(t)
@@ -150,7 +172,17 @@ def unit_of(score, factor):
 
 
 @triton.jit
-def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras):
+def store_stats(
+    results,
+    at,
+    mask,
+    y_target,
+    peak,
+    total,
+    moment,
+    factor,
+    extras,
+):
     """Store statistics of rows; return logp. ``extras``: sum e^2, is_top1, the least y; or None."""
     # the total is fp64: beside a target that is nearly certain it is little more than 1
     logprobs_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
@@ -168,7 +200,8 @@ def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras
     if extras is not None:  # a NaN among the logits shows in all of them
         squares, is_top1, least = extras
         collision = squares / (rounded * rounded)
-        largest, least = peak * factor, least * factor
+        largest = peak * factor
+        least = least * factor
         tl.store(sum_sq_ptr + at, tl.where(collision > 1.0, 1.0, collision), mask=mask)
         tl.store(is_top1_ptr + at, is_top1, mask=mask)
         tl.store(max_ptr + at, tl.where(rounded == rounded, largest, rounded), mask=mask)
@@ -177,7 +210,13 @@ def store_stats(results, at, mask, y_target, peak, total, moment, factor, extras
 
 
 @triton.jit
-def at_the_target(logp, anchor, peak, total, factor):
+def at_the_target(
+    logp,
+    anchor,
+    peak,
+    total,
+    factor,
+):
     """Return a row's ``E`` at its target, its unit, and whether both are finite.
 
     ``E = exp(z - anchor)``, and ``exp(-log_sum)`` is what makes probabilities of it; the target has
@@ -199,9 +238,11 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
 
     Without a softcap ``cap_scale`` is None, and ``z = score_scale * x``.
     """
-    cap_scale, score_scale = None, float(transform.logit_scale)
+    cap_scale = None
+    score_scale = float(transform.logit_scale)
     if transform.softcap is not None:
-        cap_scale, score_scale = transform.logit_scale / transform.softcap, float(transform.softcap)
+        cap_scale = transform.logit_scale / transform.softcap
+        score_scale = float(transform.softcap)
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return {

@@ -32,9 +32,12 @@ def _log2_p(y, unit):
 @triton.jit
 def _terms(log2_s, log2_t, beta, KIND: tl.constexpr):
     """Return s, what ids add to the divergence, and ``logp_grad``; see ``Divergence.terms``."""
-    s, t, delta = tl.exp2(log2_s), tl.exp2(log2_t), (log2_t - log2_s) * LN2
+    s = tl.exp2(log2_s)
+    t = tl.exp2(log2_t)
+    delta = (log2_t - log2_s) * LN2
     if KIND == _FORWARD_KL:
-        each, logp_grad = t * delta, -t
+        each = t * delta
+        logp_grad = -t
     elif KIND == _REVERSE_KL:
         each = -s * delta
         logp_grad = each
@@ -88,7 +91,8 @@ def _divergence_kernel(
             mask = columns < num_columns
             y = common.bounded(tl.load(logits_ptr + columns, mask, 0.0), cap_scale)
             y_teacher = common.bounded(tl.load(teacher_ptr + columns, mask, 0.0), teacher_cap_scale)
-            log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
+            log2_s = _log2_p(y, unit)
+            log2_t = _log2_p(y_teacher, teacher_unit)
             s, each, logp_grad = _terms(log2_s, log2_t, beta, KIND)
             all_each += tl.where(mask, each, 0.0)
             all_logp_grad += tl.where(mask, logp_grad, 0.0)
@@ -108,7 +112,8 @@ def _divergence_kernel(
             tl.debug_barrier()
             y = common.bounded(x, cap_scale)
             y_teacher = common.bounded(x_teacher, teacher_cap_scale)
-            log2_s, log2_t = _log2_p(y, unit), _log2_p(y_teacher, teacher_unit)
+            log2_s = _log2_p(y, unit)
+            log2_t = _log2_p(y_teacher, teacher_unit)
             s, each, logp_grad = _terms(log2_s, log2_t, beta, KIND)
             dx = (logp_grad - s * total) * slope
             if cap_scale is not None:

@@ -25,7 +25,14 @@ def _weighted(y, unit, constant, of_log):
 
 
 @triton.jit
-def _write_tile(row, start, end, of_log, cap_scale, BLOCK_V: tl.constexpr):
+def _write_tile(
+    row,
+    start,
+    end,
+    of_log,
+    cap_scale,
+    BLOCK_V: tl.constexpr,
+):
     """Write :func:`_weighted`, times the softcap's slope; ``end``: the row's, if within."""
     logits_ptr, out_ptr, unit, constant = row
     columns = start + tl.arange(0, BLOCK_V)
@@ -75,7 +82,8 @@ def _dlogits_kernel(
     factor = common.row_factor(score_scale, temperature_ptr, row)
     unit = common.unit_of(lse, factor)
     slope = factor if cap_scale is None else factor * cap_scale
-    constant, of_log = -dlogp * slope, None
+    constant = -dlogp * slope
+    of_log = None
     active = dlogp != 0.0
     if dentropy_ptr is not None:
         entropy = tl.load(entropy_ptr + row)
@@ -124,7 +132,8 @@ def dlogits_(
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
     """Write the gradient by the raw logits; see :class:`Backend`."""
-    logits, dentropy = tile.logits, grad_stats.dentropy
+    logits = tile.logits
+    dentropy = grad_stats.dentropy
     dlogp = torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp
     capped = tile.transform.softcap is not None
     config = config or row_config(logits.device)

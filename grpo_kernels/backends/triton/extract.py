@@ -80,7 +80,13 @@ def _row(
 
 
 @triton.jit
-def _sizes(this, scale, columns, mask, SIGNED: tl.constexpr = False):
+def _sizes(
+    this,
+    scale,
+    columns,
+    mask,
+    SIGNED: tl.constexpr = False,
+):
     """Return sizes times ``scale``, below 0 at the target; 0 where the mask is not set.
 
     ``SIGNED``: the entries themselves, negated, and the target's as those of the others.
@@ -259,7 +265,14 @@ def _mixed(x):
 
 
 @triton.jit
-def _with_block(state, this, scale, block, end, bit):
+def _with_block(
+    state,
+    this,
+    scale,
+    block,
+    end,
+    bit,
+):
     """Set a bit of each strand whose column in a block is an entry."""
     words, left, squares = state
     columns = block * _STRANDS + tl.arange(0, _STRANDS)
@@ -324,11 +337,13 @@ def _mark_kernel(
     key = _mixed(_mixed(key ^ bits.to(tl.uint32)) ^ (bits >> 32).to(tl.uint32))
     hashed = _mixed(strands.to(tl.uint32) * _GOLDEN + key) >> 8
     start = (hashed.to(tl.int32).to(tl.float32) + 0.5) * 2.0**-24
-    left, squares = start, tl.zeros((_STRANDS,), tl.float32)
+    left = start
+    squares = tl.zeros((_STRANDS,), tl.float32)
     whole = num_columns // _STRANDS
     words_ptr += row * groups * _STRANDS + strands
     for group in range(groups):
-        first, bit = group * _GROUP, tl.full((), 1, tl.uint32)
+        first = group * _GROUP
+        bit = tl.full((), 1, tl.uint32)
         state = tl.zeros((_STRANDS,), tl.uint32), left, squares
         for block in range(first, tl.minimum(first + _GROUP, whole)):
             state = _with_block(state=state, this=this, scale=scale, block=block, end=None, bit=bit)
@@ -394,7 +409,9 @@ def _list_kernel(
     without = tl.where(cut < _ANY, _WHOLE, 0)
     cut = tl.maximum(tl.where(active, cut, 1.0), _TINY)
     scale = 1.0 / cut
-    logits_ptr, target, slope = values[0], values[1], values[2]
+    logits_ptr = values[0]
+    target = values[1]
+    slope = values[2]
     logp = tl.minimum(tl.load(logprobs_ptr + row), 0.0)
     marked = active & (target >= 0)
     x = tl.load(logits_ptr + target, mask=marked, other=0.0).to(tl.float32)
@@ -443,17 +460,20 @@ def _list_kernel(
         listed = start + offs < count
         columns = tl.load(ids_ptr + start + offs, mask=listed, other=0)
         signed = _sizes(this=this, scale=scale, columns=columns, mask=listed, SIGNED=True)
-        is_target, size = columns == target, tl.abs(signed)
+        is_target = columns == target
+        size = tl.abs(signed)
         value = tl.maximum(size, 1.0) * tl.where(signed > 0.0, -cut, cut)
         value = tl.where(is_target, at_target, value)
         tl.store(values_ptr + start + offs, value, mask=listed)
         others = listed & (is_target == 0)
-        large, drawn = others & (size > 1.0), others & (size <= 1.0)
+        large = others & (size > 1.0)
+        drawn = others & (size <= 1.0)
         num_large += large.to(tl.int32)
         excess += tl.where(drawn, 1.0 - 2.0 * size, 0.0)
         large_squares += tl.where(large, size * size, 0.0)
 
-    large, changed = tl.sum(num_large, axis=0), tl.sum(excess, axis=0)
+    large = tl.sum(num_large, axis=0)
+    changed = tl.sum(excess, axis=0)
     drawn = count - large - marked.to(tl.int32)
     tail = tl.maximum(tl.load(tail_ptr + row, mask=active, other=0.0) + drawn, 0.0)
     squares = tl.load(squares_ptr + row, mask=active, other=0.0)
@@ -478,14 +498,17 @@ def _launch(
     **arguments: object,
 ) -> None:
     """Launch a kernel for the rows of a tile, whose logits may be the ``gradient`` by now."""
-    unit, lse = None, stats.lse.contiguous()
+    unit = None
+    lse = stats.lse.contiguous()
     entropy = dlogp = dentropy = None
     if grad_stats is not None:
         assert gradient is None and grad_stats.dlogp is not None and grad_stats.dentropy is not None
-        dlogp, dentropy = grad_stats.dlogp.contiguous(), grad_stats.dentropy.contiguous()
+        dlogp = grad_stats.dlogp.contiguous()
+        dentropy = grad_stats.dentropy.contiguous()
         entropy = stats.entropy.contiguous()
     if gradient is not None:
-        tile, unit = tile._replace(logits=gradient.dlogits), gradient.row_scale
+        tile = tile._replace(logits=gradient.dlogits)
+        unit = gradient.row_scale
     config = RowConfig(num_warps=num_warps, depth=1)
     common.launch_rows(
         kernel,
@@ -539,7 +562,8 @@ def common_cuts(
 ) -> Tensor:
     """Choose the cuts of rows without a softcap; see ``Backend.chosen_cuts``."""
     (rows, columns), device = tile.logits.shape, tile.logits.device
-    weight, tried = torch.empty(rows, device=device), torch.empty(NUM_CUTS, device=device)
+    weight = torch.empty(rows, device=device)
+    tried = torch.empty(NUM_CUTS, device=device)
     cuts = torch.empty(rows, device=device)
     if not rows:
         return cuts

@@ -48,7 +48,14 @@ _PER_SPLIT = [*common.PER_ROW, "sums_ptr", "best_ptr"]
 
 
 @triton.jit
-def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
+def _fold(
+    y,
+    columns,
+    mask_v,
+    f2,
+    sums,
+    EXTRAS: tl.constexpr,
+):
     """Add bounded logits (rows, columns) to sums of rows; ``best``: the peak's first column."""
     peak, total, moment, squares, least, best = sums
     its_peak = tl.max(y, axis=1)
@@ -66,7 +73,14 @@ def _fold(y, columns, mask_v, f2, sums, EXTRAS: tl.constexpr):
 
 
 @triton.jit
-def overflowed(sums_ptr, split, rows, mask, num_rows, num_splits):
+def overflowed(
+    sums_ptr,
+    split,
+    rows,
+    mask,
+    num_rows,
+    num_splits,
+):
     """Return which rows have a sum in this split that is no finite number."""
     at = split.to(tl.int64) * num_rows + rows
     size = tl.cast(num_splits, tl.int64) * num_rows
@@ -213,7 +227,8 @@ def _merge_splits_kernel(
     squares = tl.zeros((BLOCK,), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
-    at, size = rows, tl.cast(num_splits, tl.int64) * num_rows
+    at = rows
+    size = tl.cast(num_splits, tl.int64) * num_rows
     for _ in range(0, num_splits):
         its_peak = tl.load(sums_ptr + at, mask=mask, other=0.0)
         its_total = tl.load(sums_ptr + size + at, mask=mask, other=1.0)
@@ -228,7 +243,9 @@ def _merge_splits_kernel(
         more = common.rebased(
             peak=its_peak, total=its_total, moment=its_moment, squares=its_squares, base=base, f2=f2
         )
-        total, moment, squares = total + more[0], moment + more[1], squares + more[2]
+        total = total + more[0]
+        moment = moment + more[1]
+        squares = squares + more[2]
         if EXTRAS:
             its_least = tl.load(sums_ptr + 4 * size + at, mask=mask, other=0.0)
             least = tl.minimum(least, its_least)
@@ -292,7 +309,8 @@ def linear_stats(
     config = config or linear_config(hidden.dtype, head)
     hidden, head, target = operands(hidden, head, target)
     tile = config.of_one_subtile() if extras else config
-    rows, splits = len(hidden), triton.cdiv(len(head.weight), tile.split_columns)
+    rows = len(hidden)
+    splits = triton.cdiv(len(head.weight), tile.split_columns)
     stats = empty_stats(rows, hidden.device, extras)
     size = max(1, _PARTIAL_BYTES // (4 * 3 * splits) // _CHUNK_ROWS) * _CHUNK_ROWS
     with common.launching(config, hidden):
@@ -325,10 +343,15 @@ class LinearLaunch:
 
     @staticmethod
     def of(
-        hidden: Tensor, head: Head, target: Tensor, config: LinearConfig, extras: bool
+        hidden: Tensor,
+        head: Head,
+        target: Tensor,
+        config: LinearConfig,
+        extras: bool,
     ) -> LinearLaunch:
         """Allocate for these :func:`operands`."""
-        rows, splits = len(hidden), triton.cdiv(len(head.weight), config.split_columns)
+        rows = len(hidden)
+        splits = triton.cdiv(len(head.weight), config.split_columns)
         sums = hidden.new_empty((5 if extras else 3, splits, rows), dtype=torch.float32)
         return LinearLaunch(
             hidden=hidden,
@@ -344,7 +367,8 @@ class LinearLaunch:
     @property
     def products(self) -> dict[str, object]:
         """The operands of the product, and how many of what there are."""
-        weight, config = self.head.weight, self.config
+        weight = self.head.weight
+        config = self.config
         return {
             "x_ptr": described(self.hidden, config.block_t, config),
             "weight_ptr": described(weight, config.block_v, config),

@@ -23,7 +23,8 @@ from grpo_kernels.head import Head
 @triton.jit
 def block_and_split(num_rows, num_splits, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
     """Return this program's first row and its split; ``GROUP`` row blocks run side by side."""
-    program, num_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK_T)
+    program = tl.program_id(0)
+    num_blocks = tl.cdiv(num_rows, BLOCK_T)
     first_block = program // (GROUP * num_splits) * GROUP
     group = tl.minimum(num_blocks - first_block, GROUP)
     within = program % (GROUP * num_splits)
@@ -48,14 +49,17 @@ def logits_tile(
             x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * depth + (start + offs_d)[None, :]
             w_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * stride_wv
             w_ptrs += (start + offs_d)[None, :]
-            mask_x, mask_w = (rows < num_rows)[:, None], (columns < num_columns)[:, None]
+            mask_x = (rows < num_rows)[:, None]
+            mask_w = (columns < num_columns)[:, None]
             if not EVEN_D:
                 mask_d = (start + offs_d < depth)[None, :]
-                mask_x, mask_w = mask_x & mask_d, mask_w & mask_d
+                mask_x = mask_x & mask_d
+                mask_w = mask_w & mask_d
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)
         if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
-            x, w = x.to(tl.float32), w.to(tl.float32)
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     return acc
 

@@ -134,8 +134,10 @@ def _pack_tokens_kernel(
         earlier += _is_valid(ids_ptr, mask_ptr, at, at < start).to(tl.int32)
     before = tl.sum(earlier.to(tl.int64), axis=0)
 
-    count, active = before, tl.zeros((), tl.int64)
-    least, most = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    count = before
+    active = tl.zeros((), tl.int64)
+    least = tl.zeros((), tl.int64)
+    most = tl.zeros((), tl.int64)
     for first in range(start, end, BLOCK):
         at = first + offs
         inside = at < end
@@ -205,8 +207,10 @@ def _check_report_kernel(
     active_length,
     BLOCK: tl.constexpr,
 ):
-    total, active = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
-    least, wrong = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    total = tl.zeros((BLOCK,), tl.int64)
+    active = tl.zeros((BLOCK,), tl.int64)
+    least = tl.zeros((BLOCK,), tl.int64)
+    wrong = tl.zeros((BLOCK,), tl.int64)
     for first in range(0, num_sequences, BLOCK):
         at = first + tl.arange(0, BLOCK)
         here = at < num_sequences
@@ -224,11 +228,15 @@ class KernelPacking(Packing):
     """Packs a rollout with one launch; the host reads the counts from pinned memory."""
 
     def __init__(self, inputs: BatchInputs) -> None:
-        self._inputs, size = inputs, inputs.num_tokens
-        ids, columns, stated = inputs.target, inputs.columns.values(), inputs.stated
+        self._inputs = inputs
+        size = inputs.num_tokens
+        ids = inputs.target
+        columns = inputs.columns.values()
+        stated = inputs.stated
         wide = any(value.dtype == torch.float64 for value in columns)
         dtype = torch.float64 if wide else torch.float32
-        self._packed_ids, self._rows = ids.new_empty(size), ids.new_empty(size)
+        self._packed_ids = ids.new_empty(size)
+        self._rows = ids.new_empty(size)
         self._table = ids.new_empty((len(columns), size), dtype=dtype)
         self._offsets = ids.new_empty(inputs.num_sequences + 1)
         self._report = ids.new_empty((len(REPORT), inputs.num_sequences))

@@ -33,7 +33,13 @@ _LOWEST = tl.constexpr(-1e30)  # an anchor for a target without a finite score
 
 @triton.jit
 def _with_tile(
-    sums, row, start, end, EXTRAS: tl.constexpr, BLOCK_V: tl.constexpr, VECTOR: tl.constexpr
+    sums,
+    row,
+    start,
+    end,
+    EXTRAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
@@ -47,7 +53,8 @@ def _with_tile(
         if cap_scale is not None:  # which turns -inf into a finite value
             y = tl.where(mask_v, y, float("-inf"))
         above = tl.where(mask_v, y, float("inf"))
-    y, above = common.by_thread(y, VECTOR), common.by_thread(above, VECTOR)
+    y = common.by_thread(y, VECTOR)
+    above = common.by_thread(above, VECTOR)
     tile_peak = common.max_of(y)
     peak, base, total, moment, squares = common.raised(
         peak=peak, total=total, moment=moment, squares=squares, other_peak=tile_peak, f2=f2
@@ -165,7 +172,8 @@ def _row_stats_kernel(
         peak=thread_peak, total=total, moment=moment, squares=squares, base=peak, f2=f2
     )
     total = tl.sum(total.to(tl.float64), axis=0)
-    moment, squares = tl.sum(moment, axis=0), tl.sum(squares, axis=0)
+    moment = tl.sum(moment, axis=0)
+    squares = tl.sum(squares, axis=0)
     rival = tl.max(rivals, axis=0) != 0
     least = tl.min(least, axis=0)
 

@@ -15,7 +15,13 @@ _BLOCK = 2048  # elements of a program
 
 
 @triton.jit
-def _scale_block(x_ptr, out_ptr, mask, scale, INTERPRETED: tl.constexpr):
+def _scale_block(
+    x_ptr,
+    out_ptr,
+    mask,
+    scale,
+    INTERPRETED: tl.constexpr,
+):
     """Scale the elements from two addresses on."""
     x = tl.load(x_ptr, mask).to(tl.float32)
     tl.store(out_ptr, rounded(x * scale, out_ptr.dtype.element_ty, INTERPRETED), mask)

@@ -119,7 +119,8 @@ def _pieces_kernel(
 ):
     """Sum up each piece of entries that is of one id."""
     piece = tl.program_id(0).to(tl.int64)
-    first, end = piece * PIECE, piece * PIECE + PIECE
+    first = piece * PIECE
+    end = piece * PIECE + PIECE
     if tl.load(ids_ptr + first) != tl.load(ids_ptr + end - 1):
         return
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -167,7 +168,8 @@ def _columns_kernel(
     mask_n = offs_n < num_columns
     offsets = offs_n * stride_column
     # whole pieces are summed already; of a few entries there are none
-    whole, last = tl.cdiv(first, PIECE), end // PIECE
+    whole = tl.cdiv(first, PIECE)
+    last = end // PIECE
     head = tl.minimum(whole * PIECE, end)
     tail = tl.maximum(last * PIECE, head)
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
@@ -220,7 +222,12 @@ def entries_matmul(entries: Entries, factor: Tensor, matrix: Tensor, out: Tensor
 
 
 def entries_transposed_matmul(
-    entries: Entries, factor: Tensor, rows: Tensor, out: Tensor, add: bool, count: int
+    entries: Entries,
+    factor: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    add: bool,
+    count: int,
 ) -> None:
     """Compute the product of the transposed entries and rows; see :class:`Backend`."""
     if not out.numel():

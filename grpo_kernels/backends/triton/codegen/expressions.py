@@ -98,7 +98,8 @@ def schema_of(node: Node) -> torch.FunctionSchema:
 
 def render(node: Node, operand: Operand) -> str:
     """Return the Triton expression of one aten node; refuses what has no rendering."""
-    name, dtype = operation_name(node), node.meta["val"].dtype
+    name = operation_name(node)
+    dtype = node.meta["val"].dtype
     names = [argument.name for argument in schema_of(node).arguments]
     bound = dict(zip(names, node.args, strict=False)) | node.kwargs
     arguments = {k: v for k, v in bound.items() if v is not None}

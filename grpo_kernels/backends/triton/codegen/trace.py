@@ -150,7 +150,8 @@ def _source(
         """Return an argument's text: a variable, converted where its dtype differs, or a number."""
         if not isinstance(value, Node):
             return literal(value, dtype)
-        name, own = names[value], value_of(value).dtype
+        name = names[value]
+        own = value_of(value).dtype
         if own == dtype:
             return name
         return f"({name} != 0)" if dtype == torch.bool else f"{name}.to({TRITON_DTYPES[dtype]})"

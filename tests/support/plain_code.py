@@ -1,9 +1,11 @@
-"""Calls that are hard to check: many arguments without names, or hidden in a tuple."""
+"""Code that is hard to read: arguments without names or hidden in a tuple, and squeezed lines."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -49,3 +51,32 @@ def _tuples(node: ast.AST) -> Iterator[str]:
     for name, each in pairs:
         if isinstance(name, ast.Name) and isinstance(each, ast.Tuple):
             yield name.id
+
+
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+_LAYOUT |= {tokenize.ENDMARKER}
+
+
+def tokens_per_line(sources: Iterable[str]) -> float:
+    """Return the tokens of a line of code; imports and docstrings don't count."""
+    tokens = lines = 0
+    for source in sources:
+        skipped = _imports_and_docstrings(ast.parse(source))
+        code = [
+            token.start[0]
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type not in _LAYOUT and token.start[0] not in skipped
+        ]
+        tokens += len(code)
+        lines += len(set(code))
+    return tokens / lines
+
+
+def _imports_and_docstrings(tree: ast.Module) -> set[int]:
+    """Return the numbers of their lines."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in ast.walk(tree):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            nodes.append(node.body[0])
+    return {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
