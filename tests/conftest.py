@@ -21,9 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from tests.support.interpreter import exact_dots
+    from tests.support.interpreter import exact_dots, patch_once
 
     exact_dots()
+    patch_once()
 
 # a shell has what it starts in the background ignore Ctrl-C, the processes of tests included
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -94,36 +94,31 @@ def test_chunks(
     assert len(calls) == len(plan.chunks) and sum(calls) == plan.tokens
 
 
-SPARSE = Bounded(exact_weight=False)
-# the options, and whether exponentials of all rows are kept where the head is trained
-SPARSE_WAYS = [
-    ({"backward": "sparse"}, True),
-    ({"backward": "sparse", "schedule": "two_pass"}, False),
-    ({"backward": "sparse"} | CHUNKED, False),
-    ({"backward": SPARSE}, False),
-    ({"backward": SPARSE, "schedule": "two_pass"}, False),
-    ({"backward": SPARSE} | CHUNKED, False),
-]
+SPARSE_WAYS: list[dict[str, Any]] = [{}, {"schedule": "two_pass"}, CHUNKED]
+HEADS = ("frozen", "exact gradient", "sparse gradient")
 
 
-@pytest.mark.parametrize("name,frozen", [("dapo", False), ("gspo", True)])
-@pytest.mark.parametrize("options,keeps", SPARSE_WAYS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", SPARSE_WAYS, ids=str)
 def test_sparse_gradients(
-    options: dict,
-    keeps: bool,
-    frozen: bool,
-    name: str,
+    way: dict[str, Any],
+    head: str,
     backend: str,
     device: torch.device,
     calls: list[int],
 ) -> None:
     """Entries come from exponentials: no logit is in memory but those of an exact gradient."""
-    problem, config = make_problem(8, 15, D, V, bias=False), make_config(name)
+    frozen = head == "frozen"
+    options = way | {"backward": Bounded(exact_weight=head == "exact gradient")}
+    config = make_config("gspo" if frozen else "dapo")
+    problem = make_problem(8, 15, D, V, bias=False)
     posed = problem.to(device, torch.bfloat16)
     for each in (problem, posed):
         each.weight.requires_grad_(not frozen)
     plan = plan_of(posed, config, backend, **options)
-    assert plan.keeps == (keeps and not frozen) and "sparse and unbiased" in str(plan)
+    # exponentials of all rows are for the head's exact gradient
+    assert plan.keeps == (head == "exact gradient" and way == {})
+    assert "sparse and unbiased" in str(plan)
     exact = run(problem, config, backend="reference")
     eager = run(posed, config, backend="reference")
     ours = run(posed, config, backend=backend, **options)
