@@ -96,5 +96,6 @@ class _AtHead(torch.autograd.Function):
 
 def apply(call: HeadCall) -> Any:
     """Return the outputs of a call, which autograd can differentiate."""
-    check_plain(**dict(zip(INPUTS, call.inputs, strict=True)))
-    return _AtHead.apply(call, *call.inputs)
+    inputs = call.inputs
+    check_plain(**dict(zip(INPUTS, inputs, strict=True)))
+    return _AtHead.apply(call, *inputs)

@@ -29,7 +29,6 @@ from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import (
     GradientSums,
-    LoRAGradients,
     gradients_of_logp,
     new_gradients,
     recompute_backward,
@@ -40,6 +39,7 @@ from grpo_kernels.engine.logprobs_plan import (
     SavedForBackward,
     needs_of_gemms,
 )
+from grpo_kernels.engine.lora_gradients import LoRAGradients
 from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, selection_of
@@ -353,8 +353,14 @@ def bounded_gradients(
     else:
         gradients = new_gradients(rows, needs, 1)
         if needs.weight:
-            dweight = WeightSum(rows, 1, weight_grad).result
-            gradients = gradients._replace(weight=dweight)
+            of_weight = WeightSum(
+                weight=rows.head.weight,
+                dtype=rows.hidden.dtype,
+                num_rows=rows.count,
+                num_ranges=1,
+                grad=weight_grad,
+            )
+            gradients = gradients._replace(weight=of_weight.result)
     with matmul_precision(route.device, route.precision):
         head = rows.ready().head
         dweight, dhidden = gradients.weight, gradients.hidden
@@ -386,7 +392,7 @@ def bounded_gradients(
         if head.lora is not None:  # a product with 0 would not hide a NaN
             sampled = (factor != 0) & ~whole  # here or on another rank
             hidden = torch.where(sampled[:, None], rows.hidden, 0)
-            lora = LoRAGradients(replace(rows, hidden=hidden), needs)
+            lora = LoRAGradients(head.lora, replace(rows, hidden=hidden), needs)
             inner = head.lora.project_down(hidden) if needs.lora_b else hidden
             add(inner, head.lora.b, lora.dinner, lora.db)
             gradients = lora.complete(gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +13,19 @@ from grpo_kernels.backends import Backend, RowStats, StatsGrad, Tile, TileGradie
 from grpo_kernels.batch import host
 from grpo_kernels.engine.chunked_loop import Chunk, chunk_height, chunked_loop, row_chunks
 from grpo_kernels.engine.compaction import moved_forward_
+from grpo_kernels.engine.lora_gradients import LoRAGradients
+from grpo_kernels.engine.products import add_to_rows, weighted
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection, narrowed, ranges
-from grpo_kernels.engine.weight_sum import WeightGrad, WeightSum, add_product
+from grpo_kernels.engine.weight_sum import WeightGrad, WeightSum
 from grpo_kernels.head import (
     accumulate,
     leading_dim,
     matmul_precision,
     project,
     stats_dtype,
-    zero_row_padding,
 )
 
-_BLOCK_ROWS = 1024  # of hidden states that are widened at a time
 # Narrower slices starve the GEMMs, wider ones gain nothing.
 _MIN_COLUMNS, _MAX_COLUMNS = 2048, 16384
 _ALIGNMENT = 128
@@ -46,8 +46,17 @@ class GradientSums:
         self._sums = new_gradients(rows, needs, num_ranges, sliced)
         self._weight: WeightSum | None = None
         if needs.weight:
-            self._weight = WeightSum(rows, num_ranges, weight_grad, sliced=sliced)
-        self._lora = LoRAGradients(rows, needs)
+            self._weight = WeightSum(
+                weight=rows.head.weight,
+                dtype=rows.hidden.dtype,
+                num_rows=rows.count,
+                num_ranges=num_ranges,
+                grad=weight_grad,
+                sliced=sliced,
+            )
+        self._lora: LoRAGradients | None = None
+        if rows.head.lora is not None:
+            self._lora = LoRAGradients(rows.head.lora, rows, needs)
         self._num_columns = rows.head.weight.shape[0]
         self._shard = rows.head.shard
         self._over_ranks: list[Any] = []  # sums that have been started
@@ -85,8 +94,11 @@ class GradientSums:
             factor = scale / self._scale
             if not host.reading_is_free(factor) or factor.item() != 1:
                 self._wait()
-                dweight = None if self._weight is None else self._weight.result
-                self._times_(factor, dweight, self._lora.dinner, self._lora.db)
+                _multiply_(self._sums, factor)
+                if self._weight is not None:
+                    _multiply_([self._weight.result], factor)
+                if self._lora is not None:
+                    _multiply_([self._lora.dinner, self._lora.db], factor)
         self._scale = scale
         return grad_stats.times(scale)
 
@@ -110,20 +122,22 @@ class GradientSums:
                 # while the next GEMMs run
                 self._over_ranks.append(self._shard.start_sum(place))
         if self._weight is not None:
-            hidden = _weighted(rows.hidden, gradient.row_scale)
+            hidden = weighted(rows.hidden, gradient.row_scale)
             self._weight.add(gradient.dlogits, hidden, columns, part, scale=self._scale)
         if sums.bias is not None:
             self._add_to_bias(narrowed(sums.bias, columns), gradient)
-        self._lora.add(gradient, rows.hidden, part, selection=selection, columns=columns)
+        if self._lora is not None:
+            self._lora.add(gradient, rows.hidden, part, selection=selection, columns=columns)
 
     def finish(self) -> Gradients:
         """Return the gradients; nothing is added afterwards."""
         self._wait()
         if self._weight is not None:
             self._sums = self._sums._replace(weight=self._weight.result)
-        self._sums = self._lora.complete(self._sums)
+        if self._lora is not None:
+            self._sums = self._lora.complete(self._sums)
         if self._scale is not None:
-            self._times_(1 / self._scale)
+            _multiply_(self._sums, 1 / self._scale)
         return self._sums
 
     def _wait(self) -> None:
@@ -131,11 +145,6 @@ class GradientSums:
         for work in self._over_ranks:
             work.wait()
         self._over_ranks.clear()
-
-    def _times_(self, factor: Tensor, *others: Tensor | None) -> None:
-        for x in (*self._sums, *others):
-            if x is not None and x.dtype == torch.float32:  # else slices, which have been rounded
-                x.mul_(factor)
 
     @staticmethod
     def _add_to_bias(dbias: Tensor, gradient: TileGradient) -> None:
@@ -148,6 +157,12 @@ class GradientSums:
             sums = dbias.new_empty(dbias.shape[0], 2)
             accumulate(sums, dlogits.t(), parts, first=True)
             dbias.add_(sums.sum(1))
+
+
+def _multiply_(sums: Iterable[Tensor | None], factor: Tensor) -> None:
+    for x in sums:
+        if x is not None and x.dtype == torch.float32:  # else slices, which have been rounded
+            x.mul_(factor)
 
 
 def gradients_of_logp(
@@ -303,112 +318,6 @@ def new_gradients(rows: Rows, needs: Needs, num_ranges: int, sliced: bool = Fals
     if needs.bias:
         dbias = torch.zeros(weight.shape[0], dtype=wide, device=hidden.device)
     return Gradients(hidden=dhidden, bias=dbias)
-
-
-def add_to_rows(
-    whole: Tensor,  # (all, N)
-    gradient: TileGradient,  # (C, n), of the selected rows
-    matrix: Tensor,  # (n, N)
-    selection: Selection,
-    *,
-    first: bool,
-    scale: Tensor | None = None,  # () of the matrix; None: 1
-) -> None:
-    """Add ``gradient @ matrix``, or set it for the ``first``; other rows get 0."""
-    dlogits, factor = gradient
-    zero_row_padding(dlogits)
-    if factor is not None:
-        scale = factor[:, None] if scale is None else factor[:, None] * scale
-    if selection.index is None:
-        add_product(whole, dlogits, matrix, first=first, factor=scale)
-    else:  # the tile has all columns, so there is one product
-        product = whole.new_empty(len(selection.index), whole.shape[1])
-        add_product(product, dlogits, matrix, first=True, factor=scale)
-        whole.zero_().index_copy_(0, selection.index, product)
-
-
-class LoRAGradients:
-    """Gradients of a head's adapter and its share of dhidden, summed in fp32 tile by tile."""
-
-    def __init__(self, rows: Rows, needs: Needs) -> None:
-        lora: Any = rows.head.lora and rows.head.lora.wide(rows.hidden.dtype)
-        self._lora = lora
-        self._hidden = rows.hidden
-        self._shard = rows.head.shard
-        self._of_a = needs.lora_a
-        self.dinner = None
-        self.db = None
-        if lora is not None and (needs.hidden or needs.lora_a):
-            self._b = _narrow(lora.b, rows.hidden.dtype)
-            self.dinner = lora.a.new_zeros(rows.count, lora.rank)
-        if lora is not None and needs.lora_b:
-            self.db = torch.zeros_like(lora.b)
-
-    def add(
-        self,
-        gradient: TileGradient,
-        hidden: Tensor,
-        part: slice,
-        *,
-        selection: Selection,
-        columns: slice,
-    ) -> None:
-        """Add a tile's share; the arguments are those of :meth:`GradientSums.add`."""
-        if self.dinner is not None:
-            b, scale = self._b
-            add_to_rows(
-                narrowed(self.dinner, part),
-                gradient,
-                narrowed(b, columns),
-                selection,
-                first=columns.start == 0,
-                scale=scale,
-            )
-        if self.db is not None:
-            inner = _weighted(self._lora.project_down(hidden), gradient.row_scale)
-            inner, scale = _narrow(inner, hidden.dtype)
-            place = narrowed(self.db, columns)
-            add_product(place, gradient.dlogits.t(), inner, first=False, factor=scale)
-
-    def complete(self, gradients: Gradients) -> Gradients:
-        """Add to the gradient of the hidden states, and return all with those of A and B."""
-        lora = self._lora
-        dhidden = gradients.hidden
-        da = None
-        if self.dinner is not None:
-            if self._shard is not None:
-                self._shard.start_sum(self.dinner).wait()
-            if self._of_a:
-                da = torch.zeros_like(lora.a)
-            for rows in ranges(len(self._hidden), _BLOCK_ROWS):
-                part = self.dinner[rows]
-                hidden = self._hidden[rows]
-                if da is not None:
-                    torch.addmm(da, part.t(), hidden.to(da.dtype), alpha=lora.scaling, out=da)
-                if dhidden is not None:
-                    update = torch.mm(part, lora.a, out=part.new_empty(hidden.shape))
-                    dhidden[rows] += update.mul_(lora.scaling)
-        if lora is None:
-            return gradients
-        return gradients.joined(Gradients(lora_a=da, lora_b=self.db))
-
-
-def _weighted(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Return (C, n) rows times a (C,) scale, rounded once; None: 1."""
-    if scale is None:
-        return rows
-    product = torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
-    return product.masked_fill_((scale == 0)[:, None], 0)  # which 0 times a NaN is not
-
-
-def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a factor in the dtype of its GEMM, and a () power of two to multiply with; None: 1."""
-    if dtype != torch.float16 or not x.numel():
-        return x.to(dtype), None
-    largest = x.abs().amax().clamp(min=2.0**-100)
-    # to the middle of the range: fp16 holds no factor of 1e-8
-    scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
-    return (x / scale).to(dtype), scale
 
 
 def scaled_(

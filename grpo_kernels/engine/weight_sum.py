@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.rows import Rows, narrowed, ranges
+from grpo_kernels.engine.products import add_product
+from grpo_kernels.engine.rows import narrowed, ranges
 from grpo_kernels.head import SLICE_COLUMNS, accumulate, stats_dtype
-
-_PRODUCT_ROWS = 2048  # of a product in fp32 that is rounded: a whole wave of a GPU's tiles
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,19 @@ class WeightSum:
 
     def __init__(
         self,
-        rows: Rows,
-        num_ranges: int,
-        grad: WeightGrad,
         *,
-        sliced: bool = False,
+        weight: Tensor,  # (V, D)
+        dtype: torch.dtype,  # of the hidden states
+        num_rows: int,
+        num_ranges: int,  # of these rows, each with a GEMM
+        grad: WeightGrad,
+        sliced: bool = False,  # a slice of the vocabulary is rounded once its last range is added
     ) -> None:
-        """``sliced``: each slice of the vocabulary is rounded once its last range is added."""
-        weight = rows.head.weight
-        dtype = rows.hidden.dtype
         # one range: one GEMM, accumulated inside of it and rounded once
         is_one_gemm = num_ranges <= 1 and dtype == weight.dtype != torch.float16
         is_one_gemm = is_one_gemm and not grad.is_wide and grad.main_grad is None
         self._dtype = dtype if is_one_gemm else stats_dtype(dtype)
-        self._num_rows = rows.count
+        self._num_rows = num_rows
         self._main_grad = grad.main_grad
         self._slice: Tensor | None = None  # in fp32, of a sum that is rounded afterwards
         if grad.main_grad is not None:
@@ -54,7 +52,7 @@ class WeightSum:
         else:
             make = torch.empty if num_ranges else torch.zeros
             stored = weight.dtype if sliced and not grad.is_wide else self._dtype
-            self._sum = make(weight.shape, dtype=stored, device=rows.hidden.device)
+            self._sum = make(weight.shape, dtype=stored, device=weight.device)
 
     @property
     def result(self) -> Tensor | None:
@@ -87,25 +85,3 @@ class WeightSum:
         if self._slice is not None and part.stop == self._num_rows:
             place.copy_(total if scale is None else total.div_(scale))
             self._slice = None
-
-
-def add_product(
-    out: Tensor,  # (M, N)
-    a: Tensor,  # (M, K), of the dtype of b
-    b: Tensor,  # (K, N)
-    *,
-    first: bool,
-    factor: Tensor | None = None,  # () or (M, 1), fp32 or fp64; None: 1
-) -> None:
-    """Compute ``out += factor * (a @ b)``, or ``=`` for the ``first``, with one rounding."""
-    if factor is None:
-        accumulate(out, a, b, first)
-        return
-    for rows in ranges(len(out), _PRODUCT_ROWS):
-        product = torch.empty_like(out[rows], dtype=factor.dtype)
-        accumulate(product, a[rows], b, first=True)
-        of_rows = factor[rows] if factor.dim() else factor
-        if first:
-            torch.mul(product, of_rows, out=out[rows])
-        else:
-            out[rows].addcmul_(product, of_rows)
