@@ -1,10 +1,9 @@
 """The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
 
 from grpo_kernels.engine.autograd import INPUTS, Forward, HeadCall, Tensors, apply
-from grpo_kernels.engine.bounded import (
+from grpo_kernels.engine.bounded import BoundedSums, bounded_gradients
+from grpo_kernels.engine.chosen_entries import (
     REPORT,
-    BoundedSums,
-    bounded_gradients,
     bounded_report,
     pack_entries,
     saved_entries,

@@ -2,10 +2,7 @@
 
 The sparsified backward replaces the gradient of a row's logits by its large entries and an unbiased
 sample of its small ones (gradient sparsification by magnitude: Wangni et al., arXiv:1710.09854).
-The rows of a chunk share one cut between large and small, weighted by the gradients of the
-log-probabilities where these are known. It is chosen for the error that the tolerance allows the
-chunk. A row that would need too many entries is computed exactly, from logits that are formed
-again.
+A row that would need too many entries is computed exactly, from logits that are formed again.
 """
 
 from __future__ import annotations
@@ -16,16 +13,23 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import (
-    WHOLE,
     Entries,
     OutputSpec,
     RowStats,
     StatsGrad,
     TileGradient,
     concatenate,
-    row_weights,
 )
 from grpo_kernels.batch import host
+from grpo_kernels.engine.chosen_entries import (
+    REPORT,
+    bounded_report,
+    choose_entries,
+    factors,
+    pack_entries,
+    unpack_entries,
+    within_tolerance,
+)
 from grpo_kernels.engine.chunked_loop import Chunk, chunked_loop, row_chunks
 from grpo_kernels.engine.gradients import (
     GradientSums,
@@ -40,16 +44,10 @@ from grpo_kernels.engine.logprobs_plan import (
     needs_of_gemms,
 )
 from grpo_kernels.engine.lora_gradients import LoRAGradients
-from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, selection_of
 from grpo_kernels.engine.weight_sum import WeightGrad, WeightSum
-from grpo_kernels.head import VocabShard, matmul_precision
-
-# of the tolerance: what is left is for other gradients than that of the logits, and for the sample
-# from which a cut is chosen
-_SHARE = 0.85
-REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
+from grpo_kernels.head import matmul_precision
 
 
 def saving_forward(
@@ -149,114 +147,6 @@ def saved_gradients(
     )
 
 
-def choose_entries(
-    chunk: Chunk, grad_stats: StatsGrad | None, bounded: Bounded, route: Route
-) -> Entries:
-    """Choose the entries of a chunk's rows.
-
-    ``grad_stats`` are the gradients of the rows' statistics; None: not known yet, as if all were 1
-    for log-probabilities. With a gradient of the entropy, entries are of the gradient of the loss,
-    else of that of the log-probabilities.
-    """
-    rows = chunk.rows
-    tile = chunk.tile
-    stats = chunk.stats
-    gradient = chunk.gradient
-    slots = min(bounded.slots, route.columns)
-    shard = rows.head.shard
-    if chunk.masked is not None:
-        return _combined(chunk.masked.entries(slots, stats.logprobs.dtype), shard)
-    cuts = route.backend.chosen_cuts(
-        tile=tile,
-        stats=stats,
-        grad_stats=grad_stats,
-        share=_SHARE * bounded.tolerance,
-        gradient=gradient,
-        total=None if shard is None else lambda x: shard.gather(x).sum(0),
-    )
-    entries = route.backend.extract_entries(
-        tile=tile,
-        stats=stats,
-        seed=bounded.seed + (0 if shard is None else shard.rank),
-        first=chunk.part.start,
-        cuts=cuts,
-        slots=slots,
-        gradient=gradient,
-        grad_stats=None if grad_stats is None or grad_stats.dentropy is None else grad_stats,
-    )
-    return _combined(entries, shard)
-
-
-def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
-    """Return entries of this rank's columns with what is known of all ranks' together.
-
-    A row that is whole on one rank is whole on all.
-    """
-    if shard is None:
-        return entries
-    squares = [x.double() ** 2 for x in (entries.error, entries.expected_error, entries.norm)]
-    mine = [*squares, entries.error_l1.double(), (entries.used < 0).double()]
-    *squares, error_l1, whole = shard.gather(torch.stack(mine)).sum(0)
-    error, expected, norm = (x.sqrt() for x in squares)
-    is_sparse = whole == 0
-    dtype = entries.error.dtype
-    return entries._replace(
-        used=torch.where(is_sparse, entries.used, WHOLE),
-        error=torch.where(is_sparse, error, 0.0).to(dtype),
-        error_l1=torch.where(is_sparse, error_l1, 0.0).to(dtype),
-        expected_error=torch.where(is_sparse, expected, 0.0).to(dtype),
-        norm=norm.to(dtype),
-    )
-
-
-def pack_entries(entries: Entries, out: Tensor) -> None:
-    """Write entries to (C, 2 K + 5) integers; floats keep their bits."""
-    slots = entries.ids.shape[1]
-    dtype = out.dtype
-    out[:, :slots] = entries.values.view(dtype)
-    for place, each in enumerate(entries[3:], slots):
-        out[:, place] = each.view(dtype)
-    out[:, slots + 4 : -1] = entries.ids
-    out[:, -1] = entries.used
-
-
-def unpack_entries(packed: Tensor) -> Entries:
-    """Return the entries that :func:`pack_entries` wrote."""
-    slots = packed.shape[1] // 2 - 2
-    floats, integers = packed.split((slots + 4, slots + 1), 1)
-    floats = floats.view(torch.float64 if packed.dtype == torch.int64 else torch.float32)
-    return Entries(
-        integers[:, :slots].int(),
-        floats[:, :slots].contiguous(),
-        integers[:, slots].int(),
-        *floats[:, slots:].unbind(1),
-    )
-
-
-def within_tolerance(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
-    """Make as many rows whole as the tolerance needs for these gradients.
-
-    A cut is chosen before the gradients are known, or from a sample. Expected errors decide, so
-    that the mean of the sparse rows is right.
-    """
-    share = (dlogp * entries.expected_error).double() ** 2
-    share = torch.where(share.isfinite(), share, 0.0)
-    most = bounded.tolerance**2 * ((dlogp * entries.norm).double() ** 2).sum()
-    order = share.argsort(descending=True)
-    sums = share[order].cumsum(0)
-    excess = sums[-1:] - sums + share[order] > most  # what is left without the rows before
-    whole = torch.zeros_like(excess).index_copy_(0, order, excess)
-    return entries._replace(used=torch.where(whole, WHOLE, entries.used))
-
-
-def saved_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
-    """Choose the entries of all rows, in one chunk, for gradients of their log-probabilities."""
-    bounded = route.options.bounded
-    assert bounded is not None and grad_stats.dlogp is not None
-    entries = choose_entries(chunk, grad_stats, bounded, route)
-    return within_tolerance(entries, grad_stats.dlogp, bounded)
-
-
 class BoundedSums:
     """Gradients by entries, where those of the rows' statistics are known."""
 
@@ -314,15 +204,6 @@ class BoundedSums:
             weight_grad=self._weight_grad,
         )
         return gradients.joined(head)
-
-
-def factors(grad_stats: StatsGrad) -> Tensor:
-    """Return what the rows' entries are multiplied by (C,)."""
-    if grad_stats.dentropy is not None:
-        return row_weights(grad_stats).to(grad_stats.dentropy.dtype)
-    factor = grad_stats.dlogp if grad_stats.dmasked is None else grad_stats.dmasked
-    assert factor is not None
-    return factor
 
 
 def bounded_gradients(
@@ -397,18 +278,3 @@ def bounded_gradients(
             add(inner, head.lora.b, lora.dinner, lora.db)
             gradients = lora.complete(gradients)
     return gradients
-
-
-def bounded_report(
-    entries: Entries, factor: Tensor | None = None, shard: VocabShard | None = None
-) -> Tensor:
-    """Return the (6,) fp64 sums of a sparse backward that :data:`REPORT` names."""
-    weight = torch.ones_like(entries.norm) if factor is None else factor.abs()
-    sparse = entries.used >= 0
-    squares = [((weight * x).double() ** 2).sum() for x in (entries.error * sparse, entries.norm)]
-    bound = (weight * entries.error_l1 * sparse).double().sum()
-    listed = entries.used.clamp(min=0).sum().double()
-    if shard is not None:
-        listed = shard.gather(listed).sum()
-    counts = listed, (~sparse).sum(), weight.count_nonzero()
-    return torch.stack([*(x.double() for x in counts), *squares, bound])
