@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -114,6 +115,9 @@ def linear_divergence(
         tokens = hidden.shape[:-1]
         counted = _token_values("mask", mask, hidden)
         if counted is not None:
+            if counted.dtype != torch.bool:
+                is_mask = ((counted == 0) | (counted == 1)).all()
+                host.assert_async(is_mask, "mask: expected bool, or 0 and 1")
             rows = replace(rows, target=torch.where(counted != 0, 0, IGNORE_INDEX))
         teacher = _teacher(
             student=rows,
@@ -217,8 +221,9 @@ def _model_rows(
             )
         )
         hidden, head = checked_head(hidden, head, precision)
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from None
+    except ValueError as error:  # this call's weight is its head
+        message = re.sub(r"\bweight\b", "head", str(error))
+        raise ValueError(f"{prefix}{message}") from None
     if vocab_size is not None:
         held = head.vocab_size
         if not isinstance(vocab_size, int) or not 0 < vocab_size <= held:
@@ -267,6 +272,13 @@ def _teacher(
         if value is None:
             raise ValueError(f"{name}: expected a tensor where there is no teacher_topk, got None")
     assert hidden is not None and head is not None
+    check_floating("teacher_hidden", hidden)
+    check_device("teacher_hidden", hidden, student.hidden.device)
+    if hidden.shape[:-1] != tokens:
+        raise ValueError(
+            f"teacher_hidden: expected shape {(*tokens, 'D')} (tokens of hidden), got "
+            f"{tuple(hidden.shape)}"
+        )
     teacher = _model_rows(
         hidden,
         head,
@@ -275,12 +287,6 @@ def _teacher(
         precision=precision,
         prefix="teacher_",
     )
-    if hidden.shape[:-1] != tokens:
-        raise ValueError(
-            f"teacher_hidden: expected shape {(*tokens, 'D')} (tokens of hidden), got "
-            f"{tuple(hidden.shape)}"
-        )
-    check_device("teacher_hidden", hidden, student.hidden.device)
     if Needs.of(teacher.inputs).any:
         raise ValueError(
             "teacher_hidden, teacher_head: expected requires_grad=False; run the teacher "
