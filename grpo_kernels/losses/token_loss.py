@@ -7,11 +7,13 @@ and let autograd derive the gradient. :func:`policy_loss` is the loss in plain t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_kernels.batch import TOKEN_FIELDS, Segments, TokenBatch, host
 from grpo_kernels.losses.config import LossConfig
@@ -168,11 +170,26 @@ def run_stage(
     They are those by the log-probabilities and by the entropy; None: the loss does not read it.
     """
     names = ("logprobs", "entropy") if config.entropy_coef != 0 else ("logprobs",)
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_hooks():
         inputs = {name: getattr(x, name).detach().requires_grad_() for name in names}
         each = evaluate(x._replace(**inputs), segments, config, entropy_gate).contributions
         gradients = torch.autograd.grad(each, list(inputs.values()), torch.ones_like(each))
     return each.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
+
+
+def _without_hooks() -> AbstractContextManager[object]:
+    """Keep hooks on saved tensors away from a graph whose backward is run at once.
+
+    For each such backward a checkpoint would run its forward again, and others would move tensors
+    to the CPU and back.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _compared_with(x: TokenInputs, config: LossConfig) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ And where it does not belong: second derivatives and torch.func say so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import LossConfig, TokenBatch, linear_logprobs, linear_policy_loss
+from grpo_kernels.backends import RowStats, StatsGrad
+from grpo_kernels.schedule import passes
+from grpo_kernels.schedule.chunk_loss import chunk_loss
 from grpo_kernels.testing import Problem, make_problem, relative_error
 from tests.conftest import DEVICES
 
@@ -77,6 +81,34 @@ def test_model_and_loss_inside_a_checkpoint(schedule: str, use_reentrant: bool) 
     loss.backward()
     assert_equal(model.gradients(), gradients, rtol=0, atol=0)
     assert x.grad is not None
+
+
+def test_a_checkpoint_runs_a_loss_of_many_chunks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once more for each chunk, whose loss has a backward of its own."""
+    chunks: list[slice] = []
+
+    def counted(stats: RowStats, part: slice, **arguments: Any) -> tuple[Tensor, StatsGrad]:
+        chunks.append(part)
+        return chunk_loss(stats, part, **arguments)
+
+    monkeypatch.setattr(passes, "chunk_loss", counted)
+    problem = make_problem().to("cpu", torch.float32)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_policy_loss(
+            hidden,
+            problem.weight,
+            problem.batch(),
+            CONFIG,
+            backend="chunked",
+            schedule="one_pass",
+            max_workspace_bytes=4 * len(problem.weight),
+        ).loss
+
+    loss(problem.hidden).backward()
+    once = len(chunks)
+    checkpoint(loss, problem.hidden, use_reentrant=False).backward()
+    assert once > 5 and len(chunks) == 3 * once
 
 
 @both
