@@ -63,20 +63,25 @@ class View(ctypes.Structure):
     Vectors have one element for each of ``rows``.
     """
 
-    kinds: dict[str, str]  # by the names of the fields
+    dtypes: dict[str, torch.dtype | None]  # of the fields that are vectors
 
     def __init__(self, rows: int = 0, /, **values: Any) -> None:
         self.alive = values
+        fields: dict[str, Any] = {}
         for name, value in values.items():
-            kind = self.kinds[name]
+            dtype = self.dtypes[name]
             if isinstance(value, Tensor):
-                require(value.device.type == "cpu", value.device)
-                if kind in _VECTORS:
-                    require(value.shape == (rows,) and value.dtype == _VECTORS[kind], (name, value))
-                    values[name] = value.contiguous()
-                setattr(self, name, values[name].data_ptr())
+                is_vector = dtype is not None
+                if not value.is_cpu or (
+                    is_vector and (value.dtype is not dtype or value.shape != (rows,))
+                ):
+                    raise ValueError(f"native kernels: unexpected {name} {value}")
+                if is_vector:
+                    value = values[name] = value.contiguous()
+                fields[name] = value.data_ptr()
             elif value is not None:
-                setattr(self, name, value)
+                fields[name] = value
+        super().__init__(**fields)
 
 
 VIEWS: dict[str, Any] = dict.fromkeys(("pointer", *_VECTORS), ctypes.c_void_p)
@@ -87,7 +92,8 @@ for _name, _text in STRUCTS.items():
         _kind, _, _fields = _declaration.partition(" ")
         _kinds |= dict.fromkeys(_fields.split(", "), _kind)
     _types = [(field, VIEWS[kind]) for field, kind in _kinds.items()]
-    VIEWS[_name] = type(_name, (View,), {"_fields_": _types, "kinds": _kinds})
+    _dtypes = {field: _VECTORS.get(kind) for field, kind in _kinds.items()}
+    VIEWS[_name] = type(_name, (View,), {"_fields_": _types, "dtypes": _dtypes})
 
 
 @functools.cache
