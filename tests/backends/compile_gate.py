@@ -1,12 +1,13 @@
 """Compiles every Triton kernel for real targets, without a GPU, and reads the resource usage.
 
 ``python -m tests.backends.compile_gate TARGET``, in a process without ``TRITON_INTERPRET``, prints
-the kernels of the package and then one JSON object per compiled variant; ``--table`` in place of
-the target, a table of all targets by kernel.
+one JSON object per compiled variant; ``--largest TARGET ...`` the largest of each kernel and tile;
+``--table``, a table of all targets by kernel.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -15,27 +16,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import grpo_kernels.backends.triton as room
+from grpo_kernels.backends.gpu_tiles import ROW_CONFIG, aligned_config
+from grpo_kernels.backends.triton.codegen.trace import KERNEL_NAME
 from grpo_kernels.backends.triton.row_stats import _row_stats_kernel
-from tests.backends.gate_cases import Case, cases
+from tests.backends.fake_driver import TARGETS, Variant
+from tests.backends.gate_cases import variants_of
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 # bytes of shared memory that one block can have
 SHARED_LIMITS = {
     "sm_80": 163 * 1024,
@@ -56,47 +52,44 @@ def kernels() -> dict[str, JITFunction]:
     return found
 
 
-def compile_case(case: Case, target: str) -> Iterator[dict[str, Any]]:
+def largest(variants: list[Variant]) -> list[Variant]:
+    """Return that with the most arguments of each kernel and tile, with and without a gradient."""
+    chosen: dict[tuple[Any, ...], Variant] = {}
+    for variant in variants:
+        key = variant.name, variant.sizes, "out_ptr" in variant.types
+        if key not in chosen or len(variant.types) >= len(chosen[key].types):
+            chosen[key] = variant
+    return list(chosen.values())
+
+
+def compile_for(target: str, variant: Variant) -> Iterator[dict[str, Any]]:
     """Compile one variant for one target; yield registers, stack, spills, shared memory, and on
     sm_90 the instructions of a loop that reads rows."""
-    compiled = _compiled(case, target)
+    compiled = _compiled(variant, target)
     usage = cuda_usage if TARGETS[target].backend == "cuda" else _hip_usage
     yield {
-        "kernel": case.kernel.__name__,
-        "case": case.label,
+        "target": target,
+        "kernel": variant.name,
+        "case": variant.label,
         "shared": compiled.metadata.shared,
         "shared_limit": SHARED_LIMITS[target],
         **usage(compiled.asm),
     }
-    if target == "sm_90" and case.kernel is _row_stats_kernel:
-        yield _row_loops(case, compiled.asm)
+    if target == "sm_90" and variant.kernel is _row_stats_kernel:
+        yield _row_loops(variant, compiled.asm)
 
 
-def _compiled(case: Case, target: str) -> Any:
-    names = case.kernel.arg_names
-    signature = {name: case.types.get(name, "constexpr") for name in names}
-    pointers = [
-        index
-        for index, parameter in enumerate(case.kernel.params)
-        if signature[parameter.name].startswith("*")
-        and not parameter.do_not_specialize_on_alignment
-    ]
-    sizes = [
-        i
-        for i, name in enumerate(names)
-        if name.startswith(("stride", "num_columns", "depth"))
-        and not case.kernel.params[i].do_not_specialize
-    ]
-    divisible = [*pointers, *(sizes if case.aligned else [])]
-    attrs = {(index,): [["tt.divisibility", 16]] for index in divisible}
-    source = ASTSource(case.kernel, signature, constexprs=case.constants, attrs=attrs)
-    return triton.compile(source, target=TARGETS[target], options=case.options)
+def _compiled(variant: Variant, target: str) -> Any:
+    source = ASTSource(
+        variant.kernel, variant.signature, constexprs=variant.constants, attrs=variant.attributes
+    )
+    return triton.compile(source, target=TARGETS[target], options=variant.options)
 
 
-def instructions_per_logit(case: Case, target: str) -> float:
+def instructions_per_logit(variant: Variant, target: str) -> float:
     """Count the SASS instructions that a row kernel issues per logit, in loops that take an exp."""
-    elements = case.constants["BLOCK_V"] / (32 * case.options["num_warps"])
-    return loop_length(_compiled(case, target).asm, elements) / elements
+    elements = variant.constants["BLOCK_V"] / (32 * variant.options["num_warps"])
+    return loop_length(_compiled(variant, target).asm, elements) / elements
 
 
 def loop_length(asm: dict[str, Any], elements: float) -> float:
@@ -127,11 +120,11 @@ def _exp_loops(asm: dict[str, Any]) -> list[list[str]]:
     return [body for body in bodies if any("MUFU.EX2" in text for text in body)]
 
 
-def _row_loops(case: Case, asm: dict[str, Any]) -> dict[str, Any]:
+def _row_loops(variant: Variant, asm: dict[str, Any]) -> dict[str, Any]:
     """Return how often each instruction is in the loops of the kernel that reads rows."""
     texts = itertools.chain(*_exp_loops(asm))
     counts = Counter(re.sub(r"^@!?\w+ +", "", text).split()[0] for text in texts)
-    return {"case": case.label, "aligned": case.aligned, "counts": counts}
+    return {"case": variant.label, "aligned": variant.aligned, "counts": counts}
 
 
 def _within(inner: range, whole: range) -> bool:
@@ -186,11 +179,17 @@ def _hip_usage(asm: dict[str, Any]) -> dict[str, int]:
     return {"registers": field("vgpr_count"), "stack": stack, "spilled": spilled, "looped": stack}
 
 
-def report(target: str) -> None:
-    print(json.dumps({"kernels": sorted(kernels())}))
-    for case in cases(target):
-        for line in compile_case(case, target):
-            print(json.dumps(line), flush=True)
+def report(targets: list[str], largest_of: list[str]) -> None:
+    """Compile what calls launch on devices that share tiles."""
+    every = [*targets, *largest_of]
+    assert len({(aligned_config(x), ROW_CONFIG.on(x)) for x in every}) == 1, "other tiles"
+    variants = variants_of(every[0])
+    missing = {*kernels(), KERNEL_NAME} - {variant.name for variant in variants}
+    assert not missing, f"launched by no call of gate_cases.py: {missing}"
+    for target in every:
+        for variant in variants if target in targets else largest(variants):
+            for line in compile_for(target, variant):
+                print(json.dumps(line), flush=True)
 
 
 def command(*arguments: str) -> list[str]:
@@ -204,19 +203,20 @@ def print_table() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for target in TARGETS:
         run = subprocess.run(command(target), stdout=subprocess.PIPE, text=True, check=True)
-        results: dict[str, list[dict[str, Any]]] = {}
-        for result in map(json.loads, run.stdout.splitlines()[1:]):
+        results = defaultdict(list)
+        for result in map(json.loads, run.stdout.splitlines()):
             if "counts" not in result:
-                results.setdefault(result["kernel"], []).append(result)
+                results[result["kernel"]].append(result)
         for kernel, variants in results.items():
             names = ("registers", "stack", "spilled", "shared", "shared_limit")
             most = [str(max(variant[name] for variant in variants)) for name in names]
             star = "" if all(map(fits, variants)) else " *"
             print(f"| {kernel}{star} | {target} | {len(variants)} | {' | '.join(most)} |")
     print("\n| row kernel on sm_90 | instructions per logit |\n|---|---|")
-    for case in cases("sm_90"):
-        if "logits_ptr" in case.types and case.aligned:
-            print(f"| {case.label} | {instructions_per_logit(case, 'sm_90'):.1f} |", flush=True)
+    for variant in variants_of("sm_90"):
+        if "logits_ptr" in variant.types and "BLOCK_V" in variant.constants and variant.aligned:
+            count = instructions_per_logit(variant, "sm_90")
+            print(f"| {variant.label} | {count:.1f} |", flush=True)
 
 
 _STACK_BYTES = 8
@@ -234,7 +234,12 @@ def fits(result: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--table":
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU.")
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []])
+    parser.add_argument("--largest", nargs="+", choices=TARGETS, default=[])
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.table:
         print_table()
     else:
-        report(sys.argv[1])
+        report(arguments.targets, arguments.largest)

@@ -41,21 +41,27 @@ def two_processes(folder: Path, fate: str) -> list[dict[str, Any] | None]:
     return [json.loads(each.splitlines()[-1]) if each else None for each in said]
 
 
-@pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942"))
-def test_kernels_compile(target: str) -> None:
+# All of NVIDIA's have the tiles of rows of sm_90, where every variant is compiled.
+@pytest.mark.parametrize(
+    "targets",
+    (("sm_90", "--largest", "sm_100"), ("--largest", "sm_80", "sm_120"), ("gfx942",)),
+    ids=" ".join,
+)
+def test_kernels_compile(targets: tuple[str, ...], tmp_path: Path) -> None:
     run = subprocess.run(
-        command(target), capture_output=True, text=True, env=environment(), cwd=ROOT
-    )
+        command(*targets),
+        capture_output=True, text=True, cwd=ROOT, env=environment(TRITON_CACHE_DIR=str(tmp_path)),
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    listed, *lines = map(json.loads, run.stdout.splitlines())
-    results = [line for line in lines if "counts" not in line]
-    compiled = {result["kernel"] for result in results}
-    assert set(listed["kernels"]) <= compiled, "a kernel without a case in gate_cases.py"
-    for result in results:
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    for result in lines:
+        if "counts" in result:
+            continue
         assert fits(result), result
-        if target == "sm_90" and result["case"].startswith("anchored_kernel tensordesc"):
+        by_copies = result["case"].startswith("anchored_kernel x_ptr:tensordesc")
+        if by_copies and result["target"] == "sm_90":
             assert result["registers"] <= 188, result  # half of a multiprocessor's are accumulators
-    if target == "sm_90":
+    if "sm_90" in targets:
         check_row_loops([line for line in lines if "counts" in line])
 
 

@@ -109,11 +109,11 @@ def run(case: Case, found: fake_driver.Variants) -> Found:
         launched: fake_driver.Variants = {}
         missing = {}
         for call, variants in _calls(case, head, config, found):
-            more = [name for digest, name in variants.items() if digest not in warm]
+            more = [x.name for digest, x in variants.items() if digest not in warm]
             if more:
                 missing[call] = more
             launched |= variants
-    unused = Counter(name for digest, name in warm.items() if digest not in launched)
+    unused = Counter(x.name for digest, x in warm.items() if digest not in launched)
     return Found(missing, dict(unused))
 
 
