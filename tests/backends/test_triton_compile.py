@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,13 @@ from tests.backends.compile_gate import command, fits
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-LINEAR = {"linear_stats_kernel": 1, "_merge_splits_kernel": 1}
+WARM_UP = [sys.executable, "-m", "tests.backends.warm_up_steps"]
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Return that of a process without the interpreter, which replaces triton.jit at import."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | variables
-
-
-def two_processes(folder: Path, fate: str) -> list[dict[str, Any] | None]:
-    """Run ``warm_up_processes``; return what each says, None of one that was killed."""
-    variables = environment(TRITON_CACHE_DIR=str(folder / "cache"), OMP_NUM_THREADS="1")
-    words = [sys.executable, "-m", "tests.backends.warm_up_processes", str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), fate], stdout=subprocess.PIPE, cwd=ROOT, env=variables, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate()[0] for process in processes]
-    return [json.loads(each.splitlines()[-1]) if each else None for each in said]
 
 
 # All of NVIDIA's have the tiles of rows of sm_90, where every variant is compiled.
@@ -81,31 +66,25 @@ def check_row_loops(loops: list[dict[str, Any]]) -> None:
 
 
 def test_warm_up_compiles_what_steps_of_any_number_of_rows_launch() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.backends.warm_up_steps"],
-        capture_output=True, text=True, cwd=ROOT, env=environment(),
-    )  # fmt: skip
+    run = subprocess.run(WARM_UP, capture_output=True, text=True, cwd=ROOT, env=environment())
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found and {name: case for name, case in found.items() if any(case.values())} == {}
+    assert found and {name: calls for name, calls in found.items() if calls} == {}
 
 
-def test_one_process_of_a_machine_compiles_for_all(tmp_path: Path) -> None:
-    first, second = two_processes(tmp_path, "works")
-    assert first is not None and first["error"] is None
-    assert Counter(first["compiled"]) == Counter(LINEAR)
-    assert second is not None and second["error"] is None
-    assert second["compiled"] == [] and set(second["found"]) == set(first["compiled"])
-
-
-def test_nobody_waits_for_a_process_that_failed(tmp_path: Path) -> None:
-    first, second = two_processes(tmp_path, "cannot compile")
-    assert first is not None and first["error"] == "no compiler" and first["compiled"] == []
-    assert second is not None and second["error"] is None
-    assert Counter(second["compiled"]) == Counter(LINEAR)
-
-
-def test_a_process_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    first, second = two_processes(tmp_path, "is killed")
-    assert first is None
-    assert second is not None and second["error"] and second["compiled"] == []
+def test_one_process_of_a_machine_compiles_for_all_unless_it_fails(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [*WARM_UP, str(tmp_path), str(rank)],
+            stdout=subprocess.PIPE, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate()[0] for process in processes]
+    assert all(outputs)
+    (failed, first), (alone, second) = (json.loads(text.splitlines()[-1]) for text in outputs)
+    kernels = ["_merge_splits_kernel", "linear_stats_kernel"]
+    assert failed == {"compiled": [], "found": [], "error": "no compiler"}
+    assert sorted(alone["compiled"]) == sorted(first["compiled"]) == kernels
+    assert second["compiled"] == [] and set(second["found"]) == set(kernels)
+    assert first["error"] is alone["error"] is second["error"] is None

@@ -1,19 +1,25 @@
-"""What warm_up and training steps would compile: ``python -m tests.backends.warm_up_steps``
+"""What warm_up and training steps would compile, in a process without ``TRITON_INTERPRET``.
 
-prints a JSON object by case, in a process without ``TRITON_INTERPRET``; see :class:`Found`.
+``python -m tests.backends.warm_up_steps`` prints by case where they differ, see
+:func:`differences`; ``FOLDER RANK`` after it runs one of two processes that warm up together, and
+prints what each round of :func:`together` had compiled.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import datetime
 import json
+import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from triton.runtime.jit import JITFunction
 
 from grpo_kernels import Head, LossConfig, TokenBatch, explain, linear_policy_loss, warm_up
 from grpo_kernels.head import leading_dim
@@ -25,6 +31,7 @@ from tests.net.product import autocast, head_of, sampling_mask_of
 ROWS = (1, 2, 3, 4, 5, 64, 1000)
 _TILE_ROWS = 64
 _PLAIN = Case(dtype="bfloat16", vocab=512, depth=64, packed=True)
+_TIMEOUT = datetime.timedelta(seconds=60)  # no process waits longer for the other
 
 CASES = {
     "plain": _PLAIN,
@@ -51,14 +58,6 @@ CASES = {
 }
 
 
-@dataclass
-class Found:
-    """Where warm_up and the steps after it differ."""
-
-    missing: dict[str, list[str]]  # by call: kernels that a step compiles after warm_up
-    unused: dict[str, int]  # compiled by warm_up for no step
-
-
 def posed(case: Case, rows: int) -> Problem:
     """Return the problem of sequences of up to three tokens; every third has no advantage."""
     lengths = tuple(min(3, rows - start) for start in range(0, rows, 3))
@@ -81,74 +80,94 @@ def batch_of(problem: Problem) -> TokenBatch:
     )
 
 
-def inputs_of(problem: Problem) -> tuple[str, ...]:
-    """Return what the batches have."""
+def warm_up_for(case: Case, problem: Problem, head: Head, **options: Any) -> None:
+    """Call warm_up as a training run would that takes such steps."""
     masks = () if problem.members is None else ("sampling_mask",)
-    return (*problem.fields, *masks)
+    config = LossConfig(loss_type=case.loss_type, **case.settings)
+    warm_up(head, config, inputs=(*problem.fields, *masks), backend="triton", **options)
 
 
-def dtype_of(case: Case) -> torch.dtype:
-    """Return the dtype of the hidden states."""
-    return torch.bfloat16 if case.autocast else getattr(torch, case.dtype)
-
-
-def options_of(case: Case) -> dict[str, Any]:
-    names = ("precision", "batch_invariant", "schedule", "activation_bytes")
-    return {"backend": "triton", **{name: getattr(case, name) for name in names}}
-
-
-def run(case: Case, found: fake_driver.Variants) -> Found:
-    problem, config = posed(case, 4), LossConfig(loss_type=case.loss_type, **case.settings)
+def differences(case: Case, launched: fake_driver.Variants) -> dict[str, list[str]]:
+    """Return by call the kernels that a step compiles after warm_up, and those of no step."""
+    problem = posed(case, 4)
     head = head_of(case, problem)
+    dtype = torch.bfloat16 if case.autocast else getattr(torch, case.dtype)
+    names = ("precision", "batch_invariant", "schedule", "activation_bytes")
+    options = {name: getattr(case, name) for name in names}
     with autocast(case):
-        found.clear()
-        inputs = inputs_of(problem)
-        warm_up(head, config, dtype=dtype_of(case), inputs=inputs, **options_of(case))
-        warm = dict(found)
+        launched.clear()
+        warm_up_for(case, problem, head, dtype=dtype, **options)
+        unused = dict(launched)
+        warm = set(unused)
         assert warm and all(x is None or x.grad is None for x in head.tensors)
-        launched: fake_driver.Variants = {}
-        missing = {}
-        for call, variants in _calls(case, head, config, found):
-            more = [x.name for digest, x in variants.items() if digest not in warm]
-            if more:
-                missing[call] = more
-            launched |= variants
-    unused = Counter(x.name for digest, x in warm.items() if digest not in launched)
-    return Found(missing, dict(unused))
+        more = {}
+        for call in _calls(case, head, dtype, options):
+            more[call] = [launched[digest].name for digest in launched.keys() - warm]
+            for digest in launched:
+                unused.pop(digest, None)
+            launched.clear()
+    more["no step"] = [variant.name for variant in unused.values()]
+    return {call: kernels for call, kernels in more.items() if kernels}
 
 
-def _calls(
-    case: Case, head: Head, config: LossConfig, found: fake_driver.Variants
-) -> Iterator[tuple[str, fake_driver.Variants]]:
-    """Yield calls and what each launches: every number of rows, schedule and size of a tile."""
-    options = options_of(case)
+def _calls(case: Case, head: Head, dtype: torch.dtype, options: dict[str, Any]) -> Iterator[str]:
+    """Run calls, and name each: every number of rows, schedule and size of a tile."""
+    config = LossConfig(loss_type=case.loss_type, **case.settings)
+    options = {**options, "backend": "triton"}
     for rows in ROWS:
         problem = posed(case, rows)
         batch = batch_of(problem)
-        hidden = problem.leaves["hidden"].detach().to(dtype_of(case)).requires_grad_()
+        hidden = problem.leaves["hidden"].detach().to(dtype).requires_grad_()
         for size in (None, _TILE_ROWS * case.vocab * 4):
-            asked = {**options, "max_workspace_bytes": size}
-            plan = explain(hidden, head, batch, config, **asked)
-            schedules = {"two_pass"} if plan.why_two_passes else {"one_pass", "two_pass"}
+            sized = {**options, "max_workspace_bytes": size}
+            plan = explain(hidden, head, batch, config, **sized)
+            schedules = ["two_pass"] if plan.why_two_passes else ["one_pass", "two_pass"]
             if case.schedule != "auto":
-                schedules = {case.schedule}
-            for schedule in sorted(schedules):
-                found.clear()
-                asked["schedule"] = schedule
-                linear_policy_loss(hidden, head, batch, config, **asked).loss.backward()
-                yield f"{rows} rows, {schedule}, {size} bytes", dict(found)
-        found.clear()
+                schedules = [case.schedule]
+            for schedule in schedules:
+                call = sized | {"schedule": schedule}
+                linear_policy_loss(hidden, head, batch, config, **call).loss.backward()
+                yield f"{rows} rows, {schedule}, {size} bytes"
         with torch.no_grad():
             linear_policy_loss(hidden, head, batch, config, **options)
-        yield f"{rows} rows without a gradient", dict(found)
+        yield f"{rows} rows without a gradient"
+
+
+def together(folder: str, rank: int) -> list[dict[str, Any]]:
+    """Warm up two kernels twice, the first time with a compiler that fails in the first process."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    store.set_timeout(_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_TIMEOUT)
+    problem, rounds = posed(_PLAIN, 4), []
+    head = head_of(_PLAIN, problem)
+    asked = fake_driver.install_compiler()
+    broken = mock.patch.object(JITFunction, "_do_compile", side_effect=RuntimeError("no compiler"))
+    for name, patched in (("fails", broken if rank == 0 else None), ("works", None)):
+        os.environ["TRITON_CACHE_DIR"] = f"{folder}/{name}"
+        error = None
+        with patched or contextlib.nullcontext():
+            try:
+                warm_up_for(_PLAIN, problem, head, group=dist.group.WORLD, gradients=False)
+            except Exception as caught:
+                error = str(caught)
+        rounds.append({"compiled": asked.compiled[:], "found": asked.found[:], "error": error})
+        asked.compiled.clear()
+        asked.found.clear()
+        # a process that fails lives on, so that the other is not told
+        store.set(f"{name}{rank}", "")
+        store.wait([f"{name}0", f"{name}1"])
+    return rounds
 
 
 if __name__ == "__main__":
-    variants = fake_driver.install()
-    for module in ("chunked_loop", "gradients"):  # rows of a tile as on a GPU, of tensors on a CPU
-        place = sys.modules[f"grpo_kernels.engine.{module}"]
-        place.leading_dim = lambda columns, dtype, _: leading_dim(
-            columns, dtype, torch.device("cuda")
-        )
-    results = {name: run(case, variants) for name, case in CASES.items()}
-    print(json.dumps({name: dataclasses.asdict(each) for name, each in results.items()}))
+    if len(sys.argv) > 1:
+        os.environ["LOCAL_RANK"] = sys.argv[2]
+        print(json.dumps(together(sys.argv[1], int(sys.argv[2]))))
+    else:
+        variants = fake_driver.install()
+        for module in ("chunked_loop", "gradients"):  # rows of a tile as on a GPU
+            place = sys.modules[f"grpo_kernels.engine.{module}"]
+            place.leading_dim = lambda columns, dtype, _: leading_dim(
+                columns, dtype, torch.device("cuda")
+            )
+        print(json.dumps({name: differences(case, variants) for name, case in CASES.items()}))
