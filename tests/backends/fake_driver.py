@@ -22,7 +22,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from grpo_kernels.backends import choice, gpu_tiles, triton_backend
-from grpo_kernels.backends.triton import extract
 from grpo_kernels.batch import host
 
 TARGETS = {
@@ -157,7 +156,7 @@ def pretend(arch: str) -> None:
     triton = choice.BACKENDS["triton"]
     triton.unavailable = lambda: None  # type: ignore[method-assign]
     triton.unsuited = lambda device, dtype: None  # type: ignore[method-assign]
-    for module in (choice, extract, gpu_tiles, triton_backend):
+    for module in (choice, gpu_tiles, triton_backend):
         module.device_class = lambda device: arch  # type: ignore[attr-defined]
     host.reading_is_free = lambda *_: False  # the host reads no result, as on a GPU
 
