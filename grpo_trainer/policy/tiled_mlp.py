@@ -4,6 +4,10 @@ Tiled MLPs are Arctic Long Sequence Training's, arXiv:2506.13996. Each tile is a
 torch's, so random numbers, autocast and hooks of parameters are as without tiles. What all tiles
 begin with is saved before the first one runs: a layer that is checkpointed itself has then all that
 its backward needs, and does not run its MLP a second time for nothing.
+
+Processes have different numbers of tiles, and all of them have to gather sharded parameters equally
+often. So parameters of an MLP are gathered once for all tiles: FSDP2 gathers a whole layer, and for
+ZeRO-3 a tiled MLP is one of its leaf modules.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from grpo_kernels.common import ForwardOverlay, apply_overlay, remove_overlay
 from grpo_kernels.hf import TOKEN_WISE_MLPS
@@ -32,11 +37,21 @@ def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
     for module in model.modules():
         if isinstance(module, _Tiled):
             remove_overlay(_Tiled, module)
+            _make_leaf(module, False)
     if tokens is None:
         return
     for mlp in [_mlp_of(layer, model) for layer in _layers_of(model)]:
         apply_overlay(_Tiled, mlp)
         mlp.tile_tokens = tokens
+        _make_leaf(mlp, True)
+
+
+def _make_leaf(mlp: Any, leaf: bool) -> None:
+    """Let ZeRO-3 gather all of an MLP when it is called, or each part when that is called."""
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(mlp, leaf)
 
 
 def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -70,6 +85,13 @@ class _Tiled(ForwardOverlay):
     """What :func:`tile_mlps` makes of an MLP."""
 
     tile_tokens: int
+
+    def __call__(self: Any, hidden: Tensor) -> Tensor:
+        # ZeRO-3 reduces the gradients of a leaf module when the gradient of its input is there
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        if torch.is_grad_enabled() and trains and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        return super().__call__(hidden)  # type: ignore[misc]  # that of the module
 
     def forward(self: Any, hidden: Tensor) -> Tensor:  # (..., D)
         rows = hidden.flatten(0, -2)

@@ -162,11 +162,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "a mean over prompts, trained adapter": lambda: adapter(
         trained=True, beta=0.05, loss_aggregation="prompt_mean", **WITHOUT_ZERO_VARIANCE
     ),
-    "a mean over sequences": lambda: adapter(
-        loss_aggregation="sequence_mean", **WITHOUT_ZERO_VARIANCE
-    ),
-    "tiles of all layers": lambda: adapter(
-        target_modules=["q_proj", "gate_proj", "down_proj"], mlp_tile_tokens=7
+    "a mean over sequences, tiles of all layers": lambda: adapter(
+        target_modules=["gate_proj", "down_proj"], mlp_tile_tokens=7,
+        loss_aggregation="sequence_mean", **WITHOUT_ZERO_VARIANCE,
     ),
     "curriculum, teacher": lambda: taught("logprobs", dynamic_prompts_fn=longer_prompts),
     "two batches ahead": lambda: engine(
