@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_completions_are_at_most_as_many_batches_old(make, engine, policy, ahead
     assert of_steps(trainer, "sampling/staleness/max") == ages
     weights = sorted(trained[step - int(age)] for step, age in enumerate(ages) for _ in range(4))
     assert sorted(sampled) == weights
-    assert all(a != b for a, b in pairwise(trained))
+    assert all(a != b for a, b in itertools.pairwise(trained))
     # a round is begun when the one before has ended; the last has what training takes
     rounds = [ahead] * (7 // ahead) + [7 % ahead] * (7 % ahead > 0)
     rounds[0] += 1  # the first batch is by the same weights
@@ -174,7 +174,7 @@ def test_several_steps_of_a_batch(make, engine):
 
 
 def test_it_generates_while_the_policy_trains(make, engine):
-    seen = []
+    seen, begun, one_by_one = [], itertools.count(), threading.Lock()
     trainer = make(engine)
     loss = trainer.compute_loss
 
@@ -188,12 +188,10 @@ def test_it_generates_while_the_policy_trains(make, engine):
         return found
 
     def work(prompt_ids):
-        batch = (engine.calls.count("start") - 1) // 4
-        if batch > 0 and batch not in begun:  # the first of its completions
-            begun.add(batch)
-            engine.may_end.clear()
+        with one_by_one:
+            if next(begun) in (4, 8, 12):  # the first of a batch; a late one would stop it again
+                engine.may_end.clear()
 
-    begun = set()
     trainer.compute_loss, engine.work = compute_loss, work
     trainer.train()
     assert seen == ["start", "start", "start", "end"]
