@@ -121,12 +121,14 @@ def stored(value: Tensor) -> int:
     "changes",
     [
         {},
-        {"gradient_accumulation_steps": 2},
         # updates are in proportion to the gradients
-        {"max_grad_norm": 1e-3, "adam_epsilon": 1e-2, "learning_rate": 1.0},
+        {
+            "gradient_accumulation_steps": 2, "max_grad_norm": 1e-3, "adam_epsilon": 1e-2,
+            "learning_rate": 1.0,
+        },
     ],
-    ids=["plain", "accumulated", "clipped"],
-)
+    ids=["plain", "accumulated, clipped"],
+)  # fmt: skip
 def test_it_goes_the_way_of_adamw(train, adamw, optim, changes):
     start = parameters(policy_in("float32"))
     exact = adamw(**changes)
