@@ -147,9 +147,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         "backward": "sparse", "backward_tolerance": 1e-6, "gradient_accumulation_steps": 2,
         **EVALUATED, "eval_steps": 1, "log_completions": True, "num_completions_to_print": 0,
     },
-    "entropy bonus, masked": {
-        "mask_truncated_completions": True, "loss_type": "bnpo", "entropy_coef": 0.3,
-    },
     "adaptive entropy, tied": {
         "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0,
         "loss_type": "dr_grpo", "model": tied_policy, "beta": 0.05,
@@ -183,7 +180,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         group=4, num_iterations=2, gradient_checkpointing=True, packing="packed",
         router_aux_loss_coef=0.0,  # it is of each process's tokens
     ),
-    "lora": lambda: adapter(beta=0.05),
+    "lora": lambda: adapter(
+        beta=0.05, mask_truncated_completions=True, loss_type="bnpo", entropy_coef=0.3
+    ),
     "tokens": lambda: adapter(
         model=tied_policy, beta=0.05, target_modules=ON_LAYERS, trainable_token_indices=[3, 7, 9]
     ),
