@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_trainer.agents import make_toolbox
-from grpo_trainer.agents.template import ToolTemplate
-from grpo_trainer.agents.tools import schemas
 from tests.support.tools import TEMPLATE, Play, add, call, make_tool_tokenizer, results, then
 
 
@@ -106,16 +103,6 @@ THINKS = TEMPLATE.replace(
 def test_templates_without_tools(template, message):
     with pytest.raises(ValueError, match=f"processing_class: .*{message}"):
         Play(then(""), tokenizer=make_tool_tokenizer(template))
-
-
-def test_an_error_of_the_reader_is_not_one_of_the_template():
-    def read(*_):
-        raise TypeError("one too many")
-
-    tools = make_toolbox([add])
-    template = ToolTemplate(make_tool_tokenizer(), [2], {})
-    with pytest.raises(TypeError, match="one too many"):
-        template.check(schemas(tools), SimpleNamespace(read=read))
 
 
 # a call's arguments are JSON already, and a generation prompt opens a thought
