@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +23,20 @@ VLLM = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
 }
 _LONGEST = 1800.0  # seconds of a process that is not expected to hang
+_shared: dict[int, Ranks] | None = None  # by their number, once calls share processes
 
 
 class ChildError(RuntimeError):
     """What a process that failed said last, or that it hung."""
+
+
+def share_processes() -> None:
+    """Let calls without variables of their own share processes from now on.
+
+    To start one takes longer than a tiny case; its memory is not that of a fresh one.
+    """
+    global _shared
+    _shared = {}
 
 
 def ask(
@@ -45,44 +54,17 @@ def ask(
         ChildError: the process failed, or it took longer than ``timeout`` and was ended.
     """
     threads = torch.get_num_threads() if processes == 1 else 1
-    environment["OMP_NUM_THREADS"] = str(threads)
+    request = _with_threads, threads, call, arguments
     try:
-        with ranks(processes, **environment) as group:
-            return group.run(_with_threads, threads, call, arguments, limit=timeout)[0]
+        if _shared is not None and not environment:
+            group = _shared.pop(processes, None) or Ranks(processes)
+            answers = group.run(*request, limit=timeout)
+            _shared[processes] = group  # one that has failed has ended
+            return answers[0]
+        with ranks(processes, OMP_NUM_THREADS=str(threads), **environment) as group:
+            return group.run(*request, limit=timeout)[0]
     except RanksFailedError as error:
         raise _child_error(error) from None
-
-
-def ask_each(
-    call: Callable[..., Any],
-    arguments: Sequence[tuple[Any, ...]],
-    workers: int,
-    timeout: float = _LONGEST,
-) -> list[Any]:
-    """Return the answers for several arguments, a :class:`ChildError` for who failed or hung.
-
-    ``workers`` processes share them; one that has failed, or took longer than ``timeout``, is
-    replaced.
-    """
-    answers: list[Any] = [None] * len(arguments)
-
-    def serve(first: int) -> None:
-        group: Ranks | None = None
-        try:
-            for index in range(first, len(arguments), workers):
-                group = group or Ranks(1)
-                try:
-                    answers[index] = group.run(call, *arguments[index], limit=timeout)[0]
-                except RanksFailedError as error:
-                    answers[index], group = _child_error(error), None
-        finally:
-            if group is not None:
-                group.close()
-
-    with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(serve, range(workers)):
-            pass
-    return answers
 
 
 def _child_error(error: RanksFailedError) -> ChildError:

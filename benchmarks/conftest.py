@@ -7,6 +7,7 @@ everybody's row. A case is measured when its first test runs, everybody in turns
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import tables, text
+from benchmarks import child, tables, text
 from benchmarks.measure import Settings, device_is_lost, free
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Recorder, Row
@@ -85,6 +86,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "benchmark" in getattr(item, "fixturenames", ()):
             # a provider that is skipped has no samples
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of collections, which many steps ask for."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries that count what is left at the end would warn
 
 
 def notes(module: ModuleType, case: Any) -> dict[str, str]:
@@ -156,6 +166,7 @@ class Session:
             self.announce(case, [*rows])
             module.measure(case, [*rows.values()], self)
             free(self.device)
+            gc.freeze()  # what the case has imported
             benchmark = module.__name__.rpartition("test_")[2]
             about = getattr(module, "about", lambda *_: "")(case, self.device)
             if any(row.shown for row in rows.values()):  # else it would hide an earlier result
@@ -172,6 +183,8 @@ def session(request: pytest.FixtureRequest) -> Session:
     tests: list[Any] = [test for test in request.session.items if hasattr(test, "callspec")]
     calls = [(test.module.__name__, test.callspec.params) for test in tests]
     selected = {(module, id(x["case"]), x["name"]) for module, x in calls if "case" in x}
+    if suite(config) == "tiny":
+        child.share_processes()
     seconds, folder = config.getoption("--deadline"), config.getoption("--results")
     end = time.monotonic() + seconds if seconds is not None else float("inf")
     capture = config.pluginmanager.getplugin("capturemanager")

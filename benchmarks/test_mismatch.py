@@ -61,11 +61,12 @@ def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
                 continue
             with attempt(*of_engine):
                 folder = _tiny(Path(place)) if _is_tiny(case) else converted_model()
-                sampled = ask(_sample, engine, folder, case, timeout=_LONGEST, **_ENVIRONMENT)
+                own = _ENVIRONMENT if engine == "vllm" else {}
+                sampled = ask(_sample, engine, folder, case, timeout=_LONGEST, **own)
                 heads = [row.provider.split(", ")[1] for row in of_engine]
                 scored = ask(_score, folder, sampled, heads, timeout=_LONGEST)
-                for row, own in zip(of_engine, scored, strict=True):
-                    _fill(row, sampled, own)
+                for row, logprobs in zip(of_engine, scored, strict=True):
+                    _fill(row, sampled, logprobs)
 
 
 def _fill(row: Row, sampled: Sampled, own: list[list[float]]) -> None:

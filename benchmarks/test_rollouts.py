@@ -99,7 +99,8 @@ def measure(case: TrainingConfig, rows: Sequence[Row], session: Session) -> None
             row.leave_out("absent", "vLLM is not installed here; `make bench-vllm` installs it")
         if row.runs:
             with attempt(row):
-                found = ask(_run, row.provider, case, timeout=_LONGEST, **_ENVIRONMENT)
+                own = _ENVIRONMENT if _is_sent(row.provider) else {}
+                found = ask(_run, row.provider, case, timeout=_LONGEST, **own)
                 row.seconds, row.info, row.cells = found
 
 

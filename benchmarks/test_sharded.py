@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,8 @@ def _fsdp(fused: bool, problem: Problem) -> Built:
 
 
 def _zero3(fused: bool, problem: Problem) -> Built:
+    # it compiles there; elsewhere a stale lock may wait for ever
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -157,8 +160,7 @@ CASES: dict[str, list[Case]] = {
 def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     for row in rows:
         row.leave_out("absent", lacking("deepspeed") if "ZeRO" in row.provider else None)
-    # DeepSpeed compiles there; elsewhere a stale lock may wait for ever
-    on_ranks = partial(ask, processes=_RANKS, TORCH_EXTENSIONS_DIR=f"{sys.prefix}/extensions")
+    on_ranks = partial(ask, processes=_RANKS)
     with attempt(*rows):
         for row, found in zip(
             rows, on_ranks(_times, rows, case, session.rounds(_ROUNDS)), strict=True

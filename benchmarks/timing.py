@@ -36,11 +36,7 @@ def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> I
         if index >= _FEWEST_ROUNDS and time.monotonic() - start > budget:
             return
         gc.collect()
-        gc.freeze()  # a collection need not walk through everything that is loaded by now
-        try:
-            yield from calls if index % 2 == 0 else reversed(calls)
-        finally:
-            gc.unfreeze()
+        yield from calls if index % 2 == 0 else reversed(calls)
 
 
 def make_timer(device: str, queued: bool = False) -> Callable[[Callable[[], Any]], float]:

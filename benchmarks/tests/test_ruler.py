@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
+from benchmarks import child
 from benchmarks.check import compare, reference, same_bits, same_rows
-from benchmarks.child import ChildError, ask
 from benchmarks.measure import Settings, measure
 from benchmarks.problem import Result, make_problem
 from benchmarks.providers import EVERY, PROVIDERS
@@ -191,10 +191,15 @@ def hang(path: str) -> None:
     started.wait()
 
 
-def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):
+def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    """And no other call shares it."""
+    monkeypatch.setattr(child, "_shared", {})
+    assert child.ask(abs, -1) == 1  # it has started now
+    [shared] = child._shared.values()
     started = tmp_path / "started"
-    with pytest.raises(ChildError, match="has not ended in time"):
-        ask(hang, str(started), timeout=6.0)
+    with pytest.raises(child.ChildError, match="has not ended in time"):
+        child.ask(hang, str(started), timeout=2.0)
+    assert child._shared == {} and all(x.poll() is not None for x in shared._processes)
     found = [x for x in psutil.process_iter() if x.pid == int(started.read_text())]
     assert all(x.status() == psutil.STATUS_ZOMBIE for x in found)
 

@@ -27,9 +27,6 @@ _UNTIMED += ("routing",)
 _MODULES = {name: importlib.import_module(f"benchmarks.test_{name}") for name in NAMES}
 # others print what pytest-benchmark or a profiler has found
 _WITH_ROWS = [name for name, module in _MODULES.items() if hasattr(module, "CASES")]
-# a process each
-_OTHERS = [name for name in NAMES if name not in INTERPRETED]
-_PARTS = [[*INTERPRETED], _OTHERS[0::2], _OTHERS[1::2]]
 OURS = TRAINERS["ours"]
 
 
@@ -39,16 +36,16 @@ def _pytest(*words: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", _PARTS, ids=["interpreted", "even", "odd"])
+@pytest.mark.parametrize("interprets", [False, True], ids=["compiled", "interpreted"])
 def test_benchmarks_as_they_are_run(
-    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interprets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    names = [name for name in NAMES if (name in INTERPRETED) == interprets]
     paths = [str(ROOT / f"benchmarks/test_{name}.py") for name in names]
     options = ["--suite", "tiny", "--results", str(tmp_path / "results")]
     options += ["--benchmark-json", str(tmp_path / "out.json")]
-    interprets = str(int(names is _PARTS[0]))
-    printed = _pytest(*paths, *options, TRITON_INTERPRET=interprets)
+    printed = _pytest(*paths, *options, TRITON_INTERPRET=str(int(interprets)))
     names = [name for name in names if name in _WITH_ROWS]
     ((_, groups),) = load(tmp_path / "results").items()
     for name in names:
