@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -54,17 +55,52 @@ def ask(
         ChildError: the process failed, or it took longer than ``timeout`` and was ended.
     """
     threads = torch.get_num_threads() if processes == 1 else 1
-    request = _with_threads, threads, call, arguments
+
+    def run(group: Ranks) -> Any:
+        return group.run(_with_threads, threads, call, arguments, limit=timeout)[0]
+
     try:
         if _shared is not None and not environment:
             group = _shared.pop(processes, None) or Ranks(processes)
-            answers = group.run(*request, limit=timeout)
+            answer = run(group)
             _shared[processes] = group  # one that has failed has ended
-            return answers[0]
+            return answer
         with ranks(processes, OMP_NUM_THREADS=str(threads), **environment) as group:
-            return group.run(*request, limit=timeout)[0]
+            return run(group)
     except RanksFailedError as error:
         raise _child_error(error) from None
+
+
+def ask_each(
+    call: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    workers: int,
+    timeout: float = _LONGEST,
+) -> list[Any]:
+    """Return the answers for several arguments, a :class:`ChildError` for who failed or hung.
+
+    ``workers`` processes share them; one that has failed, or took longer than ``timeout``, is
+    replaced.
+    """
+    answers: list[Any] = [None] * len(arguments)
+
+    def serve(first: int) -> None:
+        group: Ranks | None = None
+        try:
+            for index in range(first, len(arguments), workers):
+                group = group or Ranks(1)
+                try:
+                    answers[index] = group.run(call, *arguments[index], limit=timeout)[0]
+                except RanksFailedError as error:
+                    answers[index], group = _child_error(error), None
+        finally:
+            if group is not None:
+                group.close()
+
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(serve, range(workers)):
+            pass
+    return answers
 
 
 def _child_error(error: RanksFailedError) -> ChildError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,9 +14,10 @@ import pytest
 
 from benchmarks.child import ChildError, ask_each
 from benchmarks.gpu import model, record
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import JOBS, Command, Job, choose
 from benchmarks.gpu.runner import Runner
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, load
 from benchmarks.tests.test_suites import INTERPRETED
 from benchmarks.traces import CALL, timelines
 
@@ -173,29 +173,24 @@ def test_all_gpu_tests_are_in_a_job() -> None:
     assert marked and marked <= run, marked - run
 
 
-def called(*words: str, **variables: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *words]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # with which pytest-benchmark measures nothing
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_the_command_without_a_gpu(tmp_path: Path) -> None:
-    code, printed = called("--out", str(tmp_path))
-    assert code == 2 and printed.startswith("no GPU to measure on: ")
-    code, printed = called("nothing")
-    assert code == 1 and "got nothing" in printed and "row_kernel" in printed
-    code, printed = called("--status", "bits", OUT=str(tmp_path))
-    assert code == 0 and re.search(r"^bits +none +Whether ", printed, re.MULTILINE)
+def test_the_command_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert capfd.readouterr().out.startswith("no GPU to measure on: ")
+    assert main(["nothing"]) == 1
+    said = capfd.readouterr().err
+    assert "got nothing" in said and "row_kernel" in said
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert main(["--status", "bits"]) == 0
+    assert re.search(r"^bits +none +Whether ", capfd.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.slow
 def test_who_hangs_or_crashes_in_a_child_does_not_stop_the_others() -> None:
     texts = ["1 + 1", "__import__('os')._exit(3)", "__import__('time').sleep(600)", "2 + 2"]
-    answers = ask_each(eval, [(text,) for text in texts], workers=2, timeout=25.0)
+    answers = ask_each(eval, [(text,) for text in texts], workers=2, timeout=12.0)
     assert answers[0] == 2 and answers[3] == 4
     assert all(isinstance(answer, ChildError) for answer in answers[1:3])
 
@@ -225,14 +220,6 @@ def benchmarks_of(job: Job) -> list[str]:
     return [file.stem.removeprefix("test_") for file in files]
 
 
-# test_suites.py runs all benchmarks; the demo has its own tests
-DRY = [
-    job
-    for job in JOBS
-    if job.name == "rounding" or not (benchmarks_of(job) or job.name == "trainer-demo")
-]
-
-
 def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
     for job in JOBS:
         if names := {*benchmarks_of(job)}:
@@ -240,12 +227,18 @@ def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", DRY, ids=lambda job: job.name)
-def test_a_job_dry(job: Job, tmp_path: Path) -> None:
-    code, printed = called("--dry", job.name, "--out", str(tmp_path), "--limit", "900")
-    assert code == 0, printed + (tmp_path / f"gpu-logs/{job.name}.txt").read_text()
-    (line,) = record.read(tmp_path)
-    assert line["state"] == "ok" and json.dumps(line)
+def test_jobs_run_dry(tmp_path: Path) -> None:
+    """One of tests and one of a benchmark: test_suites.py runs all benchmarks."""
+    words = "--dry", "skipping", "bits", "--out", str(tmp_path), "--limit", "900"
+    # with which pytest-benchmark measures nothing
+    here = {name: x for name, x in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=here)
+    logs = (path.read_text() for path in tmp_path.glob("gpu-logs/*"))
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    assert states(tmp_path) == [("bits", "ok"), ("skipping", "ok")]
+    ((_, measured),) = load(tmp_path).items()
+    assert {group.benchmark for group in measured} == {"skipping"}
 
 
 def test_a_model_is_carried_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
