@@ -234,9 +234,9 @@ def fits(result: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU.")
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []])
-    parser.add_argument("--largest", nargs="+", choices=TARGETS, default=[])
+    parser = argparse.ArgumentParser(description=f"Targets: {', '.join(TARGETS)}.")
+    parser.add_argument("targets", nargs="*", metavar="TARGET")
+    parser.add_argument("--largest", nargs="+", metavar="TARGET", default=[])
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     if arguments.table:
