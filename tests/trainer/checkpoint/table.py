@@ -95,7 +95,6 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         use_dora=True, target_modules=["q_proj"], beta=0.1, num_iterations=4,
         dynamic_prompts_fn=hint,
     ),
-    "replayed groups": lambda: engine(prompts=Replay),
     "curriculum, replaced; pissa": lambda: adapter(
         init_lora_weights="pissa", beta=0.1, dynamic_prompts_fn=hint, **DYNAMIC
     ),
@@ -104,15 +103,13 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         model=tied_policy, target_modules=["q_proj"], modules_to_save=["lm_head"],
         ensure_weight_tying=True, use_sampling_mask=True, beta=0.1, num_iterations=3, **FILTERS,
     ),
-    "an adapter that is sent alone, rollout correction": lambda: engine(
+    "an adapter that is sent alone, rollout correction, replayed groups": lambda: engine(
         noise=0.2, vllm_importance_sampling_mode="token_truncate", takes_adapter=True,
-        **adapter(target_modules=["q_proj"]), **EVALUATED,
+        prompts=Replay, **adapter(target_modules=["q_proj"]), **EVALUATED,
     ),
-    "overlap, an adapter alone": lambda: engine(
-        takes_adapter=True, **adapter(target_modules=["q_proj"]), **OVERLAP
-    ),
-    "overlap, iterated, streamed": lambda: engine(
-        **OVERLAP, **stream(num_iterations=3), **LOGGED_LATE
+    "overlap, iterated, streamed, an adapter alone": lambda: engine(
+        takes_adapter=True, **adapter(target_modules=["q_proj"]), **OVERLAP,
+        **stream(num_iterations=3), **LOGGED_LATE,
     ),
     "overlap, replaced, evaluated": lambda: engine(**OVERLAP, **DYNAMIC, **EVALUATED),
     "three batches ahead, evaluated": lambda: engine(generation_batches_ahead=3, **EVALUATED),
@@ -132,8 +129,9 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
     "images, some skipped": lambda: images(
         bad=2, on_bad_image="skip", num_iterations=3, beta=0.1
     ),
-    "routing replay": lambda: replayed(num_iterations=3, beta=0.1, packing="packed"),
-    "routing replay, overlap": lambda: replayed(**OVERLAP),
+    "routing replay, overlap": lambda: replayed(
+        num_iterations=3, beta=0.1, packing="packed", **OVERLAP
+    ),
     # what else moves
     "bf16 weights, rounded at random": lambda: {
         "model": policy().bfloat16(), "optim": "adamw_torch_4bit",
