@@ -369,6 +369,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     # log-probabilities
     (lambda: logprobs(weight=WEIGHT[:0]), "weight", r"V, D >= 1, got \(0, 4\)"),
     (lambda: logprobs(weight=WEIGHT.double()), "weight", "expected dtype torch.float32"),
+    (lambda: logprobs(target=TARGET.abs().clamp(max=9)), "target", r"in \[0, 9\) .* got 9"),
     (lambda: logprobs(target=TARGET.int()), "target", "torch.int64"),
     (lambda: logprobs(temperature=0.0), "temperature", "number > 0, got 0.0"),
     (lambda: logprobs(temperature=torch.zeros(2, 3)), "temperature", "values > 0"),
