@@ -97,8 +97,8 @@ def differences(case: Case, launched: fake_driver.Variants) -> dict[str, list[st
     with autocast(case):
         launched.clear()
         warm_up_for(case, problem, head, dtype=dtype, **options)
-        unused = dict(launched)
-        warm = set(unused)
+        unused, warm = dict(launched), set(launched)
+        launched.clear()
         assert warm and all(x is None or x.grad is None for x in head.tensors)
         more = {}
         for call in _calls(case, head, dtype, options):
