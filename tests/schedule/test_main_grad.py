@@ -54,6 +54,14 @@ def test_when_the_buffer_is_written(schedule: str) -> None:
     assert once.any() and relative_error(buffer, once * 2) < 1e-6
 
 
+@both
+def test_a_bf16_gradient_is_not_rounded_before_it_is_added(schedule: str) -> None:
+    problem = make_problem().to("cpu", torch.bfloat16)
+    buffer = torch.zeros_like(problem.weight, dtype=torch.float32)
+    loss_of(problem, schedule=schedule, main_grad=buffer).backward()
+    assert (buffer != buffer.bfloat16()).float().mean() > 0.5
+
+
 # --- memory
 
 
