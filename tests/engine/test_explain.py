@@ -93,6 +93,16 @@ def test_one_pass_where_it_cannot_run() -> None:
         explain(*arguments, LossConfig(top_entropy_quantile=0.5), schedule="one_pass")
 
 
+def test_a_cpu_adds_no_gradient_of_16_bits_up_over_chunks() -> None:
+    problem = make_problem(4, 16, 8, 64, bias=False).to("cpu", torch.bfloat16)
+    arguments = (problem.hidden, problem.weight, problem.batch(), LossConfig())
+    several = {"backend": "chunked", "max_workspace_bytes": 16 * 64 * 4}
+    assert explain(*arguments, backend="chunked").schedule == "one_pass"
+    assert explain(*arguments, **several).schedule == "two_pass"
+    problem.weight.requires_grad_(False)
+    assert explain(*arguments, **several).schedule == "one_pass"
+
+
 class Sorted(Surrogate):
     """A surrogate that cannot be traced."""
 
