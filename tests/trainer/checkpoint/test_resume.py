@@ -172,9 +172,12 @@ def test_a_run_becomes_longer_unless_its_learning_rates_depend_on_it(make, check
     straight.train()
     assert torch.equal(parameters(longer.model), parameters(straight.model))
     assert logged(longer) == logged(straight)
-    make(tmp_path / "linear", lr_scheduler_type="linear").train()
-    with pytest.raises(ValueError, match="a run of 2 steps, got .* for 3: .*'linear'"):
-        make(tmp_path / "linear", lr_scheduler_type="linear", max_steps=3).train(True)
+    share = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5}  # of all steps
+    for schedule in ({"lr_scheduler_type": "linear"}, share):
+        folder = tmp_path / schedule["lr_scheduler_type"]
+        make(folder, **schedule).train()
+        with pytest.raises(ValueError, match=f"a run of 2 steps, got .* for 3: .*'{folder.name}'"):
+            make(folder, **schedule, max_steps=3).train(resume_from_checkpoint=True)
 
 
 def test_every_file_of_a_checkpoint_is_needed_as_it_was(make, checkpoint):
