@@ -260,6 +260,7 @@ def test_as_few_parts_as_the_budget_takes() -> None:
     assert cut_rows(range(8), cost, 16) == [[0], [1, 2], [3, 4, 5], [6, 7]]
     assert cut_rows(range(8), cost, 100) == [[*range(8)]]
     assert halved([[*range(8)]], cost, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert halved([[0], [6, 7]], cost, 3) == [[0], [6], [7]]
     assert cut_rows(range(8), cost, 1) == [[row] for row in range(8)]
     assert [computed_tokens([3, 5], multiple) for multiple in (None, 1, 4)] == [10, 10, 16]
 
