@@ -38,8 +38,8 @@ test: announce-test $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.everything $(PYTHON)
 
 announce-test:
-	@echo "make test: about 30 minutes on two free cores, and 7 GB in six environments."
-	@echo "make test-main is its largest part, kernels and trainer: about 15 minutes, and 2.8 GB in $(VENV)."
+	@echo "make test: about 45 minutes on two free cores, and 7 GB in six environments."
+	@echo "make test-main is its largest part, kernels and trainer: about 20 minutes, and 2.8 GB in $(VENV)."
 
 # what needs no further environment
 test-main: $(VENV)/.dev
