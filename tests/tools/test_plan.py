@@ -283,6 +283,15 @@ def test_a_plan_of_one_rank(capsys) -> None:
         assert line["total_bytes"] < others[line["title"], line["implementation"]]["total_bytes"]
 
 
+def test_a_plan_is_of_the_rank_with_the_most_ids(capsys) -> None:
+    uneven, even = (
+        plan_data(capsys, "--hidden", "64", "--vocab", vocabulary, "--shard", "tp=8")
+        for vocabulary in ("1001", "1008")
+    )
+    for one, other in zip(uneven["implementations"], even["implementations"], strict=True):
+        assert one["inputs_bytes"] == other["inputs_bytes"]
+
+
 def most_of_default(data: dict) -> int:
     lines = [x for x in data["implementations"] if x["implementation"] == data["default"]]
     return lines[0]["largest_micro_batch_tokens"]
