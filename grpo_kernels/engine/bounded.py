@@ -214,7 +214,7 @@ def bounded_gradients(
     stats: RowStats,
     route: Route,
     needs: Needs,
-    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
+    weight_grad: WeightGrad,
 ) -> Gradients:
     """Compute gradients from the rows' entries; those of whole rows from their logits."""
     entries = entries._replace(used=torch.where(factor == 0, 0, entries.used))

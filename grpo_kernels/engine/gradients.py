@@ -171,7 +171,7 @@ def gradients_of_logp(
     dlogp: Tensor,  # (T,)
     route: Route,
     needs: Needs,
-    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
+    weight_grad: WeightGrad,
     nonzero: Tensor | None = None,  # (T,) bool, the rows to multiply; None: all
 ) -> Gradients:
     """Compute gradients from those of all rows' log-probabilities by the logits.
@@ -212,7 +212,7 @@ def recompute_backward(
     grad_stats: StatsGrad,
     route: Route,
     needs: Needs,
-    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
+    weight_grad: WeightGrad,
     selection: Selection = Selection(),  # noqa: B008
 ) -> Gradients:
     """Compute gradients from statistics and their gradients; logits are formed again.

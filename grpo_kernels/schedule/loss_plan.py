@@ -211,7 +211,7 @@ def make_plan(
     options: RunOptions,
     active: RowsWithGradient,
     needs: Needs,
-    weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
+    weight_grad: WeightGrad,
 ) -> Plan:
     """Choose backend, schedule and chunks for the rows of ``active``.
 

@@ -215,6 +215,7 @@ def _backward_of_gradient(
             stats=RowStats(*stats),
             route=plan.route,
             needs=needs.of_rows,
+            weight_grad=plan.weight_grad,
         )
         needs = needs.of_head_alone
     by_gemms = gradients_of_logp(

@@ -103,7 +103,7 @@ FEATURES: dict[str, Changes | Callable[[], Changes]] = {
         model=tied_policy, target_modules=["q_proj"], modules_to_save=["lm_head"],
         ensure_weight_tying=True, use_sampling_mask=True, beta=0.1, num_iterations=3, **FILTERS,
     ),
-    "an adapter that is sent alone, rollout correction, replayed groups": lambda: engine(
+    "an adapter sent without its base, rollout correction, replayed groups": lambda: engine(
         noise=0.2, vllm_importance_sampling_mode="token_truncate", takes_adapter=True,
         prompts=Replay, **adapter(target_modules=["q_proj"]), **EVALUATED,
     ),
