@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer import GRPOTrainer
+from tests.support.threads import rollouts_end
 from tests.support.tools import (
     ScriptedEngine,
     call,
@@ -96,10 +97,6 @@ def answer_of(ids, completions) -> dict:
     }  # fmt: skip
 
 
-def ended() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
-
-
 @pytest.mark.parametrize(("ahead", "changes"), [(0, {}), *product([1, 2], IN_FLIGHT)])
 def test_environments(make, ahead, changes):
     """Rewards are those of the completion's own environment, whatever runs at the same time."""
@@ -123,7 +120,7 @@ def test_environments(make, ahead, changes):
     last = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert last["tools/call_frequency"] == 2 and last["tools/failure_frequency"] == 0
     assert [type(one) for one in trainer.environments] == [Counter] * 8
-    assert ended()
+    assert rollouts_end()
 
 
 def test_a_slow_conversation_holds_nobody_up(make):
@@ -151,7 +148,7 @@ def test_a_slow_conversation_holds_nobody_up(make):
     trainer.train()
     assert all("1" not in step for step in trained[:3])
     assert sum(step.count("1") for step in trained) == 2  # the dataset has it twice in six steps
-    assert ended()
+    assert rollouts_end()
 
 
 @pytest.mark.parametrize("changes", IN_FLIGHT)
@@ -181,7 +178,7 @@ def test_a_function(make, changes):
     assert all(before == after for before, after in updates)
     staleness = [r["sampling/staleness"] for r in trainer.state.log_history if "loss" in r]
     assert staleness == [0, 1, 1, 1, 1, 1]
-    assert ended()
+    assert rollouts_end()
 
 
 @pytest.mark.parametrize(
@@ -253,8 +250,7 @@ def test_a_function_generates_nothing_after_its_run(make):
     with pytest.raises(Exception, match="no reward"):
         trainer.train()
     run_ended.set()
-    while not ended():
-        time.sleep(0.01)
+    assert rollouts_end()
     assert errors == ["rollouts.generate: expected a run that goes on, got one that ended"]
 
 
@@ -301,7 +297,7 @@ def test_errors_are_raised_where_completions_are_needed(make, kind, error):
         trainer.rollouts.engine.complete_one = fails
     with pytest.raises(RuntimeError, match="no world"):
         trainer.train()
-    assert ended()
+    assert rollouts_end()
 
 
 @pytest.mark.parametrize("changes", IN_FLIGHT)

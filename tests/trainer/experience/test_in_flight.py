@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from grpo_trainer.demo.task import digits_reversal_reward
 from grpo_trainer.engines import Completion, RolloutEngine
 from grpo_trainer.vllm import ServerError
+from tests.support.threads import rollouts_end
 from tests.support.trainer import CannedEngine, of_steps
 
 GENERATE = "/inference/v1/generate"
@@ -130,7 +131,7 @@ def test_unfinished_groups_go_on_and_none_is_lost(make):
     mean = of_steps(trainer, "sampling/staleness")[late]
     assert mean == pytest.approx(sum(ages) / len(ages))
     assert trainer.rollouts.engine.asked == 12 * SIZE  # nothing is begun that is not trained on
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+    assert rollouts_end()
 
 
 def test_tokens_that_are_too_old_are_left_out(make):

@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 from grpo_trainer import GRPOTrainer
 from grpo_trainer.checkpoint.files import write_manifest
 from grpo_trainer.demo.task import digits_reversal_reward
+from tests.support.threads import rollouts_end
 from tests.support.trainer import BackgroundEngine, logged, of_steps
 from tests.support.vllm_stub import StubServer, choices
 
@@ -41,7 +42,7 @@ def engine(policy, tokenizer) -> BackgroundEngine:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+    assert rollouts_end()
 
 
 def until(condition) -> None:
