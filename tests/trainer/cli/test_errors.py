@@ -91,7 +91,7 @@ def places(a_room, tmp_path_factory) -> Path:
         "hostile.csv": "\x1b[2Jquestion,answer\n1=,1\n",
         "empty.jsonl": "",
         "broken.jsonl": '{"prompt": "1="}\n{"prompt"',
-        "deep.jsonl": f'{{"prompt": {"[" * 3000}{"]" * 3000}}}',
+        "deep.jsonl": f'{{"prompt": {"[" * 5000}{"]" * 5000}}}',
         "broken.parquet": "PAR",
         "long.jsonl": json.dumps({"prompt": "1" * 100, "answer": "1"}),
         "unbound.py": "x = 1\ny = z",

@@ -122,7 +122,7 @@ def test_words_stay_words_and_numbers_numbers():
         ("num_generations:", ": num_generations cannot be a null"),
         ("- seed", "run.yaml cannot be read: expected `name: value` lines"),
         ("a: [", " cannot be read: while parsing"),
-        (f"reward_funcs: {'[' * 600}{']' * 600}", " is nested too deep"),
+        (f"reward_funcs: {'[' * 5000}{']' * 5000}", " is nested too deep"),
         ("reward_funcs: [[a]]", ": reward_funcs cannot be a list"),
         ("seed: !!python/name:os.getpid", " cannot be read: could not determine"),
         ("generation_kwargs: {[1]: 2}", " cannot be read: while constructing"),
