@@ -35,6 +35,7 @@ _TURN: Message = {"role": "assistant", "content": "answer"}
 # arguments and a result that occur in no template
 _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
+_MOST_BEGINNINGS = 256  # that are kept: a policy can call tools that do not exist
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class ToolTemplate:
     options: dict[str, Any]  # further arguments of ``apply_chat_template``
     _thought: Message = field(default_factory=dict, init=False)  # in the stand-in, one of _THOUGHTS
     _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of the stand-in's calls
+    _beginnings: dict[str, list[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._tokenizer = tokenizer_of(self.processing_class)
@@ -66,12 +68,14 @@ class ToolTemplate:
                 an image is to be shown that it leaves out, or for which there is no processor.
         """
         for thought in (self._thought, *_THOUGHTS):
-            encoded, prefix = self._encode(messages, tools, thought)
-            start = len(prefix)
-            if encoded.ids[:start] == prefix:
+            encoded = self._encode(messages, tools, thought)
+            beginning = self._beginning(messages, tools, thought)
+            start = len(beginning)
+            if encoded.ids[:start] == beginning:
                 self._thought = thought
                 # GLM ends a turn with what the next message begins with
                 return encoded, start + (encoded.ids[start : start + 1] == [end])
+            self._beginnings.clear()  # some templates write the date
         raise ValueError(
             "processing_class: expected a chat template that only adds to a conversation when a "
             "tool answers, so that the next turn continues the tokens that were sampled, got one "
@@ -128,18 +132,28 @@ class ToolTemplate:
                 "the results of tools, got one that reads the calls before them once more"
             )
 
-    def _encode(
-        self, messages: list[Message], tools: Schemas, thought: Message
-    ) -> tuple[Encoded, list[int]]:
-        """Return a conversation with the results, and the tokens that it should begin with."""
-        calling = self._conversation([message["name"] for message in messages], thought)
-        prefix = self._ids(self._text(calling, tools))
+    def _beginning(self, messages: list[Message], tools: Schemas, thought: Message) -> list[int]:
+        """Return the tokens that a conversation with these results should begin with."""
+        names = [message["name"] for message in messages]
+        key = json.dumps([names, tools, thought])
+        ids = self._beginnings.get(key)
+        if ids is None:
+            if len(self._beginnings) >= _MOST_BEGINNINGS:
+                self._beginnings.clear()
+            ids = self._beginnings[key] = self._render_beginning(names, tools, thought)
+        return ids
+
+    def _render_beginning(self, names: list[str], tools: Schemas, thought: Message) -> list[int]:
+        ids = self._ids(self._text(self._conversation(names, thought), tools))
         # The turn was sampled up to its end; a template may write more after that. Other messages
         # have ends, too: some models end a turn with what other messages begin with.
-        turn = _shared(prefix, self._ids(self._text([_USER, _TURN | thought], tools)))
-        end = next(
-            (i for i in range(turn, len(prefix)) if prefix[i] in self.eos_token_ids), len(prefix)
-        )
+        turn = _shared(ids, self._ids(self._text([_USER, _TURN | thought], tools)))
+        end = next((i for i in range(turn, len(ids)) if ids[i] in self.eos_token_ids), len(ids))
+        return ids[: end + 1]
+
+    def _encode(self, messages: list[Message], tools: Schemas, thought: Message) -> Encoded:
+        """Return a conversation with the results."""
+        calling = self._conversation([message["name"] for message in messages], thought)
         text = self._text([*calling, *messages], tools, add_generation_prompt=True)
         images = images_of(messages)
         if images and not isinstance(self.processing_class, ProcessorMixin):
@@ -150,7 +164,7 @@ class ToolTemplate:
                 f"{type(self.processing_class).__name__}"
             )
         encoder = self.processing_class if images else self._tokenizer
-        return encode_text(text, images, encoder), prefix[: end + 1]
+        return encode_text(text, images, encoder)
 
     def _conversation(self, names: list[str], thought: Message) -> list[Message]:
         calls = [tool_call(name, self._arguments) for name in names]

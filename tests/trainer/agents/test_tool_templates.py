@@ -7,6 +7,8 @@ import math
 import pytest
 
 from grpo_trainer.agents import make_toolbox
+from grpo_trainer.agents.template import ToolTemplate
+from grpo_trainer.agents.tools import schemas
 from tests.support.tools import TEMPLATE, Play, add, call, make_tool_tokenizer, results, then
 
 
@@ -184,3 +186,29 @@ def test_thoughts_are_no_content(turn, message):
 def test_prompts_that_are_text():
     with pytest.raises(ValueError, match="prompt: expected messages with tools, got the text 'q'"):
         Play(then(""))({"prompt": "q"})
+
+
+def test_the_beginning_of_a_conversation_is_rendered_once(monkeypatch):
+    """And again when it has changed, as on the next day of a template that writes the date."""
+    tokenizer, tools = make_tool_tokenizer("Monday" + TEMPLATE), schemas(make_toolbox([add]))
+    template = ToolTemplate(tokenizer, {tokenizer.eos_token_id}, {})
+    rendered, render = [], tokenizer.apply_chat_template
+
+    def count(messages, **options):
+        rendered.append(messages)
+        return render(messages, **options)
+
+    def answer(text: str) -> str:
+        encoded, start = template.results(
+            [{"role": "tool", "name": "add", "content": text}], tools, tokenizer.eos_token_id
+        )
+        return tokenizer.decode(encoded.ids[start:])
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    renders = []
+    for text in "123":
+        if text == "3":
+            tokenizer.chat_template = "Tuesday" + TEMPLATE
+        assert answer(text) == f"\n<|start|>tool\n{text}<|end|>\n<|start|>assistant\n"
+        renders.append(len(rendered))
+    assert renders == [3, 4, 8]  # at the third, one more that does not fit
