@@ -264,10 +264,11 @@ def test_triton_reads_gradients_in_place_of_logits(triton, columns, name):
 
 @pytest.mark.parametrize("spread", [1.0, 3.0, 10.0], ids=["flat", "open", "peaked"])
 def test_right_in_the_mean(kernels, spread):
-    """Over 10,000 draws, within five standard errors of each row's sum of them."""
+    """Over many draws, within five standard errors of each row's sum of them."""
     if kernels.name == "triton" and kernels.device.type == "cpu":
         pytest.skip("too slow, and the same sample as of the others")
-    draws, rows, columns = 10_000, 8, 600
+    # torch takes a minute for as many, and draws the same sample
+    draws, rows, columns = 2_000 if kernels.name == "torch" else 10_000, 8, 600
     logits = spread * torch.randn(rows, columns)
     tile = tile_of(kernels, logits)
     stats = kernels.backend.stats(tile, extras=False)

@@ -123,12 +123,13 @@ def test_the_bound_is_never_under_the_error(kind: str) -> None:
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("backend,device", targets("triton"))
 def test_right_in_the_mean(kind: str, backend: str, device: torch.device) -> None:
-    """The mean over 1,000 seeds is the exact gradient, within its own standard error.
+    """The mean over many seeds is the exact gradient, within its own standard error.
 
-    The error of a mean of n unbiased samples is 1 / sqrt(n) of one's. Here that is a thirtieth, and
-    five times a thirtieth is allowed in the norm: a bias of a sixth of one sample's error fails.
+    The error of a mean of n unbiased samples is 1 / sqrt(n) of one's. With 1,000 that is a
+    thirtieth, and five times a thirtieth is allowed in the norm: a bias of a sixth of one sample's
+    error fails. In torch, which takes ten times as long for the same sample, it is of a third.
     """
-    x, count = inputs(kind).to(torch.float32), 1000
+    x, count = inputs(kind).to(torch.float32), 250 if backend == "chunked" else 1000
     rows = slice(0, 24)
     tensors = (x.hidden[rows], x.weight, x.target[rows], x.dlogp[rows])
     x = Inputs(*(tensor.detach().to(device) for tensor in tensors))
