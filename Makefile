@@ -1,4 +1,4 @@
-# make demo | make real | make test-fast | make test-main | make test | make check | make docs | make bench | make gpu:
+# make demo | make real | make test-fast | make test-main | make test-long | make test | make check | make docs | make bench | make gpu:
 # each works alone, from a fresh machine with Python 3.11, its venv, make and g++. All goes into .venv, the
 # pretrained model into .venv-real, vLLM into .venv-vllm, DeepSpeed into .venv-deepspeed, other trainers into
 # .venv-hosts, the newest packages into .venv-newest and .venv-vllm-newest. make gpu and make gpu-tune need no
@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo real test announce-test test-main test-fast test-sharded test-real test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-real bench-vllm results gpu gpu-model gpu-status gpu-tune wheels clean
+.PHONY: demo real test announce-test test-main test-long test-fast test-sharded test-real test-integrations test-vllm test-newest test-torch test-sanitized test-emulated check docs docs-serve packages release bench bench-real bench-vllm results gpu gpu-model gpu-status gpu-tune wheels clean
 
 # ROLLOUT=vllm: vLLM generates
 ROLLOUT ?= transformers
@@ -39,15 +39,19 @@ test: announce-test $(VENV)/.dev
 
 announce-test:
 	@echo "make test: about 45 minutes on two free cores, and 7 GB in six environments."
-	@echo "make test-main is its largest part, kernels and trainer: about 20 minutes, and 2.8 GB in $(VENV)."
+	@echo "make test-main is its largest part, kernels and trainer: about 15 minutes, and 2.8 GB in $(VENV)."
 
 # what needs no further environment
 test-main: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+# what is marked long, such as kernels compiled for GPUs, every benchmark and examples that train
+test-long: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 # the everyday loop: without Triton's interpreter, and without the tests that take the longest
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 2 -m "not slow" tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 2 -m "not slow and not long" tests
 
 # the oldest torch, in an environment of its own; where it cannot be installed this says so
 test-torch: $(VENV)/.dev

@@ -35,8 +35,10 @@ def in_pairs(python: str) -> Commands:
 def one_by_one(python: str) -> Commands:
     """Return the parts that use two cores."""
     mine = sys.executable
+    in_two = [mine, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m"]
     return {
-        "kernels and trainer": [mine, "-m", "pytest", "-n", "2", "--dist", "worksteal"],
+        "kernels and trainer": [*in_two, "not long"],
+        "long tests": [*in_two, "long"],
         "oldest Triton": ["tests/triton_compat.sh", ".venv-triton", mine],
         "sanitizers": ["tests/sanitized/run.sh", "build/sanitized", mine],
         "emulated GPU": ["tests/emulated/run.sh", "build/tinygrad", mine],

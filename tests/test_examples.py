@@ -35,9 +35,9 @@ def _as_before(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = ("continuous_batching", "custom_reward", "images", "tools")
+LONG = ("continuous_batching", "custom_reward", "images", "tools")
 EXAMPLES = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
     for name in SCRIPTS
     if name not in (TWO_PROCESSES, *ELSEWHERE)
 ]
@@ -53,7 +53,7 @@ def test_example(name, capsys):
     assert re.search(SAID.get(name, ""), said)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes():
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

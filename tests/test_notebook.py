@@ -54,7 +54,7 @@ def printed(outputs: list[Any], name: str = "stdout") -> str:
     return "".join(part.text for part in outputs if part.get("name") == name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_runs_learn_and_every_cell_shows_what_it_is_for(ran):
     outputs, folder = ran
     for name in ("dapo", "soft_clip"):

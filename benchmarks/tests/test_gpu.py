@@ -226,7 +226,7 @@ def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
             assert job.dry.interprets == bool(names & {*INTERPRETED}), job.name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_jobs_run_dry(tmp_path: Path) -> None:
     """One of tests and one of a benchmark: test_suites.py runs all benchmarks."""
     words = "--dry", "skipping", "bits", "--out", str(tmp_path), "--limit", "900"

@@ -35,7 +35,7 @@ def _pytest(*words: str, **variables: str) -> str:
     return execute("-m", "pytest", *words, *options, limit=1800.0, **variables)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("interprets", [False, True], ids=["compiled", "interpreted"])
 def test_benchmarks_as_they_are_run(
     interprets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tests.backends.compile_gate import command, fits
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 WARM_UP = [sys.executable, "-m", "tests.backends.warm_up_steps"]
 

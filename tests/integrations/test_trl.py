@@ -187,7 +187,7 @@ def check_refused() -> None:
                 call()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trl() -> None:
     """In a process of its own, where no other trainer of TRL is."""
     contract.assert_passed(run_alone(cases))

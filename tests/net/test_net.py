@@ -25,7 +25,7 @@ def test_generated_cases(number: int) -> None:
     assert_none_fails(number, 170, ON_CPUS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(6, 12))
 def test_more_generated_cases(number: int) -> None:
     assert_none_fails(number, 170, ON_CPUS)
@@ -54,7 +54,7 @@ def test_ties_between_ranks(ranked: tuple[str, ...]) -> None:
         assert torch.equal(split.values[name], whole.values[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(3))
 def test_cases_compiled(number: int) -> None:
     assert_none_fails(number, 12, WITHOUT_REFERENCE, compiled=True)

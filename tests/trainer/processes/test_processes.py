@@ -162,6 +162,7 @@ def test_the_files_for_accelerate(path):
         assert f"zero{args.zero_stage}" == path.stem
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", ["fsdp2", pytest.param("zero3", marks=pytest.mark.deepspeed)])
 def test_the_files_for_accelerate_run(placement, tmp_path):
     """Start FSDP2 as on two machines, and DeepSpeed on one."""
