@@ -35,7 +35,7 @@ _TURN: Message = {"role": "assistant", "content": "answer"}
 # arguments and a result that occur in no template
 _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
-_MOST_BEGINNINGS = 256  # that are kept: a policy can call tools that do not exist
+_MAX_BEGINNINGS = 256  # a policy can call any number of tools that do not exist
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class ToolTemplate:
     options: dict[str, Any]  # further arguments of ``apply_chat_template``
     _thought: Message = field(default_factory=dict, init=False)  # in the stand-in, one of _THOUGHTS
     _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of the stand-in's calls
-    _beginnings: dict[str, list[int]] = field(default_factory=dict, init=False)
+    _beginnings: dict[str, list[int]] = field(default_factory=dict, init=False)  # a cache
 
     def __post_init__(self) -> None:
         self._tokenizer = tokenizer_of(self.processing_class)
@@ -75,7 +75,7 @@ class ToolTemplate:
                 self._thought = thought
                 # GLM ends a turn with what the next message begins with
                 return encoded, start + (encoded.ids[start : start + 1] == [end])
-            self._beginnings.clear()  # some templates write the date
+            self._beginnings.clear()  # stale if the template writes the date
         raise ValueError(
             "processing_class: expected a chat template that only adds to a conversation when a "
             "tool answers, so that the next turn continues the tokens that were sampled, got one "
@@ -138,9 +138,10 @@ class ToolTemplate:
         key = json.dumps([names, tools, thought])
         ids = self._beginnings.get(key)
         if ids is None:
-            if len(self._beginnings) >= _MOST_BEGINNINGS:
+            ids = self._render_beginning(names, tools, thought)
+            if len(self._beginnings) >= _MAX_BEGINNINGS:
                 self._beginnings.clear()
-            ids = self._beginnings[key] = self._render_beginning(names, tools, thought)
+            self._beginnings[key] = ids
         return ids
 
     def _render_beginning(self, names: list[str], tools: Schemas, thought: Message) -> list[int]:

@@ -267,7 +267,7 @@ def test_right_in_the_mean(kernels, spread):
     """Over many draws, within five standard errors of each row's sum of them."""
     if kernels.name == "triton" and kernels.device.type == "cpu":
         pytest.skip("too slow, and the same sample as of the others")
-    # torch takes a minute for as many, and draws the same sample
+    # torch draws the same sample, but slowly
     draws, rows, columns = 2_000 if kernels.name == "torch" else 10_000, 8, 600
     logits = spread * torch.randn(rows, columns)
     tile = tile_of(kernels, logits)

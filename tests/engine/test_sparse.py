@@ -127,7 +127,7 @@ def test_right_in_the_mean(kind: str, backend: str, device: torch.device) -> Non
 
     The error of a mean of n unbiased samples is 1 / sqrt(n) of one's. With 1,000 that is a
     thirtieth, and five times a thirtieth is allowed in the norm: a bias of a sixth of one sample's
-    error fails. In torch, which takes ten times as long for the same sample, it is of a third.
+    error fails. Torch draws the same sample, but slowly: there 250 seeds detect a bias of a third.
     """
     x, count = inputs(kind).to(torch.float32), 250 if backend == "chunked" else 1000
     rows = slice(0, 24)

@@ -9,7 +9,8 @@ import time
 def rollouts_end(seconds: float = 30) -> bool:
     """Return whether every thread of rollouts ends within ``seconds``.
 
-    A thread sets its result, or is left behind by a conversation that failed, before it ends.
+    A thread ends a moment after it sets its result. If a conversation fails, the threads of the
+    others finish what they are doing.
     """
     deadline = time.monotonic() + seconds
     for thread in threading.enumerate():

@@ -198,10 +198,9 @@ def test_the_beginning_of_a_conversation_is_rendered_once(monkeypatch):
         rendered.append(messages)
         return render(messages, **options)
 
-    def answer(text: str) -> str:
-        encoded, start = template.results(
-            [{"role": "tool", "name": "add", "content": text}], tools, tokenizer.eos_token_id
-        )
+    def answer(text: str, name: str = "add") -> str:
+        message = {"role": "tool", "name": name, "content": text}
+        encoded, start = template.results([message], tools, tokenizer.eos_token_id)
         return tokenizer.decode(encoded.ids[start:])
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", count)
@@ -211,4 +210,7 @@ def test_the_beginning_of_a_conversation_is_rendered_once(monkeypatch):
             tokenizer.chat_template = "Tuesday" + TEMPLATE
         assert answer(text) == f"\n<|start|>tool\n{text}<|end|>\n<|start|>assistant\n"
         renders.append(len(rendered))
-    assert renders == [3, 4, 8]  # at the third, one more that does not fit
+    assert renders == [3, 4, 8]  # the third is rendered twice: the cached beginning is stale
+    for number in range(300):  # tools that do not exist
+        answer("1", f"add{number}")
+    assert len(template._beginnings) <= 256
