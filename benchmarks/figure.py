@@ -1,10 +1,11 @@
-"""The figure of README: time, memory and error of the head's forward and backward, by library.
+"""The figure in README: time, memory and error of the head's forward and backward, by library.
 
-Pictures for light and dark pages, for wide and narrow ones, as SVG, from the result files.
+SVG files for light and dark pages and for wide and narrow screens, from the result files.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,10 +16,10 @@ from benchmarks import text
 from benchmarks.results import Group, Row
 from benchmarks.tables import BARE
 
-# who is drawn, and how readers call it; a version is that of the run
+# providers in the figure with their labels; the package whose version the label shows
 LIBRARIES = {
     "ours": ("grpo-kernels", ""),
-    "ours-two-pass": ("the same, two passes", ""),
+    "ours-two-pass": ("grpo-kernels, two_pass", ""),
     "trl": ("TRL", "trl"),
     "liger": ("Liger, chunked loss", "liger-kernel"),
     "liger-triton": ("Liger, Triton loss", "liger-kernel"),
@@ -27,18 +28,32 @@ LIBRARIES = {
 }
 OURS = ("ours", "ours-two-pass")
 THEMES = {
-    "light": {"text": "#1f2328", "muted": "#59636e", "ours": "#0969da", "other": "#b6bfc9"},
-    "dark": {"text": "#f0f6fc", "muted": "#9198a1", "ours": "#4493f8", "other": "#4d5763"},
+    "light": {
+        "page": "#ffffff",
+        "text": "#1f2328",
+        "muted": "#59636e",
+        "ours": "#0969da",
+        "other": "#b6bfc9",
+    },
+    "dark": {
+        "page": "#0d1117",
+        "text": "#f0f6fc",
+        "muted": "#9198a1",
+        "ours": "#4493f8",
+        "other": "#4d5763",
+    },
 }
 _LINE, _TITLE, _BAR = 26, 22, 18  # heights
+_LONGEST_TIME = 3.0
+_LONGEST_BYTES = 3 * 2**30
 _STRONG, _SMALL = 'font-weight="600"', 'font-size="12"'
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are: columns beside one another, or below one another with labels of their own.
+    """Where things are: columns next to each other, or stacked and each with its own labels.
 
-    ``bars`` are the longest ones of the columns; 0: there are only numbers.
+    ``bars`` has the length of each column's longest bar; 0 prints numbers without bars.
     """
 
     width: int
@@ -48,8 +63,8 @@ class Layout:
 
 
 LAYOUTS = {
-    "wide": Layout(900, (186, 474, 762), (210, 210, 0)),
-    "narrow": Layout(420, (190, 190, 190), (160, 160, 0), stacked=True),
+    "wide": Layout(900, (184, 506, 768), (200, 185, 0)),
+    "narrow": Layout(420, (190, 190), (160, 160), stacked=True),
 }
 
 
@@ -60,14 +75,19 @@ class Column:
     title: str
     values: dict[str, Any]  # by library; None: not measured
     write: Callable[[Any], str]
+    cut: float = math.inf  # longer bars end here and are broken
+
+    @property
+    def longest(self) -> float:
+        return min(self.cut, max(filter(None, self.values.values())))
 
 
 def draw(theme: str, layout: str, groups: Sequence[Group]) -> str:
-    """Draw what was measured in each group, one below the other."""
-    colours, place = THEMES[theme], LAYOUTS[layout]
+    """Draw a block for each group, one below the other."""
+    colors, place = THEMES[theme], LAYOUTS[layout]
     parts, top = list[str](), 0
     for group in groups:
-        parts += _block(group, place, colours, top)
+        parts += _block(group, place, colors, top)
         top += _height(group, place)
     size = f'width="{place.width}" height="{top}" viewBox="0 0 {place.width} {top}"'
     font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="14"'
@@ -91,14 +111,16 @@ def pictures(groups: Sequence[Group]) -> dict[str, str]:
 def _columns(group: Group, rows: dict[str, Row]) -> list[Column]:
     return [
         Column(
-            "time / matrix products alone (lower is better)",
+            "time (1 = the three matmuls alone; lower is better)",
             {name: group.ratio(row, BARE) for name, row in rows.items()},
             text.ratio,
+            cut=_LONGEST_TIME,
         ),
         Column(
-            "extra memory, MiB",
+            "extra memory, MiB (lower is better)",
             {name: row.extra_bytes for name, row in rows.items()},
             lambda size: f"{size / 2**20:,.0f}",
+            cut=_LONGEST_BYTES,
         ),
         Column(
             "gradient error vs fp64",
@@ -108,26 +130,25 @@ def _columns(group: Group, rows: dict[str, Row]) -> list[Column]:
     ]
 
 
-def _block(group: Group, place: Layout, colours: dict[str, str], top: int) -> Iterator[str]:
-    """Yield what was measured where, and the columns."""
+def _block(group: Group, place: Layout, colors: dict[str, str], top: int) -> Iterator[str]:
+    """Yield a group's title and columns."""
     facts = group.facts
-    shape = f"{facts['tokens']:,} tokens, hidden {facts['hidden']:,}, vocabulary "
-    shape += f"{facts['vocabulary']:,}"
-    lines = [f"{group.where}, {facts['dtype']}", shape]
-    for line in lines if place.stacked else [": ".join(lines)]:
+    lines = [f"{facts['model'].title()} head on one {group.where}"]
+    lines += [f"{facts['tokens']:,} tokens, {facts['dtype']}, forward and backward"]
+    for line in lines if place.stacked else [", ".join(lines)]:
         top += _TITLE
-        yield _text(0, top, line, colours["text"], _STRONG)
+        yield _text(0, top, line, colors["text"], _STRONG)
     rows = dict(_rows(group))
     height = _column_height(group)
-    for number, column in enumerate(_columns(group, rows)):
+    for number, column in enumerate(_columns(group, rows)[: len(place.columns)]):
         x, longest = place.columns[number], place.bars[number]
         at = top + number * height * place.stacked
-        yield _text(0 if place.stacked else x, at + 22, column.title, colours["muted"], _SMALL)
+        yield _text(0 if place.stacked else x, at + 22, column.title, colors["muted"], _SMALL)
         for line, name in enumerate(rows):
             y = at + _TITLE + 12 + line * _LINE
             if place.stacked or number == 0:
-                yield _text(0, y + 14, _label(name, group), colours["text"], _weight(name))
-            yield from _value(column, name, x, y, longest, colours)
+                yield _text(0, y + 14, _label(name, group), colors["text"], _weight(name))
+            yield from _value(column, name, x, y, longest, colors)
 
 
 def _column_height(group: Group) -> int:
@@ -141,25 +162,33 @@ def _height(group: Group, place: Layout) -> int:
 
 
 def _value(
-    column: Column, name: str, x: int, y: int, longest: int, colours: dict[str, str]
+    column: Column, name: str, x: int, y: int, longest: int, colors: dict[str, str]
 ) -> Iterator[str]:
-    """Draw the bar of one library with its number behind it, or the number alone."""
+    """Draw one library's bar followed by its number, or only the number."""
     value = column.values[name]
     if value is None:
-        yield _text(x, y + 14, "not measured", colours["muted"], _SMALL)
+        yield _text(x, y + 14, "not measured", colors["muted"], _SMALL)
         return
     end: float = x
     if longest:
-        width = longest * value / max(filter(None, column.values.values()))
+        width = longest * min(value, column.longest) / column.longest
         size = f'width="{width:.1f}" height="{_BAR}" rx="2"'
-        fill = colours["ours" if name in OURS else "other"]
+        fill = colors["ours" if name in OURS else "other"]
         yield f'<rect x="{x}" y="{y}" {size} fill="{fill}"/>'
+        if value > column.cut:
+            yield _break(x + 0.9 * width, y, colors["page"])
         end += width + 6
-    yield _text(end, y + 14, column.write(value), colours["text"], _weight(name))
+    yield _text(end, y + 14, column.write(value), colors["text"], _weight(name))
+
+
+def _break(x: float, y: int, color: str) -> str:
+    """Draw the gap in a bar that is longer than its column."""
+    shape = f"M{x:.1f} {y + _BAR + 1} l8 -{_BAR + 2}"
+    return f'<path d="{shape}" stroke="{color}" stroke-width="5"/>'
 
 
 def _rows(group: Group) -> Iterator[tuple[str, Row]]:
-    """Go through who was measured: ours, then the others by time."""
+    """Yield the libraries that were measured: ours first, then the others by time."""
     found = [(name, row) for name in LIBRARIES if (row := group[name]) and row.median]
     yield from sorted(found, key=lambda pair: (pair[0] not in OURS, pair[1].median))
 

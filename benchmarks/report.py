@@ -43,7 +43,7 @@ DOCUMENTS = (
 )
 _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
-    {"kind": "cpu", "work": "dapo", "model": "qwen2.5-0.5b", "tokens": 1024, "dtype": "fp32"},
+    {"kind": "cuda", "work": "dapo", "model": "qwen3-8b", "tokens": 8192, "dtype": "bf16"},
 )
 # what the blocks call
 _PROLOGUE = "\n".join(
@@ -90,6 +90,46 @@ def _heads(kind: str, **facts: str | int) -> list[Group]:
     """Return the cases of the heads of the newest device of a kind that have these facts."""
     found = [group for group in newest(kind)[1] if group.benchmark == "heads"]
     return tables.in_order(group for group in found if facts.items() <= group.facts.items())
+
+
+def next_to_others(kind: str) -> str:
+    """Write how the two schedules compare with TRL's fused head and Liger's Triton loss."""
+    drawn = ("ours", "ours-two-pass", "trl", "liger-triton")
+    cases = [
+        group
+        for group in _heads(kind, work="dapo", dtype="bf16")
+        if all((row := group[name]) and row.median for name in drawn)
+    ]
+    if not cases:
+        return NOT_MEASURED
+    rows = {name: [group[name] for group in cases] for name in drawn}
+
+    def times(name: str, other: str) -> str:
+        pairs = zip(rows[name], rows[other], strict=True)
+        return text.percents([own.median / their.median for own, their in pairs])
+
+    def sizes(name: str, other: str) -> str:
+        pairs = zip(rows[name], rows[other], strict=True)
+        return text.percents([own.extra_bytes / their.extra_bytes for own, their in pairs])
+
+    def error(name: str) -> str:
+        return text.error(max(row.worst("dhidden", "dweight") for row in rows[name]))
+
+    models = " and ".join({group.facts["model"].title(): None for group in cases})
+    tokens = [group.facts["tokens"] for group in cases]
+    return "\n".join([
+        f"On one {cases[0].where}, heads of {models}, bf16, {min(tokens):,} to {max(tokens):,} tokens:",
+        "",
+        f"* **Default:** {times('ours', 'trl')} of the time of TRL's fused head, and "
+        f"{sizes('ours', 'trl')} of its memory.",
+        f'* **`schedule="two_pass"`:** {times("ours-two-pass", "trl")} of its time, and '
+        f"{sizes('ours-two-pass', 'trl')} of its memory.",
+        f"* **Gradient error against fp64:** {error('ours')}. With TRL, Liger and eager PyTorch it "
+        f"is {error('trl')}, because they round the logits to bf16.",
+        f"* **Where we lose:** Liger's Triton loss needs {times('liger-triton', 'ours')} of the "
+        f"time of our default, and {sizes('liger-triton', 'ours')} of its memory. `two_pass` needs "
+        f"{sizes('ours-two-pass', 'liger-triton')} of the memory of Liger's loss.",
+    ])  # fmt: skip
 
 
 def ratio_errors(kind: str) -> str:

@@ -50,6 +50,11 @@ def percent(share: float) -> str:
     return f"{digits(100 * share, 1)} %"
 
 
+def percents(shares: Sequence[float]) -> str:
+    """Write the smallest and the largest: 62% to 81%."""
+    return f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
+
+
 def spread(values: Sequence[float]) -> str:
     """Write the median of ratios, and in brackets from which to which."""
     if not values:
