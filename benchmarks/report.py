@@ -117,8 +117,9 @@ def next_to_others(kind: str) -> str:
 
     models = " and ".join({group.facts["model"].title(): None for group in cases})
     tokens = [group.facts["tokens"] for group in cases]
+    where = f"On one {cases[0].where}, heads of {models}, bf16"
     return "\n".join([
-        f"On one {cases[0].where}, heads of {models}, bf16, {min(tokens):,} to {max(tokens):,} tokens:",
+        f"{where}, {min(tokens):,} to {max(tokens):,} tokens:",
         "",
         f"* **Default:** {times('ours', 'trl')} of the time of TRL's fused head, and "
         f"{sizes('ours', 'trl')} of its memory.",
