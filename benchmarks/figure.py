@@ -63,7 +63,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "wide": Layout(900, (184, 506, 768), (200, 185, 0)),
+    "wide": Layout(900, (192, 508, 768), (200, 185, 0)),
     "narrow": Layout(420, (190, 190), (160, 160), stacked=True),
 }
 

@@ -1,4 +1,4 @@
-"""What griffe does not know of our docstrings: roles, comments beside fields, checked fields."""
+"""Teach griffe our docstrings: roles, comments next to fields, and checked fields."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`(~?)([\w.]+)`")
 _SEVERAL = re.compile(r"^    (\w+(?:, \w+)+):(.*\n(?: {5,}.*\n|\n(?= {5}))*)", re.M)
-_NOTES = ("type:", "noqa")  # to tools, among comments
-_CHECKED = ("number", "choice")  # of grpo_kernels.common: a default, and what is checked
+_NOTES = ("type:", "noqa")  # comments for tools
+_CHECKED = ("number", "choice")  # grpo_kernels.common: fields with a default and a check
 
 
 class Docstrings(griffe.Extension):
-    """Make docstrings, fields and signatures say what their source says."""
+    """Show docstrings, fields and signatures as they are in the source."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        """Take the default of a checked field as its value, and a comment as its docstring."""
+        """Show a checked field's default as its value, and its comment as its docstring."""
         if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) in _CHECKED:
             default = attr.value.arguments[0]
             attr.value = default.value if isinstance(default, griffe.ExprKeyword) else default
@@ -27,7 +27,7 @@ class Docstrings(griffe.Extension):
             attr.docstring = griffe.Docstring(words, parent=attr)
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Name the fields that a dataclass takes by ``__init__(self, **settings)``."""
+        """Show the fields that a dataclass accepts as ``__init__(self, **settings)``."""
         init = cls.members.get("__init__")
         if not isinstance(init, griffe.Function) or not _is_dataclass(cls):
             return
@@ -37,7 +37,7 @@ class Docstrings(griffe.Extension):
             init.parameters = griffe.Parameters(init.parameters[0], *fields, *others)
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Make a docstring Markdown of Google's style."""
+        """Convert a docstring to Markdown in Google style."""
         if obj.docstring is not None:
             obj.docstring.value = _google(obj.docstring.value, obj)
 
@@ -46,11 +46,11 @@ _OTHERS = griffe.ParameterKind.var_keyword
 
 
 def _comment(attr: griffe.Attribute) -> str:
-    """Return the comment behind a field, or the lines of comments above it."""
+    """Return the comment after a field, or the comment lines above it."""
     lines, end = attr.lines_collection[attr.filepath], attr.endlineno or attr.lineno
-    beside = [words.strip() for words in lines[end - 1].split("#")[1:]]
-    if beside := [words for words in beside if not words.startswith(_NOTES)]:
-        return " ".join(beside)
+    trailing = [words.strip() for words in lines[end - 1].split("#")[1:]]
+    if trailing := [words for words in trailing if not words.startswith(_NOTES)]:
+        return " ".join(trailing)
     start = first = attr.lineno - 1
     while lines[first - 1].lstrip().startswith("#"):
         first -= 1
@@ -75,7 +75,7 @@ def _parameter(field: Any) -> griffe.Parameter:
 
 
 def _google(text: str, obj: griffe.Object) -> str:
-    """Return a docstring with references in place of roles, and a line for each argument."""
+    """Replace roles by links, and give each argument its own line."""
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
     text = re.sub(r"::$", ":", text, flags=re.M)
     text = _SEVERAL.sub(_one_by_one, text + "\n").rstrip()
@@ -90,7 +90,7 @@ def _one_by_one(found: re.Match[str]) -> str:
 
 
 def _reference(role: re.Match[str], obj: griffe.Object) -> str:
-    """Write a link to what a role names, where the site has it."""
+    """Turn a role into a link if the site documents its target."""
     short, name = role.groups()
     first, dot, rest = name.partition(".")
     try:
@@ -98,7 +98,7 @@ def _reference(role: re.Match[str], obj: griffe.Object) -> str:
     except griffe.NameResolutionError:
         path = name
     last = path.rpartition(".")[2]
-    with contextlib.suppress(KeyError):  # a function that has the name of its module
+    with contextlib.suppress(KeyError):  # a function named like its module
         path = obj.modules_collection[path].members[last].path
     shown = (name.rpartition(".")[2] if short else name).replace("_", "&#95;")
     return f'<autoref optional identifier="{path}"><code>{shown}</code></autoref>'

@@ -1,4 +1,4 @@
-"""What the site has that is not under docs/: README and others, and links that lead out of it."""
+"""Add pages from outside docs/, such as README, and resolve links that leave docs/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-# pages that lie elsewhere
+# pages outside docs/ and their paths on the site
 ELSEWHERE = {
     "README.md": "index.md",
     "benchmarks/README.md": "numbers.md",
@@ -32,7 +32,7 @@ log = logging.getLogger("mkdocs.site")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and pictures that lie elsewhere; a notebook is a page."""
+    """Add pages and pictures from outside docs/, and a page for each notebook."""
     for source, page in ELSEWHERE.items():
         files.append(_file(config, page, ROOT / source))
     for picture in sorted(ROOT.glob(PICTURES)):
@@ -52,8 +52,8 @@ def _file(config: MkDocsConfig, place: str, source: Path) -> File:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return a page as the site has it."""
-    if page.parent is None:  # beside which there is no other
+    """Convert a page from GitHub Markdown to the site's Markdown."""
+    if page.parent is None:  # a page without siblings
         page.meta.setdefault("hide", ["navigation"])
     source = _source(page.file)
     if source is not None and source.suffix == ".ipynb":
@@ -93,7 +93,7 @@ def _within(file: File, page: File, html: bool) -> str:
 
 
 def _help(found: re.Match[str]) -> str:
-    """Run a command's help, at a width that does not depend on the terminal."""
+    """Return a command's help, at a fixed width."""
     command, *words = found[1].split()
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "88"
@@ -108,7 +108,7 @@ def _help(found: re.Match[str]) -> str:
 
 
 def _settings() -> str:
-    """Describe the arguments of a run by the classes that have them."""
+    """Describe the arguments of a run, grouped by class."""
     from transformers import TrainingArguments
 
     from grpo_trainer.cli.arguments import ModelConfig, RunArguments, ScriptArguments
@@ -123,7 +123,7 @@ def _settings() -> str:
         names = [name for name in owner.__dataclass_fields__ if name in actions]
         parts.append(pages.settings(title, [actions.pop(name) for name in names]))
     names = [f"`{name}`" for name in TrainingArguments.__dataclass_fields__ if name in actions]
-    parts.append(f"## Of transformers\n\n`grpo-train --help-all` describes {', '.join(names)}.")
+    parts.append(f"## From transformers\n\n`grpo-train --help-all` describes {', '.join(names)}.")
     return "\n\n".join(parts)
 
 

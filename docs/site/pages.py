@@ -1,4 +1,4 @@
-"""The text of pages: links as the site has them, lists of GitHub, helps, a notebook."""
+"""Convert the text of pages: links, GitHub lists, help texts, notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from argparse import Action
 from collections.abc import Callable, Iterator, Sequence
 
-# a link that is found in Markdown, or with True in HTML: what stands in its place
+# maps a link to its replacement; True for links in HTML
 Resolve = Callable[[str, bool], str]
 
 _CODE = r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+).*?^(?P=indent)(?P=fence)[ \t]*$"
@@ -24,7 +24,7 @@ _ITEM = re.compile(r" *(?P<mark>[*+-]|\d+[.)]) +(?=\S)")
 
 
 def relinked(text: str, resolve: Resolve) -> str:
-    """Return Markdown in which all links but those in code are as ``resolve`` has them."""
+    """Replace all links outside code with the result of ``resolve``."""
 
     def other(found: re.Match[str]) -> str:
         if found["code"]:
@@ -38,18 +38,18 @@ def relinked(text: str, resolve: Resolve) -> str:
 
 
 def without_markers(text: str) -> str:
-    """Return Markdown without the markers of cog."""
+    """Return Markdown without cog markers."""
     return _MARKERS.sub("", text)
 
 
 def as_site_reads(text: str) -> str:
-    """Return the Markdown of GitHub with lists as Python-Markdown reads them."""
+    """Rewrite GitHub's lists so that Python-Markdown reads them."""
     return "".join(_nested(text))
 
 
 def _nested(text: str) -> Iterator[str]:
-    """Yield lines; what belongs to an item of a list is four columns further in than the item."""
-    widths: list[int] = []  # where the words of each open item begin
+    """Yield lines; indent the contents of a list item four columns more than the item."""
+    widths: list[int] = []  # the column at which each open item's text begins
     fence, before, listed = "", "", False
     for line in text.splitlines(keepends=True):
         indent = len(line) - len(line.lstrip(" "))
@@ -61,7 +61,7 @@ def _nested(text: str) -> Iterator[str]:
                 widths.pop()
             opened = re.match(r" *(```+|~~~+)", line)
             fence = opened[1] if opened else ""
-        if not line.strip() or (widths and indent < widths[-1]):  # or a paragraph that goes on
+        if not line.strip() or (widths and indent < widths[-1]):  # or a paragraph that continues
             yield line
         else:
             item = None if fence else _ITEM.match(line)
@@ -75,7 +75,7 @@ def _nested(text: str) -> Iterator[str]:
 
 
 def settings(title: str, actions: Sequence[Action]) -> str:
-    """Describe arguments of a parser under a heading, each with an anchor of its name."""
+    """Describe a parser's arguments under a heading, with an anchor for each."""
     parts = [f"## {title}"]
     for action in actions:
         kind = action.metavar or " or ".join(action.choices)
@@ -87,7 +87,7 @@ def settings(title: str, actions: Sequence[Action]) -> str:
 
 
 def notebook(text: str) -> str:
-    """Write a notebook as Markdown: its words, its code, and what the code has printed."""
+    """Convert a notebook to Markdown: text, code and output."""
     return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _cell(cell))
 
 
@@ -101,6 +101,6 @@ def _cell(cell: dict) -> Iterator[str]:
         data = output.get("data", {})
         if "image/png" in data:
             image = "".join(data["image/png"]).replace("\n", "")
-            yield f'<img alt="What the cell above draws" src="data:image/png;base64,{image}">'
+            yield f'<img alt="Picture drawn by the cell above" src="data:image/png;base64,{image}">'
         elif said := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
             yield f'```text title="Output"\n{said}\n```'

@@ -1,6 +1,6 @@
-"""Bytes that full training keeps of a parameter, by optimizer and dtype, as a table of a document.
+"""A table of the bytes per parameter in full training, by optimizer and dtype.
 
-``tests/trainer/policy/test_optimizers.py`` compares those of the states with real ones.
+``tests/trainer/policy/test_optimizers.py`` compares the states' bytes with real optimizers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks import text
 from grpo_kernels.tools.training import moment_bytes
 
-_ADAFACTOR = 0.0  # a row and a column in place of a matrix
+_ADAFACTOR = 0.0  # a row and a column instead of a matrix
 _ROUNDED = "`optim_args: bf16_stochastic_round=True`"
 
 # settings, package, bytes of a weight and of the states
@@ -25,7 +25,7 @@ _WAYS = (
 
 
 def state_bytes() -> str:
-    """Write the table; a gradient is as wide as its weight."""
+    """Write the table. Gradients have the dtype of their weights."""
     return text.markdown([
         {
             "settings": settings,

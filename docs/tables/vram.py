@@ -1,4 +1,4 @@
-"""What fits into a GPU, by ``grpo-kernels plan``: the blocks of ../guides/limited-vram.md."""
+"""Which runs fit on a GPU, from ``grpo-kernels plan``: the tables in ../guides/limited-vram.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAININGS = {
     "LoRA": training("lora"),
     "QLoRA": training("qlora"),
 }
-# what the tables have, where it fits
+# rows of the tables, if they fit
 SHOWN = {
     "Qwen3-1.7B": ("full", "full, 8-bit states", "full, bf16", "LoRA"),
     "gemma-3-1b": ("full", "full, bf16", "LoRA"),
@@ -38,14 +38,14 @@ SHOWN = {
     "Llama-3.1-8B": ("full, bf16", "LoRA", "QLoRA"),
     "Qwen3-30B-A3B": ("LoRA",),
 }
-FEWEST = 1024  # tokens; with fewer a run is not shown
-# engines in one GPU with the policy, from the best one on
+FEWEST = 1024  # tokens; runs with fewer are not shown
+# engines on the policy's GPU, best first
 ENGINES = {
     "": Engine(place="colocate"),
     ", asleep": Engine(place="colocate", sleeps=True),
     ", asleep, fp8": Engine(place="colocate", sleeps=True, weights="fp8"),
 }
-# what each recipe asks for
+# each recipe's arguments, by GiB
 RECIPES = {
     16: "Qwen3-1.7B --train lora --tokens 8192 --engine colocate",
     24: "Llama-3.1-8B --train qlora --tokens 8192 --engine colocate",
@@ -58,7 +58,7 @@ _BY_TRL = {"eager": 28672, "trl": 114688}  # as TRL 1.15 published, on 79 GiB
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the tables: runs by their columns, each with as many tokens as fit."""
+    """A row of the tables: a run per column, each with as many tokens as fit."""
 
     model: str
     plain: Run
@@ -69,7 +69,7 @@ class Line:
 
     @property
     def runs(self) -> list[Run]:
-        """All runs whose tokens the line shows."""
+        """All runs in the row."""
         return [
             x for x in (self.plain, self.offloaded, self.tiled, self.with_vllm) if x is not None
         ]
@@ -81,7 +81,7 @@ def model_named(name: str) -> Model:
 
 
 def lines(gib: int) -> Iterator[Line]:
-    """Yield what fits into a GPU of ``gib`` GiB."""
+    """Yield the rows that fit on a GPU with ``gib`` GiB."""
     for name, ways in SHOWN.items():
         for way in ways:
             line = _line(name, TRAININGS[way], gib)
@@ -110,7 +110,7 @@ def _filled(run: Run) -> Run | None:
 
 
 def vram(gib: int) -> str:
-    """Write what fits into a GPU of ``gib`` GiB, by model and way to train."""
+    """Write which runs fit on a GPU with ``gib`` GiB, by model and training method."""
     rows = []
     for line in lines(gib):
         run, engine = line.plain, line.engine
@@ -161,7 +161,7 @@ def vram_longest() -> str:
 
 
 def vram_rules() -> str:
-    """Write the bytes that are counted, by way to train."""
+    """Write the bytes that the planner counts, by training method."""
     rows = []
     for title, way in TRAININGS.items():
         settings = ", ".join(f"`{line}`" for line in yaml_lines(way.settings) if way.settings)
@@ -178,7 +178,7 @@ def vram_rules() -> str:
 
 
 def vram_layer() -> str:
-    """Write the bytes of a layer's inside, by what a number belongs to."""
+    """Write the bytes of a layer's activations, by tensor."""
     return text.markdown([
         {
             "training": title,
@@ -193,18 +193,18 @@ def vram_layer() -> str:
 
 
 def vram_answer(gib: int) -> str:
-    """Write the command of a recipe and all that it prints."""
+    """Write a recipe's command and its output."""
     words = words_of(gib)
     return f"```bash\ngrpo-kernels {' '.join(words)}\n```\n\n```text\n{printed(words)}```"
 
 
 def vram_recipe(gib: int) -> str:
-    """Write a run file that fits, as the planner prints it."""
+    """Write a run file that fits, as printed by the planner."""
     return "```yaml\n" + "\n".join(yaml_lines(recipe(gib))) + "\n```"
 
 
 def recipe(gib: int) -> dict[str, Any]:
-    """Return the settings of the recipe of a GPU, by the planner and of a task."""
+    """Return a GPU's recipe: the planner's settings plus those of a task."""
     settings = yaml.safe_load(_block(printed(words_of(gib))))
     name = {"model_name_or_path": settings.pop("model_name_or_path")}
     return name | _OF_A_TASK | settings
@@ -215,13 +215,13 @@ def words_of(gib: int) -> list[str]:
 
 
 def _block(shown: str) -> str:
-    """Return the lines of the run file among those that the planner prints."""
+    """Return the run file from the planner's output."""
     blocks = (part for part in shown.split("\n\n") if part.startswith("model_name_or_path"))
     return next(blocks)
 
 
 def printed(words: list[str]) -> str:
-    """Return what ``grpo-kernels`` prints where path/to/NAME is a model of ours."""
+    """Return the output of ``grpo-kernels`` with one of POLICIES at path/to/NAME."""
     [model] = [Path(word) for word in words if word.startswith("path/to/")]
     config = AutoConfig.for_model(**POLICIES[model.name]["config"])
     with TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as shown:
