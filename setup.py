@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels. All else about the package is in pyproject.toml.
+"""Builds the native CPU kernels. Everything else is in pyproject.toml.
 
 The extension is a plain shared library, loaded with ctypes: it uses neither Python's nor torch's
 headers, so one wheel serves every Python. It is optional: where it cannot be compiled the package
@@ -45,7 +45,7 @@ NATIVE = Extension(
 )
 
 _ABSOLUTE = "https?:|mailto:|#"
-# what stands before a relative link: in Markdown, also around a picture, and in HTML
+# the text before a relative link: in Markdown, around a picture, and in HTML
 _BEFORE_LINKS = re.compile(
     rf"""(?:(?P<image>!?)\[[^][]*|\))\]\((?!{_ABSOLUTE})"""
     rf"""|<(?:(?P<picture>img|source)|a)\b[^>]*?\s(?:src(?:set)?|href)=["'](?!{_ABSOLUTE})"""
@@ -68,7 +68,7 @@ class BuildNative(build_ext):
             kept = ROOT / "build" / f"native-{self.content_key(ext)}.so"
             if not kept.exists():
                 print("compiling the CPU kernels: up to a minute", flush=True)
-                self.force = True  # a library of other flags may lie there
+                self.force = True  # an existing library may have other flags
                 self.compile_in_parallel()
                 super().build_extension(ext)
                 kept.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Check what the sdist and the wheel in a folder hold, and what an index shows of them.
+"""Check the contents of the sdist and the wheel in a folder, and their page on an index.
 
 python .ci/check_contents.py FOLDER
 """
@@ -21,19 +21,19 @@ _RELATIVE = re.compile(r"""(?:\]\(|\s(?:src|srcset|href)=["'])(?!https?:|mailto:
 
 
 def tracked(*prefixes: str) -> set[str]:
-    """Return the files that git knows under these folders."""
+    """Return the files that git tracks in these folders."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, text=True, stdout=-1).stdout
     return {name for name in listed.splitlines() if name.startswith(prefixes)}
 
 
 def differences(found: set[str], expected: set[str]) -> list[str]:
-    """Return a line on each file that is missing or too much."""
+    """Return a line for each missing or unexpected file."""
     missing = [f"missing: {name}" for name in sorted(expected - found)]
     return missing + [f"unexpected: {name}" for name in sorted(found - expected)]
 
 
 def sdist(path: Path) -> list[str]:
-    """Return what is wrong with an sdist: it holds what it is built from, and nothing else."""
+    """Return the problems of an sdist, which must hold exactly the files of the build."""
     with tarfile.open(path) as archive:
         files = {member.name.partition("/")[2] for member in archive if member.isfile()}
     found = {name for name in files if not _MADE.fullmatch(name)}
@@ -41,7 +41,7 @@ def sdist(path: Path) -> list[str]:
 
 
 def wheel(path: Path) -> list[str]:
-    """Return what is wrong with a wheel: packages, native library, licence, tag and metadata."""
+    """Return the problems of a wheel: packages, native library, license, tag, metadata."""
     with zipfile.ZipFile(path) as archive:
         files = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in files if ".dist-info/" in name}
@@ -59,7 +59,7 @@ def wheel(path: Path) -> list[str]:
 
 
 def main(folder: str) -> int:
-    """Return the exit status: 1 where something is wrong."""
+    """Return the exit status: 1 if there is a problem."""
     ((archive,), (built,)) = (sorted(Path(folder).glob(name)) for name in ("*.tar.gz", "*.whl"))
     wrong = {archive.name: sdist(archive), built.name: wheel(built)}
     for name, lines in wrong.items():

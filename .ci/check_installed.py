@@ -1,4 +1,4 @@
-"""Check an installed grpo-kernels: where it is, what ``grpo-kernels info`` says, a loss on the CPU.
+"""Check an installed grpo-kernels: its location, ``grpo-kernels info``, and a loss on the CPU.
 
 python .ci/check_installed.py native | torch: what has to serve on the CPU
 """
@@ -39,7 +39,7 @@ def loss_and_gradients(backend: str) -> list[torch.Tensor]:
 
 
 def main(served: str) -> None:
-    """Raise where something is not as it should be."""
+    """Raise an error for the first problem."""
     installed = Path(grpo_kernels.__file__)
     assert installed.is_relative_to(sysconfig.get_path("purelib")) or installed.is_relative_to(
         sysconfig.get_path("platlib")

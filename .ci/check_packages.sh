@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel into dist/, and checks both: what they hold, what an index shows, and
-# that they install and run beside torch alone, with a compiler and without one.
+# Builds the sdist and the wheel into dist/ and checks both: their files, their page on an index, and that
+# they install and run with only torch, with and without a compiler.
 #   .ci/check_packages.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ work=$PWD/build/packages
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 pip() { "$work/$1/bin/python" -m pip --disable-pip-version-check "${@:2}"; }
 install() { pip clean install --quiet --no-cache-dir "$@"; }
-# from a folder without the sources
+# run outside the source folder
 check() { (cd "$work" && clean/bin/python "$OLDPWD/.ci/check_installed.py" "$1"); }
 
 rm -rf dist "$work"
@@ -19,12 +19,12 @@ for environment in tools clean; do "$python" -m venv "$work/$environment"; done
 pip tools install --quiet build twine
 .ci/install_torch.sh "$work/clean/bin/python" "$torch"
 
-echo "== sdist, and from it the wheel"
+echo "== the sdist, and a wheel built from it"
 "$work/tools/bin/python" -m build --outdir dist . >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 "$work/tools/bin/python" -m twine check --strict dist/*
 "$python" .ci/check_contents.py dist
 
-echo "== the wheel beside torch"
+echo "== the wheel, with only torch"
 install dist/*.whl
 pip clean check
 check native

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Says in one line what PYTHON lacks, before anything is installed with it.
+# Checks PYTHON before anything is installed, and reports in one line what it lacks.
 #   .ci/check_python.sh PYTHON
 set -eu
 
@@ -17,5 +17,5 @@ if ! "$python" -c "import ensurepip, venv" 2>/dev/null; then
     exit 1
 fi
 if ! command -v "${CXX:-g++}" >/dev/null && ! command -v c++ >/dev/null; then
-    echo "no C++ compiler (g++) is here: the native CPU kernels will not be built, and pure torch serves" >&2
+    echo "no C++ compiler (g++) found: the native CPU kernels will not be built, pure PyTorch is used instead" >&2
 fi

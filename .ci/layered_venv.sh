@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes an environment whose packages come before those of the environment of PYTHON, which it sees.
+# Creates an environment on top of PYTHON's: it sees those packages, but its own take precedence.
 #   .ci/layered_venv.sh VENV PYTHON
 set -eu
 "$2" -m venv --clear "$1"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs the main tests, then those with vLLM, with the newest packages of the index and no pins
+# Runs the main tests and then the vLLM tests with the newest packages on the index, unpinned
 # (transformers, accelerate, peft, datasets, TRL, vLLM and others), except for torch.
 #   tests/newest.sh VENV VLLM_VENV [PYTHON]
-# Both environments are made if missing, and upgraded if not.
+# Both environments are created if missing, or else upgraded.
 set -eu
 
 venv=$1

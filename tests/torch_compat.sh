@@ -1,9 +1,9 @@
 #!/bin/sh
-# Runs the tests of the kernels under the oldest supported torch; Triton has a script of its own.
+# Runs the kernel tests with the oldest supported torch; triton_compat.sh does the same for Triton.
 #   tests/torch_compat.sh VENV [PYTHON]
-# VENV is created if missing, with torch's CPU build where that can be had, else one of 7 GB.
-# Other packages come from the environment of PYTHON (default: python3), listed after its own.
-# Where torch cannot be installed the tests are skipped, and the last lines say so.
+# VENV is created if missing, with torch's CPU build if available, or else the 7 GB build.
+# Other packages come from PYTHON's environment (default: python3), which has lower precedence.
+# If torch can't be installed, the tests are skipped with a notice at the end.
 set -eu
 
 venv=$1
@@ -23,7 +23,7 @@ install() {
 
 if ! cmp -s "$wanted" "$venv/installed.txt" && ! install; then
     echo "=========================================================================="
-    echo "SKIPPED: torch $version could not be installed. IT IS CLAIMED, NOT TESTED."
+    echo "SKIPPED: torch $version could not be installed. SUPPORT FOR IT WAS NOT TESTED."
     echo "=========================================================================="
     exit 0
 fi

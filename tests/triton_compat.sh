@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs the Triton tests under the oldest supported Triton: interpreted, and compiled for every target.
+# Runs the Triton tests with the oldest supported Triton, interpreted and compiled for every target.
 #   tests/triton_compat.sh VENV [PYTHON]
-# VENV is created if missing. It holds Triton and NumPy only and takes the rest, torch above all,
-# from the environment of PYTHON (default: python3), whose packages it lists after its own.
+# VENV is created if missing. It holds only Triton and NumPy; everything else, such as torch, comes
+# from PYTHON's environment (default: python3), which has lower precedence.
 set -eu
 
 venv=$1

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs Triton's kernels as machine code of an AMD GPU (gfx942), in the emulator of tinygrad's sources.
+# Runs the Triton kernels as AMD machine code (gfx942) in tinygrad's emulator.
 #   tests/emulated/run.sh FOLDER [PYTHON] [PYTEST ARGUMENTS]
-# TINYGRAD names a checkout of the commit below; without it that is fetched into FOLDER. Where neither
-# it nor clang can be had the last lines say so.
+# TINYGRAD is a checkout of the commit below; by default it is fetched into FOLDER. If it or clang is
+# not available, the tests are skipped with a notice at the end.
 set -eu
 
 commit=a9069c177a9da9cca18593edf55acd2e6073cca6

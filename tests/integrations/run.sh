@@ -1,10 +1,9 @@
 #!/bin/sh
-# Runs the tests of the adapters that need a host with packages of its own, each in an environment
-# that is made first if need be. Other packages come from the environment of PYTHON, listed after
-# its own.
+# Runs the tests of adapters for trainers with conflicting packages, each in its own environment,
+# created if missing. Other packages come from PYTHON's environment, which has lower precedence.
 #   tests/integrations/run.sh VENVS [PYTHON] [HOST...]
-# HOST: a name of tests/integrations/hosts; default: all. VENVS: the folder of the environments.
-# A host that cannot be installed is skipped, and the last lines say so.
+# HOST: a file name in tests/integrations/hosts (default: all). VENVS: the folder for environments.
+# A trainer that can't be installed is skipped with a notice at the end.
 set -eu
 
 venvs=$1

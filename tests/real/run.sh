@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs the tests of the example with a pretrained model, in its environment, which is made first.
+# Runs the tests of the pretrained-model example in its environment, created if missing.
 #   tests/real/run.sh VENV [PYTHON] [PYTEST ARGUMENTS]
-# Where it cannot be installed the tests are skipped, and the last lines say so; versions in
-# constraints.txt that do not fit its packages are an error.
+# If it can't be installed, the tests are skipped with a notice at the end. Conflicting versions in
+# constraints.txt are an error.
 set -eu
 
 venv=$1
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 
 if ! .ci/install_real.sh "$venv" "$python"; then
     if grep -q ResolutionImpossible "$venv/install.log"; then
-        echo "constraints.txt: expected versions that fit the packages of $venv/install.log" >&2
+        echo "constraints.txt: expected versions compatible with the packages in $venv/install.log" >&2
         exit 1
     fi
     echo "=========================================================================="

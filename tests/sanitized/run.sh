@@ -1,9 +1,9 @@
 #!/bin/sh
-# Runs the tests of the native kernels with these compiled once more, for AddressSanitizer and
-# UndefinedBehaviorSanitizer: an error ends its process and fails the lane.
+# Runs the native kernels' tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer; an
+# error stops the process and fails this part.
 #   tests/sanitized/run.sh BUILD [PYTHON] [PYTEST ARGUMENTS]
-# The package is built into BUILD and imported from there; the usual build stays as it is. Where g++
-# has no sanitizers the last lines say so.
+# The package is built into BUILD and imported from there; the normal build is untouched. If g++ has
+# no sanitizers, the tests are skipped with a notice at the end.
 set -eu
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -15,7 +15,7 @@ python=${2:-python3}
 flags="-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 flags="$flags -fno-omit-frame-pointer -g -D_GLIBCXX_ASSERTIONS"
 
-# g++ returns the name as it is where there is no such library
+# g++ prints the name unchanged if the library doesn't exist
 case $(g++ -print-file-name=libasan.so 2>/dev/null)$(g++ -print-file-name=libubsan.so 2>/dev/null) in
 /*/libasan.so/*/libubsan.so) ;;
 *)
@@ -30,7 +30,7 @@ rm -rf "$build/grpo_kernels"
 CXXFLAGS=$flags LDFLAGS=$flags "$python" setup.py -q build --build-base "$build" --build-lib "$build"
 g++ -std=c++17 -shared -fPIC tests/sanitized/throwing_new.cpp -o "$build/throwing_new.so"
 
-# no module of the working directory replaces one of the build's
+# modules in the working directory must not shadow the build's
 export PYTHONSAFEPATH=1 PYTHONPATH="$build:$root" TRITON_INTERPRET=0 OMP_NUM_THREADS=2
 # Python leaks on purpose; the operator new that throws is not AddressSanitizer's
 options="detect_leaks=0:allocator_may_return_null=1:alloc_dealloc_mismatch=0"
@@ -41,9 +41,9 @@ sanitized() {
 }
 
 if ! sanitized -m tests.sanitized.overrun 2>&1 | grep -q heap-buffer-overflow; then
-    echo "FAILED: a read behind the end of a row was not noticed"
+    echo "FAILED: a read past the end of a row was not detected"
     exit 1
 fi
-# a report is written past Python, which must not keep it when the process ends
+# sanitizers bypass Python's output, which must not buffer it when the process ends
 sanitized -m pytest --capture=sys --import-mode=append -p no:cacheprovider -n 2 "$@" \
     tests/backends --ignore-glob="*triton*" --ignore-glob="*codegen*"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs the tests with real DeepSpeed, on its CPU accelerator and in an environment of its own, that
-# is made first if need be. Other packages come from the environment of PYTHON, listed after its own.
+# Runs the tests with real DeepSpeed on its CPU accelerator, in its own environment, created if
+# missing. Other packages come from PYTHON's environment, which has lower precedence.
 #   tests/sharded/run.sh VENV [PYTHON] [PYTEST ARGUMENTS]
-# Where DeepSpeed cannot be installed the tests are skipped, and the last lines say so.
+# If DeepSpeed can't be installed, the tests are skipped with a notice at the end.
 set -eu
 
 venv=$1
@@ -23,14 +23,14 @@ install() {
 
 if ! cmp -s "$wanted" "$venv/installed.txt" && ! install; then
     echo "=========================================================================="
-    echo "SKIPPED: DeepSpeed could not be installed. NOTHING OF ZeRO WAS TESTED."
+    echo "SKIPPED: DeepSpeed could not be installed. ZeRO WAS NOT TESTED."
     echo "=========================================================================="
     exit 0
 fi
 venv=$(cd "$venv" && pwd)
 cd "$root"
-# DeepSpeed compiles an op when it is first used; a build that was killed leaves a lock, on which
-# every later process would wait for ever
+# DeepSpeed compiles an op on first use; a killed build leaves a lock on which every later process
+# would wait forever
 export TORCH_EXTENSIONS_DIR="$venv/extensions"
 rm -rf "$TORCH_EXTENSIONS_DIR"/*/lock
 export PYTHONPATH="$root" OMP_NUM_THREADS=1 TRITON_INTERPRET=0 DS_ACCELERATOR=cpu DS_BUILD_OPS=0

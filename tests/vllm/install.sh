@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes an environment with vLLM, unless it is there: from the packages that users install where
-# there is an NVIDIA GPU, otherwise from vLLM's CPU build.
+# Creates an environment with vLLM if missing: with an NVIDIA GPU, from the packages that users
+# install; otherwise, from vLLM's CPU build.
 #   tests/vllm/install.sh VENV [PYTHON]
-# With NEWEST=1 it takes the newest versions in place of those that are pinned.
+# NEWEST=1 installs the newest versions instead of the pinned ones.
 set -eu
 
 venv=$1
@@ -34,12 +34,12 @@ newest=${NEWEST:-}
 wanted="$kind $(cat "$here/cpu.txt" "$here/install.sh" | cksum)${newest:+ $(date +%F)}"
 if [ "$(cat "$venv/installed.txt" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 "$root/.ci/check_python.sh" "$python"
-echo "installing vLLM into $venv: about 2.3 GB, several times that with CUDA, in some minutes"
+echo "installing vLLM into $venv: about 2.3 GB, several times that with CUDA; a few minutes"
 "$python" -m venv --clear "$venv"
 if install >"$venv/install.log" 2>&1; then
     echo "$wanted" >"$venv/installed.txt"
 else
     tail -n 15 "$venv/install.log"
-    echo "vLLM could not be installed into $venv; the reason is above and in $venv/install.log"
+    echo "vLLM could not be installed into $venv; see above and $venv/install.log"
     exit 1
 fi

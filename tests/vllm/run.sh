@@ -1,13 +1,13 @@
 #!/bin/sh
-# Runs the tests with real vLLM, in an environment of its own that is made first if need be.
+# Runs the tests with real vLLM in its own environment, created if missing.
 #   tests/vllm/run.sh VENV [PYTHON]
-# Where vLLM cannot be installed the tests are skipped, and the last lines say so.
+# If vLLM can't be installed, the tests are skipped with a notice at the end.
 set -eu
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if ! "$root/tests/vllm/install.sh" "$@"; then
     echo "=========================================================================="
-    echo "SKIPPED: the vLLM tests. NOTHING OF THE vLLM INTEGRATION WAS TESTED."
+    echo "SKIPPED: the vLLM tests. THE vLLM INTEGRATION WAS NOT TESTED."
     echo "=========================================================================="
     exit 0
 fi
