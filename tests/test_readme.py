@@ -164,7 +164,7 @@ def test_which_backward(capsys: pytest.CaptureFixture[str]) -> None:
     hidden = torch.empty(4096, 896, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(151936, 896, dtype=torch.bfloat16, requires_grad=True)
     run_block(DOCS, "Bounded(", hidden=hidden, weight=weight)
-    (said,) = blocks(section(DOCS, "Which backward for whom"), "text")
+    (said,) = blocks(section(DOCS, "Choosing a backward mode"), "text")
     assert capsys.readouterr().out == said
 
 
