@@ -252,5 +252,5 @@ def test_the_guides_assumptions_are_those_of_the_code() -> None:
     assert f"slack                        {own}" in GUIDE
     assert f"mlp_tile_tokens: {TILE}" in GUIDE
     assert GRPOConfig.vllm_gpu_memory_utilization == DEFAULT_SHARE
-    assert f"It has {DEFAULT_SHARE} of the GPU" in GUIDE
+    assert f"which gets {DEFAULT_SHARE} of the GPU" in GUIDE
     assert f"sequences of up to {Run.longest:,} tokens" in GUIDE
