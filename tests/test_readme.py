@@ -326,7 +326,6 @@ def test_lists_are_complete() -> None:
     assert listed == set(LOSSES)
     assert {*OUTPUTS, *BOUNDED} <= code(section(DOCS, "Log-probabilities"))
     assert set(BUILTIN_REWARDS) <= code(section(DOCS, "Rewards"))
-    assert set(CORRECTION_MODES) <= code(section(DOCS, "Correction for the engine"))
     assert set(OLD_NAMES) <= code(section(DOCS, "Runs from files"))
     assert set(BACKENDS) <= code(section(DOCS, "Backends"))
     families = section(DOCS, "Models").partition("\n> ")[2].partition("\n\n")[0]
