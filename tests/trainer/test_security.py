@@ -175,7 +175,7 @@ def test_weights_on_the_way_to_a_server_are_the_users_own(tmp_path) -> None:
 def test_every_line_names_a_test() -> None:
     """Those of SECURITY.md; a link may name a file of tests, or one of its functions."""
     text = (ROOT / "SECURITY.md").read_text()
-    held = text.partition("## What holds")[2].partition("\n## ")[0]
+    held = text.partition("## Protections")[2].partition("\n## ")[0]
     items = re.split(r"^\* ", held, flags=re.MULTILINE)[1:]
     assert len(items) > 10
     for item in items:
