@@ -21,7 +21,7 @@ from benchmarks import text
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import Group, Row
-from benchmarks.shapes import WORKS
+from benchmarks.shapes import REAL, WORKS
 from benchmarks.tables import BARE, QUOTED, competes, in_order
 from benchmarks.test_accuracy import BANDS
 
@@ -50,6 +50,16 @@ _HEADS = {
     "vllm, fp32": "trainer in fp32",
 }
 _OURS, _THEIRS, _BOTH = "#0050d8", "#d1620a", "#2a9d57"
+# whose errors are compared: Liger's head gives its log-probabilities, its loss the gradients
+_ROUNDING = {
+    "ours": "grpo-kernels", "trl": "TRL", "liger-head": "Liger", "liger": "Liger",
+    "compile": "torch.compile", "eager": "eager PyTorch",
+    "eager-fp32": "eager PyTorch with an fp32 head",
+}  # fmt: skip
+_ERRORS = {  # as they are stored by band, and the title of a panel
+    "logp": "Log-probability: absolute error, nats",
+    "rows of dhidden": "Gradient of a token: relative error",
+}
 # equal curves are all visible: a dashed line lies on a solid one, a dotted line on both
 _LINES = {
     "grpo_trainer": (_OURS, "-"), "TRL": (_THEIRS, "--"), "TRL with our head": (_BOTH, ":"),
@@ -224,6 +234,57 @@ def _mismatch(groups: Sequence[Group]) -> Any:
     return figure
 
 
+def _ratios(groups: Sequence[Group]) -> Any:
+    """Draw the median errors of heads in bf16 on real text, by the token's probability."""
+    real = [
+        group
+        for group in groups
+        if group.benchmark == "accuracy"
+        and (group.facts["dtype"], group.facts.get("inputs")) == ("bf16", REAL)
+    ]
+    found = {
+        title: bars
+        for name, title in _ERRORS.items()
+        for group in real
+        if (bars := _by_library(group, name))
+    }
+    if not found:
+        return None
+    figure, axes = plt.subplots(1, len(found), figsize=(4.6 * len(found), 3.4), squeeze=False)
+    for axis, (title, bars) in zip(axes[0], found.items(), strict=True):
+        width = 0.84 / len(bars)
+        for number, (label, medians) in enumerate(bars.items()):
+            names = [band for band in BANDS if band in medians]
+            places = [index + width * (number - (len(bars) - 1) / 2) for index in range(len(names))]
+            color = (_OURS, _THEIRS, _BOTH)[number % 3]
+            heights = [medians[band] for band in names]
+            axis.bar(places, heights, 0.92 * width, label=label, color=color)
+            axis.set_xticks(range(len(names)), names)
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("probability p of the token")
+        axis.set_axisbelow(True)
+        axis.grid(alpha=0.3, axis="y")
+        drawn = [error for medians in bars.values() for error in medians.values()]
+        axis.set_ylim(min(drawn) / 3, max(drawn) * (max(drawn) / min(drawn)) ** 0.5)  # the legend
+        axis.legend(fontsize=7.5, loc="upper left")
+    return figure
+
+
+def _by_library(group: Group, name: str) -> dict[str, dict[str, float]]:
+    """Return the median errors of each band, by the labels of all that have the same."""
+    labels: dict[str, list[str]] = {}
+    medians: dict[str, dict[str, float]] = {}
+    for provider, label in _ROUNDING.items():
+        info = row.info if (row := group[provider]) else {}
+        bands = {band: info[f"{name}, {band}"][0] for band in BANDS if f"{name}, {band}" in info}
+        if bands:
+            same = " ".join(map(text.error, bands.values()))
+            labels.setdefault(same, []).append(label)
+            medians.setdefault(same, bands)
+    return {", ".join(labels[same]): medians[same] for same in labels}
+
+
 # what a picture shows, and what draws it
 PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
     "time": (
@@ -239,4 +300,5 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
 PICTURES: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
     "rewards": ("Reward of SmolLM2-135M-Instruct over optimizer steps, by trainer", _rewards),
     "mismatch": ("Difference of log-probabilities between vLLM and the trainer", _mismatch),
+    "ratios": ("Errors of log-probabilities and gradients by the token's probability", _ratios),
 }

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
+from benchmarks.shapes import REAL
 
 FACTS = {
     "work": "dapo", "model": "tiny", "tokens": 32, "hidden": 32, "vocabulary": 257,
@@ -117,7 +118,7 @@ def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Pa
     from benchmarks.plots import PICTURES, save_plots
 
     def group_of(benchmark: str, names: list[str], **info: Any) -> Group:
-        facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
+        facts = {"model": "m", "tokens": 0, "dtype": "bf16", "inputs": REAL}
         return Recorder(None, "cpu").add(benchmark, facts, [Row(name, info=info) for name in names])
 
     rewards = {"rewards": [0.1, 0.3, 0.2, 0.5]}
@@ -125,6 +126,8 @@ def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Pa
     runs = [group_of("curves", [name], **rewards) for name in names]
     bands = {"by_probability": {"p > 0.98": [0.01, 0.1], "p < 0.5": [0.02, 0.3]}}
     runs.append(group_of("mismatch", ["vllm, ours", "vllm, eager"], **bands))
+    errors = {"logp, p > 0.98": [1e-7, 1e-6], "logp, p < 0.5": [1e-6, 1e-5]}
+    runs.append(group_of("accuracy", ["ours", "eager"], **errors))
     drawn = [tmp_path / f"{name}.png" for name in PICTURES]
     save_plots(runs, tmp_path)
     first = [path.read_bytes() for path in drawn]
