@@ -32,6 +32,7 @@ NOT_MEASURED = "not measured yet"
 DOCUMENTS = (
     "README.md",
     "benchmarks/README.md",
+    "docs/choosing.md",
     "docs/rounding.md",
     "docs/guides/trl.md",
     "docs/guides/limited-vram.md",

@@ -1,4 +1,4 @@
-"""Which runs fit on a GPU, from ``grpo-kernels plan``: the tables in ../guides/limited-vram.md."""
+"""Which runs fit on a GPU, from ``grpo-kernels plan``: for limited-vram.md and choosing.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_kernels.tools.cli import main
 from grpo_kernels.tools.memory import GIB, Engine, Run, largest
 from grpo_kernels.tools.model import Model, model_of
 from grpo_kernels.tools.plan_run import yaml_lines
-from grpo_kernels.tools.training import Training, training
+from grpo_kernels.tools.training import training
 
 POLICIES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("policies.yaml").read_text())
 TRAININGS = {
@@ -39,6 +39,7 @@ SHOWN = {
     "Qwen3-30B-A3B": ("LoRA",),
 }
 FEWEST = 1024  # tokens; runs with fewer are not shown
+CHOSEN = 8192  # tokens that a recommended run must fit
 # engines on the policy's GPU, best first
 ENGINES = {
     "": Engine(place="colocate"),
@@ -84,14 +85,15 @@ def lines(gib: int) -> Iterator[Line]:
     """Yield the rows that fit on a GPU with ``gib`` GiB."""
     for name, ways in SHOWN.items():
         for way in ways:
-            line = _line(name, TRAININGS[way], gib)
+            line = _line(name, way, gib)
             if line is not None:
                 yield line
 
 
-def _line(name: str, way: Training, gib: int) -> Line | None:
+@cache
+def _line(name: str, way: str, gib: int) -> Line | None:
     model = model_named(name)
-    plain = Run(model=model, memory=gib * GIB, tokens=1, training=way)
+    plain = Run(model=model, memory=gib * GIB, tokens=1, training=TRAININGS[way])
     filled = _filled(plain)
     offloaded = _filled(replace(plain, offload=True))
     if filled is None or offloaded is None:
@@ -129,6 +131,28 @@ def vram(gib: int) -> str:
             ),
         })  # fmt: skip
     return text.markdown(rows)
+
+
+def vram_choices(*sizes: int) -> str:
+    """Write the first way to train each model that fits into each GPU, best next to vLLM."""
+    rows = []
+    for name, ways in SHOWN.items():
+        row = {"model": f"`{name}`"}
+        for gib in sizes:
+            found = [line for way in ways if (line := _line(name, way, gib))]
+            row[f"{gib}-GiB GPU"] = _first_choice(found)
+        rows.append(row)
+    return text.markdown(rows)
+
+
+def _first_choice(found: list[Line]) -> str:
+    for line in found:
+        if line.with_vllm is not None and line.with_vllm.tokens >= CHOSEN:
+            return f"{line.plain.training.title}; colocated vLLM{line.engine}"
+    for line in found:
+        if line.plain.tokens >= CHOSEN:
+            return f"{line.plain.training.title}; vLLM on another GPU"
+    return "-"
 
 
 def vram_longest() -> str:
