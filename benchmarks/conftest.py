@@ -21,7 +21,7 @@ import torch
 from benchmarks import child, tables, text
 from benchmarks.measure import Settings, device_is_lost, free
 from benchmarks.providers.base import is_ours
-from benchmarks.results import Recorder, Row
+from benchmarks.results import WHOLE_RUNS, Recorder, Row
 from benchmarks.shapes import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,12 +162,14 @@ class Session:
         if key not in self._rows:
             self.begin(case)
             named = notes(module, case)
-            rows = {name: Row(name, named[name]) for name in named if (*key, name) in self.selected}
+            benchmark = module.__name__.rpartition("test_")[2]
+            chosen = [name for name in named if (*key, name) in self.selected]
+            whole = benchmark in WHOLE_RUNS
+            rows = {name: Row(name, named[name], whole_run=whole) for name in chosen}
             self.announce(case, [*rows])
             module.measure(case, [*rows.values()], self)
             free(self.device)
             gc.freeze()  # what the case has imported
-            benchmark = module.__name__.rpartition("test_")[2]
             about = getattr(module, "about", lambda *_: "")(case, self.device)
             if any(row.shown for row in rows.values()):  # else it would hide an earlier result
                 self.recorder.add(benchmark, case.facts(), [*rows.values()], about)

@@ -1,14 +1,15 @@
 """``python -m benchmarks.report [FOLDER]``: tables and plots of the result files in FOLDER.
 
-By default FOLDER is ``benchmarks/results``. Beside the files of every device go its plots and a
-``report.md`` with all of its tables; the first cases are printed, a line each. With ``--documents``
-the figure of README and the blocks of the documents are made anew: cog runs what stands in their
-markers.
+FOLDER defaults to ``benchmarks/results``. Each device's folder gets plots and a ``report.md`` with
+all tables. The command prints the first cases, a line each, and the rows that it rejects because
+their samples differ too much. With ``--documents`` it also draws the figure of README and fills the
+blocks of the documents: cog runs the calls in their markers.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -22,18 +23,21 @@ from benchmarks import figure, tables, text
 from benchmarks.asynchronous import WAYS as WAYS_AHEAD
 from benchmarks.providers import EVERY
 from benchmarks.providers.ours import VARIANTS
-from benchmarks.results import RESULTS, ROOT, Group, load
+from benchmarks.results import MOST_SPREAD, RESULTS, ROOT, Group, load
 from benchmarks.shapes import MODELS, REAL, WORKS
 from benchmarks.tables import executed  # noqa: F401 (a block of the documents)
 from benchmarks.test_optimizers import WAYS
 from benchmarks.test_states import LAST, STATES
 
-NOT_MEASURED = "not measured yet"
+DEVICES = {"cuda": "On a GPU", "cpu": "On a CPU"}
 DOCUMENTS = (
     "README.md",
     "benchmarks/README.md",
     "docs/choosing.md",
     "docs/rounding.md",
+    "benchmarks/results.md",
+    "benchmarks/kernels.md",
+    "benchmarks/method.md",
     "docs/guides/trl.md",
     "docs/guides/limited-vram.md",
     "docs/guides/training.md",
@@ -47,18 +51,20 @@ _DRAWN: tuple[dict[str, Any], ...] = (
     {"kind": "cuda", "work": "dapo", "model": "qwen3-1.7b", "tokens": 8192, "dtype": "bf16"},
     {"kind": "cuda", "work": "dapo", "model": "qwen3-8b", "tokens": 8192, "dtype": "bf16"},
 )
-# what the blocks call
+# the modules of the calls in the blocks
 _PROLOGUE = "\n".join(
     f"from {module} import *"
     for module in ("benchmarks.report", "docs.tables.vram", "docs.tables.state_bytes")
 )
 _VIEWS = {
-    "standings": ("Everybody over all cases", tables.standings),
-    "cases": ("A case in a line", tables.cases),
+    "standings": ("All providers over all cases", tables.standings),
+    "cases": ("One line per case", tables.cases),
 }
+_HIDDEN_SPARSE = "a sparse gradient of the hidden states"
+_BOTH_SPARSE = "sparse gradients of hidden states and head"
 _PRINTED = 14  # cases of a device
 _REAL_MODELS = {"smollm2-135m": "SmolLM2-135M-Instruct"}
-# whose curves are compared with whose
+# pairs of setups that are compared
 _COMPARED = (
     ("ours", "trl", "in our trainer"),
     ("trl-our-head", "trl", "in TRL with our head"),
@@ -67,29 +73,61 @@ _COMPARED = (
 
 
 def show(block: str, kind: str) -> str:
-    """Write a view over all cases or the tables of a benchmark, of the newest device of a kind.
+    """Write a view over all cases or the tables of a benchmark, for the newest device of a kind.
 
-    The kinds are "cpu" and "cuda".
+    The kinds are "cpu" and "cuda". Without a result this and all other blocks are empty.
     """
     groups = newest(kind)[1]
-    view = _VIEWS[block][1](groups) if block in _VIEWS else tables.show(block, groups)
-    return view or NOT_MEASURED
+    return _VIEWS[block][1](groups) if block in _VIEWS else tables.show(block, groups)
+
+
+def section(benchmark: str) -> str:
+    """Write the heading, the text and the tables of a benchmark, or nothing without a result."""
+    layout = tables.LAYOUTS[benchmark]
+    shown = [
+        f"{title}:\n\n{of_kind}"
+        for kind, title in DEVICES.items()
+        if (of_kind := show(benchmark, kind))
+    ]
+    return "\n\n".join([f"## {layout.title}", layout.about, *shown]) if shown else ""
+
+
+def unmeasured() -> str:
+    """List the benchmarks that have cases for a kind of device but no result of the newest one."""
+    lines = []
+    for kind, suites in {"cuda": {"gpu", "gpu-full"}, "cpu": {"cpu"}}.items():
+        measured = {group.benchmark for group in newest(kind)[1]}
+        names = [
+            f"{layout.title[0].lower()}{layout.title[1:]} (`test_{name}.py`)"
+            for name, layout in tables.LAYOUTS.items()
+            if name not in measured and suites & _suites(name)
+        ]
+        lines += [f"* {DEVICES[kind]}: {', '.join(names)}."] if names else []
+    return "\n".join(lines) or "Every benchmark has a result."
+
+
+def _suites(benchmark: str) -> set[str]:
+    """Read the names of a benchmark's suites; importing all benchmarks takes long."""
+    tree = ast.parse((ROOT / f"benchmarks/test_{benchmark}.py").read_text())
+    [cases] = [x for x in tree.body if ast.unparse(x).startswith(("CASES =", "CASES:"))]
+    keys = [key for x in ast.walk(cases) if isinstance(x, ast.Dict) for key in x.keys]
+    return {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
 def headline(kind: str, work: str, model: str, tokens: int) -> str:
-    """Write one case of the heads in every dtype: the defaults of ours beside everybody else."""
+    """Write one case of the heads in every dtype: our defaults and all other providers."""
     found = [
         replace(group, rows=[row for row in group.rows if tables.is_quoted(row.provider)])
         for group in _heads(kind, work=work, model=model, tokens=tokens)
     ]
     if not found:
-        return NOT_MEASURED
+        return ""
     shown = text.markdown(tables.frame(found, tables.LAYOUTS["heads"]))
     return f"{tables.caption(found)}\n\n{shown}"
 
 
 def _heads(kind: str, **facts: str | int) -> list[Group]:
-    """Return the cases of the heads of the newest device of a kind that have these facts."""
+    """Return the newest device's cases of the heads that have these facts."""
     found = [group for group in newest(kind)[1] if group.benchmark == "heads"]
     return tables.in_order(group for group in found if facts.items() <= group.facts.items())
 
@@ -103,7 +141,7 @@ def next_to_others(kind: str) -> str:
         if all((row := group[name]) and row.median for name in drawn)
     ]
     if not cases:
-        return NOT_MEASURED
+        return ""
     rows = {name: [group[name] for group in cases] for name in drawn}
 
     def times(name: str, other: str) -> str:
@@ -136,7 +174,7 @@ def next_to_others(kind: str) -> str:
 
 
 def ratio_errors(kind: str) -> str:
-    """Write by how much an importance ratio that should be 1 is off on real text, by library."""
+    """Write the error on real text of an importance ratio that should be 1, by library."""
     names: dict[str, list[str]] = {}  # by their errors, as they are written
     where = ""
     for group in newest(kind)[1]:
@@ -150,7 +188,7 @@ def ratio_errors(kind: str) -> str:
                     mean, largest = map(text.percent, row.info["ratio noise"])
                     names.setdefault(f"{mean} on average and up to {largest}", []).append(label)
     if not names:
-        return NOT_MEASURED
+        return ""
     said = (f"by {errors} with {', '.join(labels)}" for errors, labels in names.items())
     rule = (
         "Before any update, the importance ratio of a token should be 1. "
@@ -160,36 +198,43 @@ def ratio_errors(kind: str) -> str:
 
 
 def sparse_step(kind: str) -> str:
-    """Write what a sparse backward takes and is off by on real text, next to an exact one."""
+    """Write the time and the error of a sparse backward on real text, next to an exact one.
+
+    The sentence has only the times that are known and steady.
+    """
     for group in newest(kind)[1]:
         facts = group.facts
         if group.benchmark != "sparse" or facts["dtype"] != "bf16" or facts["work"] != "dapo":
             continue
         names = ("ours", "ours-sparse-hidden", "ours-sparse", "eager")
         rows = [group[name] for name in names]
-        if facts["inputs"] != REAL or not all(row and row.median for row in rows):
+        if facts["inputs"] != REAL or not all(row and row.runs for row in rows):
             continue
         exact, hidden, both, eager = rows
+        times = [
+            f"{text.ratio(ratio)} of the time with {way}"
+            for row, way in ((hidden, _HIDDEN_SPARSE), (both, _BOTH_SPARSE))
+            if (ratio := group.ratio(row, "ours"))
+        ]
+        step = f"; next to an exact step, a step takes {' and '.join(times)}" if times else ""
         off = [
             text.percent(max(row.errors[name] for name in ("dhidden", "dweight")))
             for row in (both, exact, eager)
         ]
         return (
-            f"On text that {_REAL_MODELS[facts['model']]} generated it keeps "
-            f"{both.info['entries'][0]:.0f} of {facts['vocabulary']:,} entries of a token. In bf16 "
-            f"a step then takes {text.ratio(hidden.median / exact.median)} times as long as an "
-            f"exact one, and {text.ratio(both.median / exact.median)} times if the head's gradient "
-            f"is sparse, too. Gradients are {off[0]} off, exact ones {off[1]}, and those of eager "
-            f"PyTorch {off[2]} ({group.where})."
+            f"On text that {_REAL_MODELS[facts['model']]} generated, a sparse backward keeps "
+            f"{both.info['entries'][0]:.0f} of {facts['vocabulary']:,} entries of a token. "
+            f"In bf16, the relative error of the gradients is {off[0]}, next to {off[1]} with an "
+            f"exact backward and {off[2]} with eager PyTorch{step} ({group.where})."
         )
-    return NOT_MEASURED
+    return ""
 
 
 def optimizers(kind: str) -> str:
-    """Write what whole runs with exact and sparse gradients reach, the mean over their seeds."""
+    """Write the results of whole runs with exact and sparse gradients, averaged over seeds."""
     groups, runs = _runs(kind, "optimizers")
     if not runs:
-        return NOT_MEASURED
+        return ""
     lines = []
     for way, infos in ((way, runs[way]) for way in WAYS if way in runs):
         rewards = [info["held_out"][-1] for info in infos]
@@ -208,11 +253,11 @@ def optimizers(kind: str) -> str:
 
 
 def states(kind: str) -> str:
-    """Write what whole runs with fewer bits of weights and states reach, over their seeds."""
+    """Write the results of whole runs with fewer bits of weights and states, over seeds."""
     groups, runs = _runs(kind, "states")
     _, updates = _runs(kind, "updates")
     if not runs:
-        return NOT_MEASURED
+        return ""
     lines = []
     for name in (name for name in STATES if name in runs):
         rewards = [info["rewards"] for info in runs[name]]
@@ -223,7 +268,7 @@ def states(kind: str) -> str:
             "mean reward": text.mean_and_spread([*map(fmean, rewards)]),
             f"of the last {LAST} steps": text.mean_and_spread(ends),
             "held out": text.mean_and_spread([info["held_out"][-1] for info in runs[name]]),
-            "small updates kept": f"{fmean(shares):.2f}" if shares else NOT_MEASURED,
+            "small updates kept": f"{fmean(shares):.2f}" if shares else "",
         })  # fmt: skip
     one, seeds = groups[0], len({group.facts["seed"] for group in groups})
     caption = f"{one.about}, {seeds} seeds: the mean and its spread; {one.where}; {one.source}."
@@ -231,10 +276,10 @@ def states(kind: str) -> str:
 
 
 def asynchronous(kind: str) -> str:
-    """Write what batches ahead of training save and cost, over the seeds of their runs."""
+    """Write the savings and costs of batches ahead of training, over the seeds of their runs."""
     groups, runs = _runs(kind, "asynchronous")
     if not runs:
-        return NOT_MEASURED
+        return ""
     base, lines = [info["seconds"] for info in runs["0-ahead"]], []
     for name, infos in runs.items():
         seconds = [info["seconds"] for info in infos]
@@ -256,7 +301,7 @@ def asynchronous(kind: str) -> str:
 
 
 def _runs(kind: str, benchmark: str) -> tuple[list[Group], dict[str, list[dict[str, Any]]]]:
-    """Return a benchmark's groups, and what its runs logged by provider, in the order of seeds."""
+    """Return a benchmark's groups, and the logs of its runs by provider, in the order of seeds."""
     groups = [group for group in newest(kind)[1] if group.benchmark == benchmark]
     runs: dict[str, list[dict[str, Any]]] = {}
     for group in sorted(groups, key=lambda group: group.facts["seed"]):
@@ -267,28 +312,28 @@ def _runs(kind: str, benchmark: str) -> tuple[list[Group], dict[str, list[dict[s
 
 
 def plots(kind: str, folder: str) -> str:
-    """Link to the pictures of the newest device of a kind; ``folder``: of the results."""
+    """Link to the pictures of the newest device of a kind; ``folder`` holds the results."""
     from benchmarks.plots import PLOTS
 
     slug, _ = newest(kind)
     there = [name for name in PLOTS if slug and (RESULTS / slug / f"{name}.png").exists()]
     links = [f"![{PLOTS[name][0]}]({folder}/{slug}/{name}.png)" for name in there]
-    return "\n\n".join(links) or NOT_MEASURED
+    return "\n\n".join(links)
 
 
 def picture(name: str, kind: str, folder: str) -> str:
-    """Link to a picture of a pretrained model, of the newest device of a kind."""
+    """Link to a picture of a pretrained model, for the newest device of a kind."""
     from benchmarks.plots import PICTURES
 
     slug, _ = newest(kind)
     there = (RESULTS / slug / f"{name}.png").exists()
-    return f"![{PICTURES[name][0]}]({folder}/{slug}/{name}.png)" if there else NOT_MEASURED
+    return f"![{PICTURES[name][0]}]({folder}/{slug}/{name}.png)" if there else ""
 
 
 def curve_differences(kind: str) -> str:
     """Write how far the gradient norms of a pretrained model are from TRL's with the same seed.
 
-    Where ratios are 1, the loss does not depend on the log-probabilities, but its gradient does.
+    If ratios are 1, the loss does not depend on the log-probabilities, but its gradient does.
     """
     curves = [group for group in newest(kind)[1] if group.benchmark == "curves"]
     norms = {
@@ -309,25 +354,25 @@ def curve_differences(kind: str) -> str:
         if differences:
             said.append(f"{text.error(max(differences))} {label} ({len(differences)} steps)")
     if not said:
-        return NOT_MEASURED
+        return ""
     return f"The largest relative difference from TRL's gradient norm in a step: {', '.join(said)}."
 
 
 def step_ratios(kind: str) -> str:
-    """Write time and peak memory of a pretrained model's step, divided by TRL's, in turns."""
+    """Write time and peak memory of a pretrained model's step, relative to TRL's, in turns."""
     said: list[str] = []
     where = ""
     for group in newest(kind)[1]:
         for name, their_name, label in _COMPARED:
             row, their = group[name], group[their_name]
-            if group.benchmark == "real" and row and their and row.seconds and their.seconds:
+            if group.benchmark == "real" and row and their and row.median and their.median:
                 where = group.where
                 pairs = zip(row.seconds, their.seconds, strict=True)
                 time = text.spread([own / other for own, other in pairs])
                 memory = text.ratio(row.info["peak_bytes"] / their.info["peak_bytes"])
                 said.append(f"{label} {time} of the time and {memory} of the memory")
     if not said:
-        return NOT_MEASURED
+        return ""
     return f"Compared with TRL's, a step with the same settings takes: {'; '.join(said)} ({where})."
 
 
@@ -342,6 +387,22 @@ def newest(kind: str) -> tuple[str, list[Group]]:
 
 
 _stored = cache(load)
+
+
+def steady_rule() -> str:
+    return (
+        f"* If the slowest sample of a row is more than {MOST_SPREAD:g} times the fastest one, the "
+        'machine was busy. The row then shows "unsteady", and its times are in no ranking, '
+        "sentence, or plot. Its errors and memory stay. `make results` lists these rows."
+    )
+
+
+def memory_rule() -> str:
+    return (
+        f"* A ratio to our memory is shown only if our memory is at least "
+        f"{text.percent(tables.LEAST_SHARE)} of the largest one in the case. Dividing by less, "
+        "such as a few MiB next to gigabytes, gives a number without meaning."
+    )
 
 
 def models() -> str:
@@ -361,13 +422,13 @@ def works() -> str:
 
 
 def providers() -> str:
-    """List everybody but the variants of a benchmark whose table says what they are."""
+    """List the providers, without the variants that their own table describes."""
     listed = (provider for provider in EVERY.values() if provider not in VARIANTS)
     return "\n".join(f"* `{provider.name}`: {provider.note}" for provider in listed)
 
 
 def write_documents(check: bool = False) -> int:
-    """Draw the figure and fill the blocks, or only check them; not 0 where one would change."""
+    """Draw the figure and fill the blocks, or only check them; not 0 if one would change."""
     from cogapp import Cog
 
     drawn = [group for case in _DRAWN for group in _heads(**case)]
@@ -384,11 +445,25 @@ def write_documents(check: bool = False) -> int:
 
 
 def report(groups: Sequence[Group]) -> str:
-    """Write all that is known of a device."""
+    """Write all results of a device, with the fastest and the slowest sample of each row."""
     written = {title: view(groups) for title, view in _VIEWS.values()}
-    written |= {x.title: tables.show(name, groups) for name, x in tables.LAYOUTS.items()}
+    written |= {
+        x.title: tables.show(name, groups, samples=True) for name, x in tables.LAYOUTS.items()
+    }
     parts = [f"## {title}\n\n{shown}" for title, shown in written.items() if shown]
     return "\n\n".join([f"# {groups[0].where}", *parts]) + "\n"
+
+
+def rejected(groups: Sequence[Group]) -> str:
+    """List the rows without a time because their samples differ too much, a line each."""
+    names = ("work", "model", "tokens", "dtype", "inputs")
+    lines = []
+    for group in groups:
+        facts = ", ".join(str(group.facts[name]) for name in names if name in group.facts)
+        for row in (row for row in group.rows if row.runs and row.unsteady):
+            lines.append(f"  {group.benchmark}: {facts}: {row.provider} {row.spread:.2f}")
+    title = f"{len(lines)} rows are unsteady and have no time: slowest / fastest > {MOST_SPREAD:g}"
+    return "\n".join([title, *lines]) if lines else ""
 
 
 def main() -> None:
@@ -403,13 +478,15 @@ def main() -> None:
     if draws:
         from benchmarks.plots import save_plots
     else:
-        print("matplotlib is not installed: no plots are drawn, the old ones stay")
+        print("matplotlib is not installed: the old plots stay")
     for slug, groups in load(folder).items():
         if draws:
             save_plots(groups, folder / slug)
         (folder / slug / "report.md").write_text(report(groups))
         print(f"{folder / slug}: {len(groups)} cases of {len({x.source for x in groups})} runs")
         print(tables.cases([group for group in groups if group.benchmark == "heads"][:_PRINTED]))
+        if unsteady := rejected(groups):
+            print(unsteady)
     if arguments.documents and (code := write_documents()):
         sys.exit(code)
 

@@ -1,8 +1,8 @@
-"""Result files: who was measured in which case, and who was not for which reason.
+"""Result files: which providers were measured in which case, and why others were not.
 
-``results/<device>/<date>-<commit>.jsonl`` is one run on one machine: its first line is the
-environment, each other one a row, as it came. Of a device's runs the newest that has a case counts,
-so that a short run replaces only what it measured again.
+``results/<device>/<date>-<commit>.jsonl`` is one run on one machine. Its first line is the
+environment, and each other line is a row, in the order of measurement. If several runs of a device
+have the same case, the newest one counts, so a short run replaces only what it measured again.
 """
 
 from __future__ import annotations
@@ -33,21 +33,27 @@ _PACKAGES = (
     *("quack-kernels", "nvidia-cutlass-dsl"),
 )
 STATES = ("measured", "absent", "unable", "wrong")
+# Slowest over fastest sample of a row. Beyond it the machine was busy, and no time is shown.
+MOST_SPREAD = 1.5
+# Benchmarks that record the steps of one run. Each step has its own tokens, so steps may differ.
+WHOLE_RUNS = ("asynchronous", "curves", "lora", "real", "rollouts")
 
 
 @dataclass
 class Row:
-    """One provider in one case: what was measured, or why nothing was."""
+    """One provider in one case: its measurements, or the reason why there are none."""
 
     provider: str
-    note: str = ""  # what exactly is run
-    # "absent": this machine lacks something; "unable": it has no such work; "wrong": it failed
+    note: str = ""  # what exactly runs
+    # "absent": this machine lacks something; "unable": the provider lacks the work; "wrong": it
+    # failed
     state: str = "measured"
     reason: str = ""
     seconds: list[float] = field(default_factory=list)  # a sample for each round
     errors: dict[str, float] = field(default_factory=dict)  # by output, against the reference
-    info: dict[str, Any] = field(default_factory=dict)  # what is no time: bytes, bits, shares
-    cells: dict[str, str] = field(default_factory=dict)  # what of that its table shows, by column
+    info: dict[str, Any] = field(default_factory=dict)  # everything but times: bytes, bits, shares
+    cells: dict[str, str] = field(default_factory=dict)  # the part that its table shows, by column
+    whole_run: bool = False  # the samples are the steps of one run, which differ
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -59,25 +65,37 @@ class Row:
 
     @property
     def shown(self) -> bool:
-        """Whether a table has a line for it; else it is listed below, with its reason."""
+        """Whether a table has a line for it; if not, it is listed below, with its reason."""
         return self.state in ("measured", "wrong")
 
     @property
+    def spread(self) -> float:
+        """The slowest sample over the fastest one."""
+        return max(self.seconds) / min(self.seconds) if self.seconds else 1.0
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether samples of the same call differ too much for their median to mean anything."""
+        return not self.whole_run and self.spread > MOST_SPREAD
+
+    @property
     def median(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds and self.runs else None
+        """The time of a row, None if it has none or if its samples are unsteady."""
+        timed = self.seconds and self.runs and not self.unsteady
+        return statistics.median(self.seconds) if timed else None
 
     @property
     def extra_bytes(self) -> int | None:
-        """The peak of memory beyond inputs and outputs, where it was measured."""
+        """The peak of memory beyond inputs and outputs, if it was measured."""
         return self.info.get("extra_bytes")
 
     def worst(self, *outputs: str) -> float | None:
-        """Return the largest error of some outputs, of one that runs and has them."""
+        """Return the largest error of some outputs, or None if there is none."""
         errors = (self.errors[name] for name in outputs if self.runs and name in self.errors)
         return max(errors, default=None)
 
     def leave_out(self, state: str, reason: str | None) -> None:
-        """Give the reason why nothing is measured; None: there is none."""
+        """Set the reason why nothing is measured; None changes nothing."""
         if reason is not None and self.runs:
             self.state, self.reason = state, reason
             self.seconds.clear()
@@ -85,19 +103,19 @@ class Row:
 
 @dataclass
 class Group:
-    """Everybody in one case, side by side in one run."""
+    """All providers in one case, side by side in one run."""
 
     benchmark: str  # of the file ``test_<benchmark>.py``
     facts: dict[str, Any]  # what was measured
     rows: list[Row]
     environment: dict[str, Any]
-    about: str = ""  # what is known of the case once it was measured
+    about: str = ""  # facts that are known once the case has been measured
 
     def __getitem__(self, provider: str) -> Row | None:
         return next((row for row in self.rows if row.provider == provider and row.shown), None)
 
     def ratio(self, row: Row | None, base: str | None) -> float | None:
-        """Return the time of a row over that of the provider ``base``, where there are both."""
+        """Return a row's time over the time of the provider ``base``, if both are known."""
         beside = self[base] if base else None
         if row is None or beside is None or row.median is None or beside.median is None:
             return None
@@ -105,21 +123,21 @@ class Group:
 
     @property
     def where(self) -> str:
-        """Name the device, with what makes it that fast."""
+        """Name the device, and the number of threads on a CPU."""
         threads = self.environment["threads"]
         count = f", {threads} thread{'' if threads == 1 else 's'}"
         return self.environment["device"] + (count if self.environment["kind"] == "cpu" else "")
 
     @property
     def source(self) -> str:
-        """Say when it was measured, and of which commit."""
+        """Name the date and the commit of the measurement."""
         facts = self.environment
         changed = " + changes" if facts["modified"] else ""
         return f"{facts['date'][:10]}, {facts['commit'][:12]}{changed}"
 
 
 class Recorder:
-    """One run's file: every row is on the disk as soon as it is there."""
+    """One run's file: every case is on the disk as soon as it has been measured."""
 
     def __init__(self, folder: Path | None, device: str) -> None:
         self.environment, self.groups = environment(device), list[Group]()
@@ -129,7 +147,7 @@ class Recorder:
             ends = chain([""], map("-{}".format, count(2)))
             names = (f"{date}-{commit}{end}.jsonl" for end in ends)
             paths = (folder / slug(self.environment["device"]) / name for name in names)
-            self._path = next(path for path in paths if not path.exists())  # an earlier run has it
+            self._path = next(path for path in paths if not path.exists())  # else an earlier run's
 
     def add(
         self, benchmark: str, facts: dict[str, Any], rows: Sequence[Row], about: str = ""
@@ -148,7 +166,7 @@ class Recorder:
 
 
 def load(folder: Path = RESULTS) -> dict[str, list[Group]]:
-    """Load by the name of the device's folder, of each case the newest run's group."""
+    """Load the newest group of each case, by the name of the device's folder."""
     found: dict[str, list[Group]] = {}
     for path in sorted(folder.glob("*/*.jsonl")):
         found.setdefault(path.parent.name, []).extend(load_run(path))
@@ -165,7 +183,7 @@ def load_run(path: Path) -> list[Group]:
     """Load one file.
 
     Raises:
-        ValueError: a line is not as expected, and which.
+        ValueError: a line is malformed; the message names it.
     """
     groups: dict[str, Group] = {}
     facts: dict[str, Any] = {}
@@ -177,7 +195,7 @@ def load_run(path: Path) -> list[Group]:
                 continue
             case, about = (line.pop("benchmark"), line.pop("facts")), line.pop("about")
             group = groups.setdefault(json.dumps(case), Group(*case, [], facts, about))
-            group.rows.append(Row(**line))
+            group.rows.append(Row(**{"whole_run": case[0] in WHOLE_RUNS} | line))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}") from None
     return list(groups.values())
@@ -188,7 +206,7 @@ def environment(device: str) -> dict[str, Any]:
     gpu = device == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # where there is no checkout, who carried the sources says of which commit they are
+        # without a checkout, the environment variable names the commit of the sources
         "commit": os.environ.get("COMMIT") or _git("rev-parse", "HEAD") or "unknown",
         "modified": bool(_git("status", "--porcelain", "--", *_SOURCES, _NO_RESULTS)),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),
@@ -203,7 +221,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """Return a device's name in a form that a folder can have."""
+    """Return a device's name as the name of a folder."""
     plain = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
 

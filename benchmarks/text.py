@@ -56,7 +56,7 @@ def percents(shares: Sequence[float]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write the median of ratios, and in brackets from which to which."""
+    """Write the median of ratios, with the smallest and the largest in brackets."""
     if not values:
         return ""
     middle, *ends = map(ratio, (median(values), min(values), max(values)))
@@ -64,7 +64,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Write the mean, and in brackets from which to which."""
+    """Write the mean, with the smallest and the largest in brackets."""
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -77,7 +77,7 @@ def bold(text: str) -> str:
 
 
 def bold_least(texts: Sequence[str], counts: Sequence[bool] | None = None) -> list[str]:
-    """Make the smallest numbers bold, but for what stands in brackets; of those that count."""
+    """Make the smallest of the numbers that count bold; text in brackets is ignored."""
     written = [text.partition(" (")[0] for text in texts]
     known = {}
     for text, count in zip(written, counts or [True] * len(texts), strict=True):
@@ -89,7 +89,7 @@ def bold_least(texts: Sequence[str], counts: Sequence[bool] | None = None) -> li
 
 
 def markdown(rows: DataFrame | Sequence[dict[str, str]]) -> str:
-    """Write a table of a document, whose cells are no wider than what is in them."""
+    """Write a table of a document, with cells no wider than their text."""
     escaped = DataFrame(rows).replace(r"\|", r"\\|", regex=True)
     return re.sub("-{3,}", "---", re.sub(" {2,}", " ", _table(escaped, tablefmt="pipe")))
 
@@ -100,11 +100,15 @@ def plain(rows: DataFrame | Sequence[dict[str, str]]) -> str:
 
 
 def _table(frame: DataFrame, **layout: Any) -> str:
-    """Write a table without empty columns: numbers to the right, words to the left."""
+    """Write a table without columns that are empty or zero: numbers right, words left."""
     frame = frame.fillna("")
-    frame = frame.loc[:, (frame != "").any().to_numpy()]
+    frame = frame.loc[:, [any(map(_says_something, cells)) for _, cells in frame.items()]]
     aligned = ["right" if _is_of_numbers(x) else "left" for _, x in frame.items()]
     return frame.to_markdown(index=False, disable_numparse=True, colalign=aligned, **layout)
+
+
+def _says_something(cell: str) -> bool:
+    return bool(cell) and not re.fullmatch(r"0(\.0+)?( ?%)?", cell)
 
 
 def _is_of_numbers(cells: Iterable[str]) -> bool:
@@ -114,6 +118,6 @@ def _is_of_numbers(cells: Iterable[str]) -> bool:
 
 
 def filled(words: str, width: int) -> str:
-    """Break the lines of text that are longer than ``width``; tables have theirs."""
+    """Break lines of text that are longer than ``width``; lines of tables stay."""
     lines = words.split("\n")
     return "\n".join(line if "  " in line else textwrap.fill(line, width) for line in lines)

@@ -1,4 +1,4 @@
-"""Result files and their tables: every row as it came, the newest counts, nobody is left out."""
+"""Result files and their tables: rows as recorded, the newest counts, no row is left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import report, tables, text
 from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
 from benchmarks.shapes import REAL
 
@@ -74,7 +74,7 @@ def test_a_broken_file_is_an_error(tmp_path: Path, line: str, message: str) -> N
 def test_a_table_names_everybody() -> None:
     fp32 = group(
         Row("bare-gemms", seconds=[1.0]),
-        Row("eager", seconds=[1.0, 2.0, 9.0], cells={"MiB": "3", "value": "3e-9"}),
+        Row("eager", seconds=[1.7, 2.0, 2.1], cells={"MiB": "3", "value": "3e-9"}),
         Row("ours", seconds=[1.1], cells={"MiB": "4", "value": "2e-9"}),
         Row("trl", state="wrong", reason="error of loss nan", errors={"loss": math.nan}),
         Row("cce", state="absent", reason="needs a GPU"),
@@ -88,7 +88,7 @@ def test_a_table_names_everybody() -> None:
     assert "| **1.10** | **1.00** | 4 | **2e-9** |" in table and "FAILED" in table
     assert "| 2.00 | 1.82 | **3** | 3e-9 |" in table
     assert missing == (
-        "Not here: cce (needs a GPU). Not able: ours-input in fp32 (the same as ours). "
+        "Not run: cce (needs a GPU). Not applicable: ours-input in fp32 (the same as ours). "
         "Wrong: trl in fp32 (error of loss nan)."
     )
 
@@ -112,6 +112,108 @@ def test_standings_count_cases() -> None:
     assert shown.startswith("fp32, 3 cases:")
     assert "| ours | 3 | 2.00 (1.00 to 3.00) | 1.00 | all but 1 |" in shown
     assert "| dapo | tiny | 16 | fp32 | 1.00 s | **1.00** |" in tables.cases(groups)
+
+
+def test_rows_with_unsteady_times_keep_only_errors_and_memory() -> None:
+    """Samples of one call may spread by half; the steps of a whole run may spread by more."""
+    found = group(
+        Row("bare-gemms", seconds=[1.0]),
+        Row("ours", seconds=[1.0, 1.2, 1.5], info={"extra_bytes": 2**20}),
+        Row("eager", seconds=[1.0, 3.0, 5.0], cells={"MiB": "3", "grad": "3e-9", "train": "9 s"}),
+        Row("trl", seconds=[4.0]),
+    )
+    ours, eager = found.rows[1:3]
+    assert not ours.unsteady and ours.median == 1.2
+    assert eager.unsteady and eager.median is None and found.ratio(eager, "ours") is None
+    shown = tables.show("heads", [found])
+    assert "| eager | unsteady | | **3** | **3e-9** |" in shown and "9 s" not in shown
+    assert "1.00 s to 5.00 s" in tables.show("heads", [found], samples=True)
+    assert "| eager | 0 | |" in tables.standings([found])
+    # a steady baseline is not the fastest one if an unsteady one may be
+    assert tables.cases([found]).endswith(
+        "| dapo | tiny | 32 | fp32 | 1.00 s | 1.20 | unsteady | **1** |"
+    )
+    assert report.rejected([found]).splitlines()[1:] == [
+        "  heads: dapo, tiny, 32, fp32, peaked: eager 5.00"
+    ]
+    assert not Row("ours", seconds=[1.0, 9.0], whole_run=True).unsteady
+
+
+def test_steps_of_whole_runs_are_known_by_their_benchmark(tmp_path: Path) -> None:
+    """Also in files that do not say so."""
+    facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
+    recorder = Recorder(tmp_path, "cpu")
+    for benchmark in ("real", "training"):
+        recorder.add(benchmark, facts, [Row("ours", seconds=[1.0, 9.0])])
+    (path,) = tmp_path.rglob("*.jsonl")
+    path.write_text(path.read_text().replace(', "whole_run": false', ""))
+    assert [one.rows[0].median for one in load_run(path)] == [5.0, None]
+
+
+def test_a_base_without_a_steady_time_gives_no_ratio() -> None:
+    found = group(Row("bare-gemms", seconds=[1.0, 2.0]), Row("ours", seconds=[3.0]))
+    shown = tables.show("heads", [found])
+    assert "| | time | x ours |" in shown
+    assert "| bare-gemms | unsteady | |" in shown and "| ours | 3.00 s | **1.00** |" in shown
+
+
+def test_shares_of_the_head_need_steady_times_of_what_they_compare() -> None:
+    facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
+    rows = [
+        Row(name, seconds=seconds, cells={"the head in it": "x 0.30"})
+        for name, seconds in (("theirs", [1.0, 2.0]), ("ours", [1.0]), ("no head", [0.5]))
+    ]
+    assert "0.30" not in tables.show("hosts", [Recorder(None, "cpu").add("hosts", facts, rows)])
+
+
+def test_memory_is_not_divided_by_next_to_nothing() -> None:
+    def shown(ours: int) -> str:
+        sizes = {"ours": ours, "trl": 50, "eager": 1000}
+        rows = [Row(x, seconds=[1.0], info={"extra_bytes": size}) for x, size in sizes.items()]
+        return tables.standings([group(*rows)])
+
+    assert "| trl | 1 | 1.00 | 1.00 |" in shown(50) and "20.00" in shown(50)
+    assert "memory" not in shown(49)
+
+
+def test_columns_of_zeros_are_left_out() -> None:
+    rows = [{"": "a", "zero": "0.00", "share": "0 %", "some": "0"}, {"": "b", "some": "1"}]
+    assert text.markdown(rows).splitlines()[0] == "| | some |"
+
+
+def test_a_section_without_a_result_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
+    found = Recorder(None, "cpu").add("savings", facts, [Row("ours, all", seconds=[1.0])])
+    stored = {"cpu": [found], "cuda": []}
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, stored[kind]))
+    assert report.section("sharded") == report.show("sharded", "cpu") == ""
+    shown = report.section("savings")
+    assert shown.startswith("## Skipped rows and adapters\n\nOne of our losses")
+    assert "\n\nOn a CPU:\n\nm; fp32; " in shown and "GPU:" not in shown
+    of_gpu, of_cpu = report.unmeasured().splitlines()
+    assert "skipped rows and adapters" in of_gpu and "skipped rows and adapters" not in of_cpu
+    assert "over several ranks (`test_sharded.py`)" in of_cpu and "ranks" not in of_gpu
+
+
+def test_a_sparse_step_has_the_times_that_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = FACTS | {"dtype": "bf16", "inputs": "real-text", "model": "smollm2-135m"}
+    errors = {"dhidden": 0.01, "dweight": 0.02}
+    names = ("ours", "ours-sparse-hidden", "ours-sparse", "eager")
+    rows = [Row(x, seconds=[4.0], errors=errors, info={"entries": [7.0, 9.0]}) for x in names]
+    found = Recorder(None, "cpu").add("sparse", facts, rows)
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, [found]))
+    rows[2].seconds = [1.0]
+    said = report.sparse_step("cpu")
+    assert "takes 1.00 of the time with a sparse gradient of the hidden states and 0.25 of" in said
+    rows[1].seconds = [1.0, 4.0]
+    said = report.sparse_step("cpu")
+    assert "takes 0.25 of the time with sparse gradients of hidden states and head" in said
+    rows[2].seconds = [1.0, 4.0]
+    said = report.sparse_step("cpu")
+    assert "takes" not in said and "2 % with an exact backward" in said
+    rows.pop()
+    found.rows.pop()
+    assert report.sparse_step("cpu") == ""
 
 
 def test_pictures_of_a_real_model_are_drawn_where_there_are_results(tmp_path: Path) -> None:
@@ -153,14 +255,14 @@ def test_curves_are_compared_where_both_trainers_have_the_seed(
     said = report.curve_differences("cpu")
     assert said.endswith(": 2e-1 in our trainer (5 steps).")
     runs[:] = runs[:3]
-    assert report.curve_differences("cpu") == report.NOT_MEASURED
+    assert report.curve_differences("cpu") == ""
 
 
 def test_steps_are_compared_with_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
     rows = [
-        Row("ours", seconds=[1.0, 2.0, 3.0], info={"peak_bytes": 1}),
-        Row("trl", seconds=[2.0, 8.0, 6.0], info={"peak_bytes": 4}),
+        Row("ours", seconds=[1.0, 2.0, 3.0], info={"peak_bytes": 1}, whole_run=True),
+        Row("trl", seconds=[2.0, 8.0, 6.0], info={"peak_bytes": 4}, whole_run=True),
         Row("ours-lora", seconds=[1.0], info={"peak_bytes": 1}),  # TRL's is missing
     ]
     group = Recorder(None, "cpu").add("real", facts, rows)
@@ -169,7 +271,7 @@ def test_steps_are_compared_with_those_of_trl(monkeypatch: pytest.MonkeyPatch) -
     assert "in our trainer 0.50 (0.25 to 0.50) of the time and 0.25 of the memory (" in said
     assert "LoRA" not in said
     group.rows.pop(1)
-    assert report.step_ratios("cpu") == report.NOT_MEASURED
+    assert report.step_ratios("cpu") == ""
 
 
 def test_ratios_are_those_of_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +282,7 @@ def test_ratios_are_those_of_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cases = [case("mostly-decided", "bf16", 0.3), case("real-text", "fp32", 0.5)]
     monkeypatch.setattr(report, "newest", lambda kind: (kind, cases))
-    assert report.ratio_errors("cpu") == report.NOT_MEASURED
+    assert report.ratio_errors("cpu") == ""
     cases.append(case("real-text", "bf16", 0.02))
     said = report.ratio_errors("cpu")
     assert "by 2 % on average and up to 20 % with grpo-kernels (" in said and "30 %" not in said
