@@ -355,7 +355,11 @@ def test_losses_have_the_settings_that_are_listed() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     links = [(page, link) for page in pages for link in _LINK.findall(page.read_text())]
     local = [(page, link) for page, link in links if "://" not in link]
     assert [link for page, link in local if not (page.parent / link).exists()] == []

@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # pages outside docs/ and their paths on the site
 ELSEWHERE = {
     "README.md": "index.md",
-    "benchmarks/README.md": "numbers.md",
+    "benchmarks/README.md": "numbers/index.md",
+    "benchmarks/results.md": "numbers/results.md",
+    "benchmarks/kernels.md": "numbers/kernels.md",
+    "benchmarks/method.md": "numbers/method.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
