@@ -1,1 +1,1 @@
-"""Time and memory of the fused head beside eager code and other libraries, on the same problem."""
+"""Time and memory of the fused head, next to eager code and other libraries on the same problem."""

@@ -1,4 +1,4 @@
-"""A run of the demo's task with a simulated server, and what has to hold of any such run."""
+"""A run of the demo's task with a simulated server, and checks that any such run must pass."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from benchmarks.simulated import SimulatedServer, token_logprobs
 from benchmarks.training import QUIET
 
 PROMPTS, SIZE = 8, 16  # of a step; completions of each
-TRAINING = 0.1  # seconds that a training step waits, as if it were larger
-MAX_STALENESS = 4  # optimizer steps, where weights move in flight
+TRAINING = 0.1  # seconds that a training step waits, as a larger model would need
+MAX_STALENESS = 4  # optimizer steps, if weights move in flight
 CORRECTION = "token_truncate"
-_ALLOWED = 1e-4  # of a log-probability: the server computes it in other batches
+_ALLOWED = 1e-4  # of a log-probability, which the server computes in other batches
 _SETTINGS: dict[str, Any] = QUIET | {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "linear",
@@ -42,7 +42,7 @@ _SETTINGS: dict[str, Any] = QUIET | {
 
 @dataclass(frozen=True)
 class Way:
-    """How many batches are sampled ahead, and whether weights move meanwhile."""
+    """The number of batches sampled ahead, and whether weights move in flight."""
 
     note: str
     ahead: int
@@ -60,29 +60,29 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A completion as a step trained on it."""
+    """A completion in a training step."""
 
     prompt: str
     prompt_ids: list[int]
     ids: list[int]
     logprobs: list[float]
-    versions: list[int]  # optimizer steps that the weights of each token had seen
+    versions: list[int]  # optimizer steps before the weights of each token
     ages: list[int]  # in optimizer steps
     in_loss: list[int]
 
 
 class Watch(TrainerCallback):
-    """Notes the completions and the time of each step, and the policy's weights after it."""
+    """Records the completions and the time of each step, and the policy's weights after it."""
 
     def __init__(self) -> None:
         self.trained: list[Trained] = []
         self.seconds: list[float] = []
-        self.weights: list[dict[str, Tensor]] = []  # by optimizer steps taken
+        self.weights: list[dict[str, Tensor]] = []  # by number of optimizer steps
         self._step = 0
         self._start = 0.0
 
     def __call__(self, batch: Any, policy: Any) -> None:
-        """Note a batch, as a column of the trainer's."""
+        """Record a batch, as a column of the trainer."""
         self.trained += [
             Trained(
                 prompt=sample.prompt,
@@ -113,7 +113,7 @@ class Watch(TrainerCallback):
 
 
 def run(way: Way, steps: int, seed: int) -> dict[str, Any]:
-    """Return times, ages and rewards of a run, and what is wrong with it, or None."""
+    """Return times, ages, and rewards of a run, and what is wrong with it, or None."""
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         trainer = _build(way, watch, steps, seed, Path(folder))
@@ -163,7 +163,7 @@ def _build(way: Way, watch: Watch, steps: int, seed: int, folder: Path) -> Any:
 
 
 def find_error(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, Any]) -> str | None:
-    """Return what a run of this way did that it must not do, or None."""
+    """Return the rule that a run of this way broke, or None."""
     times = Counter(one.prompt for one in watch.trained)
     if times != dict.fromkeys(prompts, SIZE):
         return "a prompt was not trained on exactly once"
@@ -174,7 +174,7 @@ def find_error(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, An
     if way.max_staleness is None and outcome["left_out"]:
         return "a token was left out"
     if not outcome["logp_error"] <= _ALLOWED:
-        return f"log-probabilities are {outcome['logp_error']:.1e} from those of their weights"
+        return f"log-probabilities are off by {outcome['logp_error']:.1e}"
     rewards = outcome["rewards"]
     complete = len(rewards) == len(watch.weights) - 1 and all(map(math.isfinite, rewards))
     return None if complete else "a step is missing or its reward not finite"
@@ -182,7 +182,7 @@ def find_error(way: Way, watch: Watch, prompts: list[str], outcome: dict[str, An
 
 @torch.no_grad()
 def logp_error(watch: Watch, policy: PreTrainedModel) -> float:
-    """Return how far recorded log-probabilities are from those of the weights of their version."""
+    """Return the error of recorded log-probabilities, given the weights of their version."""
     policy.eval()
     errors = [0.0]
     for version, weights in enumerate(watch.weights):

@@ -1,4 +1,4 @@
-"""Steps of trainers on a generation batch of given completions: what their bodies compute."""
+"""Steps of trainers on a generation batch with given completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.training import TrainingConfig
 SPREAD = 0.8  # standard deviation of a length's logarithm
 _ROUNDS = 3
 Rows = list[tuple[list[int], list[int]]]  # the prompt and the completion of each row
-Batches = tuple[Any, list[Any]]  # a trainer, and its generation batch as it cuts it
+Batches = tuple[Any, list[Any]]  # a trainer, and its generation batch in micro-batches
 
 
 def make_tokens(config: TrainingConfig, count: int, chance: random.Random) -> list[int]:
@@ -31,7 +31,7 @@ def make_tokens(config: TrainingConfig, count: int, chance: random.Random) -> li
 
 
 def build(package: str, config: TrainingConfig, device: str, rows: Rows, **changes: Any) -> Any:
-    """Build a trainer whose completions are given."""
+    """Build a trainer with given completions."""
     prompt_ids, completion_ids = zip(*rows, strict=True)
 
     def completed(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def measure_batches(
 ) -> None:
     """Compare the step of each row's trainer with the first one's, and time them in turns.
 
-    ``computed_tokens`` of a row are those that the body of its trainer computes in a step.
+    ``computed_tokens`` of a row is the number of tokens that its trainer's body computes in a step.
     """
     steps: list[tuple[Row, Callable[[], StepResult]]] = []
     exact: StepResult | None = None

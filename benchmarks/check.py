@@ -15,24 +15,24 @@ from grpo_kernels import policy_loss
 _CHUNK_ROWS = 128  # of full logits of two models at a time
 _FP64_PRODUCT = {"cpu": 1e12, "cuda": 1e15}  # multiplications up to which the reference is fp64
 # Relative to the size of the tensor (Frobenius norm); the loss, of order 1, absolutely. 16-bit
-# logits of a peaked policy carry an error of 2 % each: baselines may round them and pass.
+# logits of a peaked policy have an error of 2 % each, and baselines may round them.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 StepResult = tuple[Tensor, Tensor]  # a trainer's loss () and gradient (N,)
 
 
 def reference_dtype(case: Case, device: str) -> torch.dtype:
-    """Return fp64, or fp32 where that would take longer than everything else."""
+    """Return fp64, or fp32 if fp64 would run longer than everything else."""
     product = case.tokens * case.model.vocabulary * case.model.hidden
     return torch.float64 if product <= _FP64_PRODUCT[device] else torch.float32
 
 
 def against(case: Case, device: str) -> str:
-    """Say what errors are measured against."""
+    """Name the reference of the errors."""
     return f"errors against {str(reference_dtype(case, device)).removeprefix('torch.')}"
 
 
 def reference(problem: Problem) -> Result:
-    """Compute everything that the work asks for, in chunks of rows."""
+    """Compute all outputs of the work, in chunks of rows."""
     kind = problem.work.kind
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
     exact = replace(exact, hidden=exact.hidden.nan_to_num(0.0))  # a masked row may be anything
@@ -62,10 +62,10 @@ def reference(problem: Problem) -> Result:
 def compare(
     result: Result, exact: Result, problem: Problem, allowed: float | None = None
 ) -> tuple[dict[str, float], str | None]:
-    """Return the errors of the outputs that the work asks for, and why they are wrong or None.
+    """Return the errors of the work's outputs, and why they are wrong, or None.
 
-    A NaN and a missing output are wrong. ``allowed``: how large errors may be; None:
-    :data:`TOLERANCE`.
+    A NaN and a missing output are wrong. ``allowed``: the largest allowed error;
+    None: :data:`TOLERANCE`.
     """
     errors: dict[str, float] = {}
     for name in problem.work.outputs:
@@ -80,7 +80,7 @@ def compare(
 
 
 def why_wrong(errors: dict[str, float], dtype: str, allowed: float | None = None) -> str | None:
-    """Return which errors are too large, or None; NaN is too large."""
+    """Name the errors that are too large, or return None; NaN is too large."""
     allowed = TOLERANCE[dtype] if allowed is None else allowed
     bad = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= allowed]
     return f"error of {', '.join(bad)}; allowed {allowed:.0e}" if bad else None
@@ -98,7 +98,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def take_gradient(leaves: Iterable[Tensor]) -> Tensor:
-    """Return the gradients of all leaves in one vector, and leave them without."""
+    """Return the gradients of all leaves in one vector, and clear them."""
     gradients = []
     for x in leaves:
         gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
@@ -113,7 +113,7 @@ def compare_steps(found: StepResult, exact: StepResult) -> dict[str, float]:
 
 
 def same_bits(a: Result, b: Result, problem: Problem, names: Iterable[str] | None = None) -> bool:
-    """Compare two results of one problem bit by bit, where the problem asks for it."""
+    """Compare two results of one problem bit for bit, in the outputs of its work."""
     names = problem.work.outputs if names is None else names
     return all(torch.equal(_valid(a, x, problem), _valid(b, x, problem)) for x in names)
 
@@ -121,8 +121,8 @@ def same_bits(a: Result, b: Result, problem: Problem, names: Iterable[str] | Non
 def same_rows(part: Result, whole: Result, half: Problem) -> bool:
     """Return whether the rows of half a batch have the same bits as in the whole batch.
 
-    Log-probabilities without a gradient; in training the gradient of the rows, where half of a
-    normaliser (a power of two) only changes exponents.
+    Log-probabilities without a gradient. In training the gradient of the rows: half of the
+    normalizer (a power of two) changes only exponents.
     """
     names = [name for name in half.work.outputs if name in ("logprobs", "entropy", "dhidden")]
     first = Result(**{name: getattr(whole, name)[: len(half.target)] for name in names})

@@ -1,7 +1,7 @@
-"""Calls in processes of their own.
+"""Calls in separate processes.
 
-For the resident memory of a CPU process, for several ranks, for who may hang and must be killed,
-and for who changes the process that it is in.
+For the resident memory of a CPU process, for several ranks, for calls that may hang and must be
+killed, and for calls that change their process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _shared: dict[int, Ranks] | None = None  # by their number, once calls share pro
 
 
 class ChildError(RuntimeError):
-    """What a process that failed said last, or that it hung."""
+    """A process failed, with its last output, or it hung."""
 
 
 def share_processes() -> None:
-    """Let calls without variables of their own share processes from now on.
+    """Let calls without environment variables share processes from now on.
 
-    To start one takes longer than a tiny case; its memory is not that of a fresh one.
+    Starting a process takes longer than a tiny case. A shared process has memory of earlier calls.
     """
     global _shared
     _shared = {}
@@ -52,7 +52,7 @@ def ask(
     Several ``processes`` are ranks of a group, with a thread each; the first one's answer counts.
 
     Raises:
-        ChildError: the process failed, or it took longer than ``timeout`` and was ended.
+        ChildError: the process failed, or ran longer than ``timeout`` and was killed.
     """
     threads = torch.get_num_threads() if processes == 1 else 1
 
@@ -77,10 +77,10 @@ def ask_each(
     workers: int,
     timeout: float = _LONGEST,
 ) -> list[Any]:
-    """Return the answers for several arguments, a :class:`ChildError` for who failed or hung.
+    """Return the answers for several arguments, or a :class:`ChildError` after a failure.
 
-    ``workers`` processes share them; one that has failed, or took longer than ``timeout``, is
-    replaced.
+    ``workers`` processes share the arguments. A process that fails, or runs longer than
+    ``timeout``, is replaced.
     """
     answers: list[Any] = [None] * len(arguments)
 

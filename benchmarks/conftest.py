@@ -1,8 +1,8 @@
-"""Options of the suites, and what their tests share.
+"""Options of the suites, and fixtures that all benchmarks share.
 
-A benchmark is a file ``test_<name>.py`` with ``CASES`` by suite; ``NOTES``, or ``notes(case)``: who
-is measured in a case, and what of it is run; and ``measure(case, rows, session)``, which fills in
-everybody's row. A case is measured when its first test runs, everybody in turns.
+A benchmark is a file ``test_<name>.py`` with ``CASES`` by suite; ``NOTES``, or ``notes(case)``, the
+rows of a case and what each runs; and ``measure(case, rows, session)``, which fills in all rows. A
+case is measured when its first test runs, with all rows in turns.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ SUITES = ("tiny", "quick", "cpu", "gpu", "gpu-full")
 _ROUNDS = {"cpu": 5, "cuda": 10}
 _WIDTH = 100
 _HERE = Path(__file__).parent
-_OURS = "table of "  # how the groups of pytest-benchmark begin that a table of ours has
+_OURS = "table of "  # how the groups of pytest-benchmark begin that our tables show
 _SAID = {
-    "quick": "quick suite: one case of the heads, in about five minutes on two free CPU cores, or "
-    "small shapes of the files that are named; --full runs all {count} benchmarks, in hours",
+    "quick": "quick suite: one case in about five minutes on two free CPU cores, or small shapes "
+    "of the files you name; --full runs all {count} benchmarks, for hours",
 }
 _SESSION = pytest.StashKey["Session"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("head benchmarks")
-    group.addoption("--full", action="store_true", help="all cases of this device, in hours")
-    group.addoption("--suite", choices=SUITES, help="a list of cases by name; default: quick")
-    group.addoption("--results", type=Path, help="folder for the result file; default: none")
-    group.addoption("--deadline", type=float, help="seconds after which no case is started")
+    group.addoption("--full", action="store_true", help="all cases of this device; runs for hours")
+    group.addoption("--suite", choices=SUITES, help="name of a list of cases; default: quick")
+    group.addoption("--results", type=Path, help="folder for a result file; default: no file")
+    group.addoption("--deadline", type=float, help="start no case after so many seconds")
 
 
 def suite(config: pytest.Config) -> str:
@@ -53,7 +53,7 @@ def suite(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Say in the first line what is run and how long that takes."""
+    """Say in the first line what runs, and for how long."""
     config = session.config
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if config.getoption("--benchmark-only") and reporter is not None:
@@ -62,9 +62,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out, unless they are named, our own tests, which put Triton into its interpreter.
+    """Leave out tests of the benchmarks, which put Triton into its interpreter, unless named.
 
-    And without a suite all but the heads.
+    Without a suite, leave out all benchmarks except the heads.
     """
     if not config.getoption("--benchmark-only") or collection_path.parent != _HERE:
         return None
@@ -89,22 +89,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of collections, which many steps ask for."""
+    """Keep everything imported so far out of garbage collections, which many steps trigger."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries that count what is left at the end would warn
+    gc.unfreeze()  # libraries that count objects at exit would warn
 
 
 def notes(module: ModuleType, case: Any) -> dict[str, str]:
-    """Return who is measured in a case of a benchmark, and what is said of each."""
+    """Return the rows of a case of a benchmark, and the note of each."""
     return module.notes(case) if hasattr(module, "notes") else module.NOTES
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_benchmark_group_stats() -> Generator[None, list, list]:
-    """Leave to pytest-benchmark's own tables what has none of ours."""
+    """Leave pytest-benchmark's own tables to benchmarks without one of our tables."""
     groups = yield
     return [(name, found) for name, found in groups if not str(name).startswith(_OURS)]
 
@@ -121,11 +121,11 @@ def pytest_terminal_summary(
 
 @dataclass(frozen=True)
 class Session:
-    """What all benchmarks share."""
+    """State that all benchmarks share."""
 
     suite: str
     selected: set[tuple[str, int, str]]  # module, case and name of the tests that run
-    deadline: float  # by ``time.monotonic()``; no case is begun after it
+    deadline: float  # by ``time.monotonic()``; no case starts after it
     recorder: Recorder
     capture: Any  # pytest's plugin
     device: str = DEVICE
@@ -139,8 +139,8 @@ class Session:
         return 1 if self.suite == "tiny" else usual or _ROUNDS[self.device]
 
     def announce(self, case: Any, names: list[str]) -> None:
-        """Say what is measured now: pytest prints nothing before the first test has passed."""
-        some_minutes = ", some minutes" * (self.suite == "quick")
+        """Say what is being measured: pytest prints nothing before the first test has passed."""
+        some_minutes = ", a few minutes" * (self.suite == "quick")
         with self.capture.global_and_fixture_disabled():
             print(f"\nmeasuring {case}{some_minutes}: {', '.join(names)}", flush=True)
 
@@ -150,14 +150,14 @@ class Session:
         return Settings(device=self.device, rounds=self.rounds(), **patient, **changes)
 
     def begin(self, case: Any = None) -> None:
-        """Skip what there is no time for, and a case without memory or inputs."""
+        """Skip a case after the deadline, or one without enough memory or inputs."""
         if time.monotonic() > self.deadline:
-            pytest.skip("not reached: the time was up")
+            pytest.skip("not reached: the deadline had passed")
         if isinstance(case, Case) and (reason := case.unavailable(self.device)):
             pytest.skip(reason)
 
     def rows(self, module: ModuleType, case: Any) -> dict[str, Row]:
-        """Measure everybody of a case whose tests run; once."""
+        """Measure all rows of a case whose tests run, once."""
         key = module.__name__, id(case)
         if key not in self._rows:
             self.begin(case)
@@ -169,13 +169,13 @@ class Session:
             self.announce(case, [*rows])
             module.measure(case, [*rows.values()], self)
             free(self.device)
-            gc.freeze()  # what the case has imported
+            gc.freeze()  # imports of the case
             about = getattr(module, "about", lambda *_: "")(case, self.device)
-            if any(row.shown for row in rows.values()):  # else it would hide an earlier result
+            if any(row.shown for row in rows.values()):  # or it would hide an earlier result
                 self.recorder.add(benchmark, case.facts(), [*rows.values()], about)
             self._rows[key] = rows
             if device_is_lost(self.device):
-                pytest.exit("a kernel faulted, and nothing more can run on the GPU", returncode=3)
+                pytest.exit("a kernel faulted, so nothing else can run on the GPU", returncode=3)
         return self._rows[key]
 
 
@@ -199,15 +199,15 @@ def session(request: pytest.FixtureRequest) -> Session:
 def row(
     request: pytest.FixtureRequest, benchmark: Any, case: Any, name: str, session: Session
 ) -> Row:
-    """Measure a provider in a case with all others, and hand its samples to pytest-benchmark.
+    """Measure a provider in a case with all others, and pass its samples to pytest-benchmark.
 
-    Its own loop runs one test to the end before the next begins, so a change of the machine's load
-    would hit some providers only, and it knows no device events.
+    Its own loop finishes one test before the next, so a change of the machine's load would affect
+    only some providers, and it doesn't support device events.
     """
     found = session.rows(request.module, case)[name]
     if not found.shown:
         pytest.skip(found.reason)
-    if not found.runs:  # of ours it is a defect, of another a result
+    if not found.runs:  # a failure of our code is a defect, and of another library a result
         (pytest.fail if is_ours(found.provider) else pytest.xfail)(found.reason)
     benchmark.group = f"{_OURS}{request.module.__name__} {case}"
     benchmark.extra_info |= {"errors": found.errors, **found.info}
@@ -218,5 +218,5 @@ def row(
 
 
 def check_row(row: Row) -> None:
-    """Stand for the test of every benchmark: a row that runs has something to show."""
+    """Check that a row that runs has results: the test of every benchmark."""
     assert row.seconds or row.errors or row.info

@@ -1,9 +1,9 @@
-"""What GPU kernels execute, ours and others', counted without a GPU.
+"""Count the instructions that GPU kernels execute, ours and others', without a GPU.
 
-``python -m benchmarks.executed``, in ``tests/emulated/run.sh``'s environment, executes them as code
-of gfx942 in the emulator, at two vocabularies: the difference is what a logit costs. With a
-target, such as sm_90, it compiles them, and counts the instructions of their loops. Work is no
-time: neither caches nor waits for memory are modelled.
+``python -m benchmarks.executed``, in the environment of ``tests/emulated/run.sh``, executes them as
+gfx942 code in the emulator, at two vocabularies; the difference is the cost of a logit. With a
+target, such as sm_90, it compiles them and counts the instructions of their loops. Counts are not
+times: neither caches nor waits for memory are modeled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _trl(columns: int, dtype: torch.dtype, entropy: bool = False) -> dict[str, T
 def _trl_chunked(
     columns: int, dtype: torch.dtype, entropy: bool = False, outputs: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
-    """Its fold over tiles of logits; the product beside it is torch's."""
+    """Its fold over tiles of logits, without the product, which torch computes."""
     from trl.kernels import chunked_logprob
 
     chunked_logprob._use_triton = lambda device: True
@@ -102,7 +102,7 @@ def _fused(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _exponentials(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Compute the same with the gradient of log-probabilities: what a step does before its loss."""
+    """Also compute the gradient of log-probabilities, as a step does before its loss."""
     from grpo_kernels.backends.triton import linear_logp_gradient
     from grpo_kernels.head import Head, Transform
 
@@ -128,7 +128,7 @@ def _trl_divergence(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _liger_divergence(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of log-probabilities, which torch makes: so are the softmaxes and their backward."""
+    """From log-probabilities; torch computes the softmaxes and their backward."""
     from liger_kernel.ops.jsd import LigerJSDFunction
 
     student, teacher = _two(columns, dtype)
@@ -148,7 +148,7 @@ class Case(NamedTuple):
     """Kernels of one library."""
 
     provider: str
-    more: str  # what is wanted beside log-probabilities
+    more: str  # outputs in addition to log-probabilities
     run: Run
     rows: int = ROWS
     dtypes: tuple[str, ...] = tuple(DTYPES)
@@ -198,7 +198,7 @@ def exact(columns: int, dtype: torch.dtype, entropy: bool, rows: int) -> dict[st
 
 
 def execute() -> list[dict[str, Any]]:
-    """Return what each kernel executes for a logit, and the errors of its results."""
+    """Return the instructions of each kernel per logit, and the errors of its results."""
     from tests.emulated import device
 
     device.install("gfx942")
@@ -231,7 +231,7 @@ _UNCOUNTED = ("products", "entries", "divergence")
 
 
 def compile_for(target: str) -> list[dict[str, Any]]:
-    """Return the instructions of SASS for each logit, and the registers, by kernel."""
+    """Return the SASS instructions per logit, and the registers, by kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

@@ -31,18 +31,18 @@ class Settings:
     rounds: int = 5  # 0: no times
     budget: float = 30.0  # seconds of timing after which no further round starts
     bits: bool = True  # also whether they are the same again, and in half of the batch
-    allowed: float | None = None  # error of others than ours; None: as of ours
+    allowed: float | None = None  # error of other libraries; None: the same as for ours
 
 
 Call = tuple[Provider, Case, Row]  # a provider in a case; its row is filled as it is measured
-# fills a row beside times and memory; it gets the exact result
+# fills a row with all but times and memory, given the exact result
 Check = Callable[[Provider, Row, Problem, Result, Settings], None]
 
 
 def check_outputs(
     provider: Provider, row: Row, problem: Problem, exact: Result, settings: Settings
 ) -> None:
-    """Compare outputs with the exact ones, and bits with those of a second run and of half."""
+    """Compare outputs with exact ones, and bits with a second run and half of the batch."""
     row.info |= provider.info(problem)
     result = provider.run(problem)
     if provider.checked:
@@ -77,13 +77,13 @@ def measure(calls: Sequence[Call], settings: Settings, check: Check = check_outp
             row.leave_out("absent", "starts slowly: not in this case")
     here = [call for call in calls if call[0].timeout is None]
     for provider, case, row in here if settings.device == "cpu" else ():  # this process is small
-        # what compiles inside of the call would count its compiler
+        # compiling in the call would count the compiler's memory
         if case.memory and row.runs and not provider.slow_start:
-            with suppress(ChildError):  # which was printed
+            with suppress(ChildError):  # it was printed
                 row.info |= ask(memory_alone, provider.name, case)
     _measure_here(here, settings, check)
     for provider, case, row in calls:
-        if provider.timeout is not None and row.runs:  # it may hang, and is killed then
+        if provider.timeout is not None and row.runs:  # it may hang, and is then killed
             with attempt(row):
                 asked = provider.name, case, settings, check
                 vars(row).update(vars(ask(_measure_one, *asked, timeout=provider.timeout)))
@@ -97,7 +97,7 @@ def _measure_one(name: str, case: Case, settings: Settings, check: Check) -> Row
 
 
 def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> None:
-    """Check all, which is also the warm-up, and time those that passed."""
+    """Check all providers, which is also the warm-up, and time those that passed."""
     exact: dict[Any, Result] = {}
     broken = None
     for provider, case, row in calls:
@@ -106,7 +106,7 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
         if not row.runs:
             continue
         problem = make_problem(case, settings.device)
-        # before a frozen head the exact values are a part of the others
+        # the exact values of a frozen head are part of the others
         key = replace(case.work, name="", title="", frozen=False, entropy=False)
         if key not in exact:
             exact = {key: reference(problem)}
@@ -136,7 +136,7 @@ def _measure_here(calls: Sequence[Call], settings: Settings, check: Check) -> No
 
 
 def error_cells(row: Row) -> dict[str, str]:
-    """Return what a table shows of memory and of the errors of gradients."""
+    """Return the cells of memory and of the errors of gradients."""
     errors = {name: text.error(row.errors.get(name)) for name in ("dhidden", "dweight")}
     return {"extra MiB": text.mib(row.extra_bytes), **errors}
 
@@ -147,7 +147,7 @@ def race(
     timer: Callable[[Any], float],
     budget: float = math.inf,
 ) -> None:
-    """Time those that passed, as :func:`benchmarks.timing.in_turns` gives them."""
+    """Time the rows that passed, in the order of :func:`benchmarks.timing.in_turns`."""
     for row, run in in_turns([pair for pair in runs if pair[0].runs], rounds, budget):
         if row.runs:
             with attempt(row):
@@ -155,7 +155,7 @@ def race(
 
 
 def memory_alone(name: str, case: Case, device: str = "cpu") -> dict[str, int]:
-    """Return the bytes of one call, on a CPU in a process that does nothing else."""
+    """Return the bytes of one call; on a CPU, in a process that does nothing else."""
     provider = EVERY[name]
     tiny = replace(case, model=MODELS["tiny"], tokens=32)
     provider.run(make_problem(tiny, device))  # libraries are loaded, threads started
@@ -163,7 +163,7 @@ def memory_alone(name: str, case: Case, device: str = "cpu") -> dict[str, int]:
 
 
 def add_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:
-    """Add by how many bytes a fresh process of each grows."""
+    """Add the number of bytes by which a fresh process of each row grows."""
     for row in rows:
         if row.runs:
             with suppress(ChildError):  # which was printed
@@ -173,7 +173,7 @@ def add_growth(rows: Sequence[Row], growth: Callable[[str], int]) -> None:
 
 @contextmanager
 def attempt(*rows: Row) -> Iterator[None]:
-    """Make an error the rows' result: another library's failure is one to report."""
+    """Record an error as the rows' result: another library's failure is worth reporting."""
     try:
         yield
     except Exception as error:
@@ -183,7 +183,7 @@ def attempt(*rows: Row) -> Iterator[None]:
 
 
 def device_is_lost(device: str) -> bool:
-    """Return whether a kernel faulted: after that, nothing of this process runs on the GPU."""
+    """Return whether a kernel faulted: after that, this process can't use the GPU."""
     if device != "cuda":
         return False
     try:
@@ -194,7 +194,7 @@ def device_is_lost(device: str) -> bool:
 
 
 def free(device: str) -> None:
-    """Give back what a provider or its exception left behind."""
+    """Free the memory that a provider or its exception left behind."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

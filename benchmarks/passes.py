@@ -1,4 +1,4 @@
-"""What kernels that only read and write memory are held against: the time of their bytes."""
+"""The yardstick of kernels that only read and write memory: the time of a copy."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def copy_pass(source: Tensor) -> Pass:
 def race_passes(
     rows: Sequence[Row], passes: dict[str, Pass], allowed: dict[str, float], session: Session
 ) -> None:
-    """Check all, then time them in turns; say by how much each is slower than a copy of its bytes.
+    """Check all, then time them in turns, relative to a copy of the same number of bytes.
 
-    ``allowed``: how large an error may be, by its name.
+    ``allowed``: the largest allowed error, by name.
     """
     timer = make_timer(session.device)
     for row in rows:

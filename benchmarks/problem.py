@@ -25,14 +25,14 @@ class Problem:
 
     case: Case
     hidden: Tensor  # (B, L, D), a leaf; needs a gradient unless the work is a forward
-    weight: Tensor  # (V, D), likewise, unless the head is frozen
+    weight: Tensor  # (V, D), also a leaf, unless the head is frozen
     target: Tensor  # (B, L) int64, valid everywhere
     mask: Tensor  # (B, L) bool, False: padding
     advantages: Tensor  # (B,) fp32
     old_logprobs: Tensor | None  # (B, L) fp32; None: on-policy
-    ref_logprobs: Tensor | None  # (B, L) fp32, where the loss has a KL term
+    ref_logprobs: Tensor | None  # (B, L) fp32, if the loss has a KL term
     dlogprobs: Tensor  # (B, L) fp32, the upstream gradient of a "backward" work
-    # of a "divergence", states (T, D') and head (V, D'), without gradients
+    # for a "divergence", states (T, D') and head (V, D'), without gradients
     teacher: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -58,11 +58,11 @@ class Problem:
         )
 
     def half(self) -> Problem:
-        """Return the first half of the sequences: half of the tokens and of the normaliser."""
+        """Return the first half of the sequences: half of the tokens and of the normalizer."""
         return self.share(0, 2)
 
     def share(self, which: int, shares: int) -> Problem:
-        """Return one of equal shares of the sequences, with a normaliser of its own."""
+        """Return one of equal shares of the sequences, with its own normalizer."""
         parts = {}
         for name in ("hidden", "target", "mask", "advantages", *_LOGPROBS):
             if (x := getattr(self, name)) is not None:
@@ -73,11 +73,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Result:
-    """What a provider returns; the fields named by ``Work.outputs`` have to be there."""
+    """The result of a provider; the fields named by ``Work.outputs`` are required."""
 
     loss: Tensor | None = None  # ()
     logprobs: Tensor | None = None  # (B, L), masked positions hold anything
-    entropy: Tensor | None = None  # (B, L), likewise
+    entropy: Tensor | None = None  # (B, L), the same
     dhidden: Tensor | None = None  # (B, L, D)
     dweight: Tensor | None = None  # (V, D)
 
@@ -89,8 +89,8 @@ class Result:
 def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem:
     """Return random inputs of ``case``.
 
-    ``exact=False`` leaves out the GEMMs behind targets and old log-probabilities; for measurements
-    of memory, so that no library keeps a buffer from it.
+    ``exact=False`` leaves out the GEMMs that targets and old log-probabilities need, so that no
+    library keeps their buffers while memory is measured.
     """
     work, shape = case.work, (case.sequences, case.length)
     found = _make_inputs(case.model, *shape, case.dtype, device, exact, case.inputs)
@@ -99,8 +99,8 @@ def make_problem(case: Case, device: str = "cpu", exact: bool = True) -> Problem
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(shape, generator=generator)
     reference = (logprobs.cpu() + 0.1 * noise).to(device)
-    # Two fifths are clipped, and none is so near to its bound that rounding the logits to 16 bits
-    # would move it across. A loss of sequence ratios gets one value per sequence.
+    # Two fifths are clipped, and none is so close to its bound that rounding the logits to 16 bits
+    # would move it across. A loss with sequence ratios gets one value per sequence.
     of_tokens = work.loss is None or work.loss.scope(False) == "token"
     width = case.length if of_tokens else 1
     choice = torch.randint(len(LOG_RATIOS), (case.sequences, width), generator=generator)
@@ -132,14 +132,14 @@ def _make_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return hidden states (B, L, D), a head (V, D), targets (B, L) and log-probabilities (B, L).
 
-    Normal logits have the standard deviation that the inputs' name has. The log-probabilities are
-    fp32, of unrounded logits; constant where it does not matter.
+    The name of the inputs sets the standard deviation of normal logits. The log-probabilities are
+    fp32, from unrounded logits, or constant if they don't matter.
 
-    "peaked" ones have 2, and target probabilities of 0.002 to 0.998: so sure is a policy in RL, and
-    so large are its logits that 16 bits round them visibly. The tail is flat, unlike a policy's.
-    "mostly-decided" ones are those of :func:`_make_policy`, and exact in fp64. So are the states of
-    "real-text", which are an even share of the samples, with their targets; for a larger head than
-    theirs both are scaled up.
+    "peaked" logits have a deviation of 2, and target probabilities of 0.002 to 0.998: a policy in
+    RL is that sure, and its logits so large that 16 bits round them visibly. The tail is flat,
+    unlike a policy's tail. "mostly-decided" logits come from :func:`_make_policy`, and are exact in
+    fp64. So are the states of "real-text", an even share of the samples with their targets; for a
+    larger head, both are scaled up.
     """
     options = dict(dtype=DTYPES[dtype], device=device)
     shape, decided = (sequences, length), inputs in (DECIDED, REAL)
@@ -192,7 +192,7 @@ def statistics(
     weight: Tensor,  # (V, D)
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (T,) log-probabilities and entropies; a backward forms the logits again."""
+    """Return (T,) log-probabilities and entropies; a backward computes the logits again."""
 
     def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logps = softcapped(hidden @ weight.t(), softcap).log_softmax(-1)
@@ -204,7 +204,7 @@ def statistics(
     return logprobs, entropy
 
 
-# by the beta that TRL and Liger know them by
+# by the beta that TRL and Liger use for them
 DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 
 
@@ -263,23 +263,23 @@ def detached(problem: Problem, dtype: torch.dtype) -> Problem:
     return replace(problem, hidden=hidden, weight=weight, teacher=teacher)
 
 
-# Mostly decided inputs: next-token distributions like those of a policy in RL. Most tokens are all
-# but decided, a fifth is not and carries the entropy (arXiv:2506.01939), and the targets are drawn
-# from the distributions themselves, so that a rare one is there as often as it should be.
+# Mostly decided inputs: next-token distributions like a policy in RL. Most tokens are all but
+# decided; a fifth is not, and carries the entropy (arXiv:2506.01939). The targets are sampled from
+# the distributions, so that rare targets are as frequent as they should be.
 _SEED = 7
 _ROW_NORM = 2.0  # of the head's rows: hidden states of deviation s give logits of deviation 2 s
-_FAVOURITES = 2  # rows of the head that a hidden state points at
+_FAVORITES = 2  # rows of the head that a hidden state points at
 _DECIDED = 0.8  # of the tokens
 # Deviation of the logits, as a part of the one at which a single token takes all of the mass. The
 # entropy of normal logits is log V - deviation^2 / 2 up to there (Derrida 1981).
 _SPREADS = {True: (0.45, 0.75), False: (0.83, 0.97)}
-# Log-odds of the first favourite against all that is not one, and how far the next one is behind.
+# Log-odds of the first favorite against all other ids, and how far the next favorite is behind.
 _ODDS = {True: (4.0, 13.0), False: (-2.0, 1.0)}
 _BEHIND = {True: (2.0, 10.0), False: (0.0, 2.0)}
 
 
 def _make_policy(tokens: int, model: Model, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (T, D) states, noise plus each favourite's row of the head by its odds, and a head."""
+    """Return (T, D) states, noise plus each favorite's row of the head by its odds, and a head."""
     weight = torch.empty(model.vocabulary, model.hidden, device=generator.device)
     weight.normal_(std=_ROW_NORM / model.hidden**0.5, generator=generator)
 
@@ -292,17 +292,17 @@ def _make_policy(tokens: int, model: Model, generator: torch.Generator) -> tuple
     noise = torch.empty(tokens, model.hidden, device=weight.device)
     noise.normal_(generator=generator).mul_(spread[:, None] / _ROW_NORM)
     rows = torch.randint(
-        model.vocabulary, (tokens, _FAVOURITES), generator=generator, device=weight.device
+        model.vocabulary, (tokens, _FAVORITES), generator=generator, device=weight.device
     )
     behind = _between(_BEHIND, decided, draw(tokens))[:, None]
-    steps = torch.arange(_FAVOURITES, device=weight.device)
+    steps = torch.arange(_FAVORITES, device=weight.device)
     odds = _between(_ODDS, decided, draw(tokens))[:, None] - behind * steps
-    favourites = weight[rows]  # (T, favourites, D)
-    present = torch.einsum("td,tkd->tk", noise, favourites)
-    # the others are normal: that is the logarithm of their summed exponentials
+    favorites = weight[rows]  # (T, favorites, D)
+    present = torch.einsum("td,tkd->tk", noise, favorites)
+    # the other logits are normal: the first term is the logarithm of their summed exponentials
     wanted = (math.log(model.vocabulary) + spread.square() / 2)[:, None] + odds
     strength = (wanted - present) / _ROW_NORM**2
-    return noise + torch.einsum("tk,tkd->td", strength, favourites), weight
+    return noise + torch.einsum("tk,tkd->td", strength, favorites), weight
 
 
 def _between(ranges: dict[bool, tuple[float, float]], decided: Tensor, share: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The example with a pretrained model, trained by our trainer and by TRL's with the same settings.
+"""The example with a pretrained model, trained by our trainer and by TRL with the same settings.
 
-``run`` trains in the process that calls it, ``fill`` in another.
+``run`` trains in the calling process, ``fill`` in another one.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _OURS_ONLY = ("reward_funcs", "overwrite_output_dir", "log_completions", "num_co
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _LORA_RATE = 10  # times the learning rate of the whole model
 _LONGEST = 7200.0  # seconds of a run
-_SOME_ROWS = 6  # one of so many of a head's rows is frequent, and one is rare
+_SOME_ROWS = 6  # one in so many of a head's rows is frequent, and one is rare
 
 
 @dataclass(frozen=True)
 class RealCase:
-    """So many steps with a seed; ``tiny``: a random model and numbers to reverse."""
+    """A number of steps with a seed; ``tiny``: a random model and numbers to reverse."""
 
     steps: int
     seed: int = 0
-    setup: str = ""  # whose whole run it is, a name of SETUPS; "": a few steps of several in turns
+    setup: str = ""  # the name in SETUPS of a whole run; "": a few steps of several setups in turns
     tiny: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
+        """Return the facts for a result file."""
         model = "tiny" if self.tiny else "smollm2-135m"
         dtype = "bf16" if torch.cuda.is_available() else "fp32"
         facts = {"model": model, "tokens": 0, "dtype": dtype, "steps": self.steps}
@@ -63,16 +63,16 @@ class RealCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A trainer and how it is set up."""
+    """A trainer and its settings."""
 
     note: str
-    package: str = "trl"  # whose GRPOTrainer, or "grpo_trainer"
-    our_head: bool = False  # whether TRL computes at our head
-    lora: bool = False  # whether only an adapter is trained
-    frozen_head: bool = False  # with the embeddings, whose weight it is
-    muon: bool = False  # in place of AdamW; vectors are not trained
-    rounded: bool = False  # whether AdamW rounds its bf16 weights at random
-    changes: dict[str, Any] = field(default_factory=dict)  # other values of settings
+    package: str = "trl"  # the package of the GRPOTrainer
+    our_head: bool = False  # whether TRL uses our head
+    lora: bool = False  # whether it trains only an adapter
+    frozen_head: bool = False  # including the embeddings, which share the weight
+    muon: bool = False  # instead of AdamW; vectors are not trained
+    rounded: bool = False  # whether AdamW rounds its bf16 weights stochastically
+    changes: dict[str, Any] = field(default_factory=dict)  # changed settings
 
 
 _WHOLE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
@@ -129,9 +129,9 @@ def lacking(setup: Setup, case: RealCase) -> str | None:
 
 
 def fill(row: Row, setup: Setup, case: RealCase, device: str, *logged: str) -> dict[str, Any]:
-    """Train in a process of its own, and give a row the lists that it ``logged``; return all.
+    """Train in a separate process, add the lists it ``logged`` to a row, and return all of them.
 
-    A run without a step, without evaluations before and after, or with a NaN is wrong.
+    A run that lacks a step or an evaluation before and after, or that has a NaN, is wrong.
     """
     found: dict[str, Any] = {}
     row.info["work"] = f"seed {case.seed}"
@@ -147,13 +147,13 @@ def fill(row: Row, setup: Setup, case: RealCase, device: str, *logged: str) -> d
 
 
 def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
-    """Train on "cpu" or "cuda"; return lists by step, and how far the head was moved."""
+    """Train on "cpu" or "cuda"; return lists by step, and how far the head moved."""
     from grpo_kernels.integrations import trl as fused
 
     with (
         tempfile.TemporaryDirectory() as folder,
         fused.enabled() if setup.our_head else nullcontext(),
-        # to compile the steps of an optimizer would take longer than a tiny run
+        # compiling an optimizer's steps would take longer than a tiny run
         torch.compiler.set_stance("force_eager" if case.tiny else "default"),
     ):
         trainer = _build(setup, case, device, Path(folder))
@@ -174,7 +174,7 @@ def run(setup: Setup, case: RealCase, device: str) -> dict[str, Any]:
         "held_out": watch.held_out,  # before and after
         "seconds": watch.seconds,
         "generate_seconds": watch.generate,
-        # mean L2 norms of the changes of the head's rows: of its first ids, and of its last ones,
+        # mean L2 norms of the changes of the head's rows: for its first ids, and for its last ids,
         # which are the tokenizer's rarest
         "frequent_rows": float(change[:some].mean()),
         "rare_rows": float(change[-some:].mean()),
@@ -220,7 +220,7 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
         trainer.model.get_output_embeddings().weight.requires_grad_(False)
     if setup.muon:
         _take_muon(trainer)
-    if setup.package == "trl":  # which shuffles held-out rows: all trainers get the same order
+    if setup.package == "trl":  # shuffles held-out rows, so that all trainers get the same order
         each = trainer.num_generations_eval
         trainer._get_eval_sampler = lambda rows: [
             row for row in range(len(rows)) for _ in range(each)
@@ -229,14 +229,14 @@ def _build(setup: Setup, case: RealCase, device: str, folder: Path) -> Trainer:
 
 
 def rounded_adamw() -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return AdamW with states as wide as its weights, which rounds bf16 weights at random."""
+    """Return AdamW with states as wide as its weights, and stochastic rounding of bf16 weights."""
     from torchao.optim.adam import _AdamW
 
     return _AdamW, {"bf16_stochastic_round": True, "weight_decay": 0.0}
 
 
 class _Muon(torch.optim.Muon):
-    """Muon that orthogonalizes in fp32: torch's takes bf16, which many CPUs multiply slowly."""
+    """Muon that orthogonalizes in fp32: torch uses bf16, which many CPUs multiply slowly."""
 
     def step(self, closure: Any = None) -> Any:
         copied = partialmethod(torch.Tensor.to, torch.float32, copy=True)
@@ -258,8 +258,8 @@ def _take_muon(trainer: Trainer) -> None:
 
 
 def _example(folder: Path) -> tuple[Path, Any, Path, Path]:
-    """Return the model's folder, the reward and the rows of the example."""
-    # compiled for another Python, and needed by none of the example's tasks
+    """Return the model's folder, the reward, and the rows of the example."""
+    # compiled for another Python; the example's tasks don't need it
     if find_spec("pycosat") is None:
         sys.modules["pycosat"] = ModuleType("pycosat")
     example = smollm()
@@ -267,7 +267,7 @@ def _example(folder: Path) -> tuple[Path, Any, Path, Path]:
 
 
 def _tiny(folder: Path) -> tuple[Path, Any, Path, Path]:
-    """Return the same of a random model that reverses digits."""
+    """Return the same for a random model that reverses digits."""
     from grpo_trainer.demo.policy import write_policy
     from grpo_trainer.demo.task import digits_reversal_reward, write_dataset
 
@@ -276,7 +276,7 @@ def _tiny(folder: Path) -> tuple[Path, Any, Path, Path]:
 
 
 class _Watch(Watch):
-    """Also notes evaluations, whose seed is the case's."""
+    """Also records evaluations, with the seed of the case."""
 
     def __init__(self, trainer: Any, device: str, seed: int) -> None:
         super().__init__(trainer, device, seed)
@@ -289,5 +289,5 @@ class _Watch(Watch):
         super().on_log(args, state, control, logs, **run)
 
     def _seeded(self, *args: Any, **options: Any) -> Any:
-        torch.manual_seed(self._seed)  # all evaluate alike
+        torch.manual_seed(self._seed)  # all trainers evaluate with the same samples
         return self._evaluate(*args, **options)

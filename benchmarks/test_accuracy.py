@@ -1,4 +1,4 @@
-"""Errors of everybody on a policy's distributions against fp64, token by token."""
+"""Errors of all providers on a policy's distributions against fp64, token by token."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from benchmarks.shapes import DECIDED, DTYPES, REAL, WORKS, Case, make_case
 from benchmarks.tables import competes
 
 _VALUES, _GRADIENTS = "logprobs-entropy", "dapo"
-# Nats of a token, and a part of a tensor's norm: rounding logits to 16 bits changes either by less.
+# Nats of a token, and a part of a tensor's norm: rounding logits to 16 bits changes both by less.
 _WRONG = 0.5
-# tokens by their probability p: above the first, and at most the second
+# tokens by their probability p: above the first bound, and at most the second
 BANDS = {
     "p > 0.98": (0.98, math.inf),
     "p 0.5 to 0.98": (0.5, 0.98),
@@ -34,7 +34,7 @@ BANDS = {
 
 
 def _both(model: str, values: int, gradients: int, *slow: str, inputs: str = DECIDED) -> list[Case]:
-    """Return values and gradients of so many tokens: every one is kept, so they are few."""
+    """Return cases for values and for gradients; all values are kept, so the tokens are few."""
     return [
         make_case(work, model, tokens, dtype, inputs, slow=dtype in slow)
         for work, tokens in ((_VALUES, values), (_GRADIENTS, gradients))
@@ -69,7 +69,7 @@ def about(case: Case, device: str) -> str:
 
 
 def measure_accuracy(case: Case, runs: Sequence[tuple[Provider, Row]], settings: Settings) -> None:
-    """Compare everybody with fp64, token by token; who has no entropy, without it."""
+    """Compare all providers with fp64, token by token; some have no entropy."""
     assert reference_dtype(case, settings.device) == torch.float64, "too large for fp64"
     values = replace(case, work=WORKS["logprobs"])
     calls = [
@@ -81,12 +81,12 @@ def measure_accuracy(case: Case, runs: Sequence[tuple[Provider, Row]], settings:
         outputs = ("loss", "dhidden", "dweight") if row.runs else ()
         row.cells = {name: text.error(row.errors.get(name)) for name in outputs}
         for name, found in row.info.items():
-            if name != "alone":  # a process of its own
+            if name != "alone":  # a separate process
                 row.cells[name] = f"{text.error(found[0])} ({text.error(found[1])})"
 
 
 def distribution(problem: Problem) -> str:
-    """Describe the distributions of a problem: of its tokens, and their entropies."""
+    """Describe the distributions of a problem: its tokens and their entropies."""
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
     rows = exact.hidden.flatten(0, 1), exact.target.flatten(), exact.weight
     logprobs, entropy = statistics(*rows, exact.softcap)
@@ -124,7 +124,7 @@ def _check(
         row.leave_out("wrong", f"a value is off by {worst:.1e}; allowed {_WRONG:g}")
         return
     row.info |= _by_band("logp", off["logprobs"], exact.logprobs, problem.mask)
-    noise = off["logprobs"].expm1().abs()  # of an importance ratio whose other side is exact
+    noise = off["logprobs"].expm1().abs()  # of an importance ratio with an exact other side
     row.info["ratio noise"] = [noise.mean().item(), noise.max().item()]
     if "entropy" in off:
         entropy = off["entropy"].abs()
@@ -132,7 +132,7 @@ def _check(
 
 
 def _by_band(name: str, errors: Tensor, logprobs: Tensor, counts: Tensor) -> dict[str, list[float]]:
-    """Return the median and the largest size of errors in each band that has some."""
+    """Return the median and the largest error of each band with tokens."""
     bands = {band: errors[within(band, logprobs) & counts].abs().tolist() for band in BANDS}
     return {f"{name}, {b}": [median(x), max(x)] for b, x in bands.items() if x}
 

@@ -1,4 +1,4 @@
-"""A body's forward and backward by what it keeps: its peak of memory, its time, its gradients."""
+"""A body's forward and backward by stored activations: peak memory, time, and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.timing import cuda_growth, make_timer, resident_growth
 from grpo_trainer.policy.tiled_mlp import tile_mlps
 
 _ROUNDS = 3
-_LONGEST = 45.0  # seconds of a process, of which a job has five
+_LONGEST = 45.0  # seconds of a process; a job has five of them
 _RANK = 16
 NOTES = {
     "plain": "gradient_checkpointing",
@@ -102,7 +102,7 @@ def _measured(name: str, case: Case, device: str, rounds: int) -> Any:
 
 
 def _step(case: Case, device: str) -> tuple[Any, Callable[[], Tensor]]:
-    """Return a body, and what takes its gradient."""
+    """Return a body, and a function that computes its gradient."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def _step(case: Case, device: str) -> tuple[Any, Callable[[], Tensor]]:
     leaves = [x for x in adapted.parameters() if x.requires_grad]
     body = adapted.get_base_model()
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # else the gradients of their other factors are 0
+        if "lora_B" in name:  # or the gradients of their other factors are 0
             torch.nn.init.normal_(parameter, std=0.02)
 
     def step() -> Tensor:
@@ -138,7 +138,7 @@ def _step(case: Case, device: str) -> tuple[Any, Callable[[], Tensor]]:
 
 @contextmanager
 def _keeping(body: Any, name: str, case: Case) -> Iterator[None]:
-    """Let a body keep what a setting says."""
+    """Apply a setting of stored activations to a body."""
     offload = name in ("offload", "tiles-offload")
     every = 2 if name == "every-second-layer" else 1
     tile_mlps(body, case.tile if name.startswith("tiles") else None)

@@ -1,4 +1,4 @@
-"""The GEMM whose epilogue stores softmax numerators, in every form; for Hopper GPUs."""
+"""The GEMM with an epilogue that stores softmax numerators, in every form; for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NOTES = BASELINES | {f"{_FORM}{name}": "" for name in FORMS}
 
 
 def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
-    """Time the forms that were right in a process of their own, where they may hang or crash."""
+    """Time the forms that were right in a separate process, where they may hang or crash."""
     checked = _checked(case["model"], session.device)
     calls = _calls(case, session.device)
     for row in rows:
@@ -110,7 +110,7 @@ def _calls(case: Shape, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _output(hidden: Tensor, weight: Tensor) -> Tensor:
-    pitch = -(-len(weight) // 64) * 64  # the copy engine takes rows at multiples of 16 bytes
+    pitch = -(-len(weight) // 64) * 64  # the copy engine needs rows at multiples of 16 bytes
     return hidden.new_empty(len(hidden), pitch)[:, : len(weight)]
 
 
@@ -123,7 +123,7 @@ def _tile(form: LinearConfig, device: str) -> LinearConfig:
 
 @lru_cache
 def _checked(model: str, device: str) -> dict[str, Row]:
-    """Return of every form what its first call gave, and whether that was right."""
+    """Return the result of the first call of every form, and whether it was right."""
     workers = min(8, os.cpu_count() or 1) if device == "cuda" else 2  # they compile side by side
     answers = ask_each(_check, [(name, model, device) for name in FORMS], workers, _FIRST_CALL)
     rows = {}
@@ -134,7 +134,7 @@ def _checked(model: str, device: str) -> dict[str, Row]:
 
 
 def _check(name: str, model: str, device: str) -> Row:
-    """Compare a form with fp64; its result holds NaN before."""
+    """Compare a form with fp64, starting from a result full of NaN."""
     from grpo_kernels.backends import triton
 
     row = Row(name)

@@ -1,7 +1,7 @@
-"""Runs with 0, 1 and 2 batches sampled ahead, on a task with heavy-tailed times of its tools.
+"""Runs with 0, 1, and 2 batches sampled ahead, on a task whose tools have heavy-tailed times.
 
-A case is a seed: all runs have its weights, prompts and settings, one after the other. What a tool
-and a training step take is simulated; weights, tokens and log-probabilities are real.
+A case is a seed: all runs have its weights, prompts, and settings, one after another. The times of
+tools and of a training step are simulated; weights, tokens, and log-probabilities are real.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def about(case: Shape, device: str) -> str:
     return (
         f"{case['steps']} steps of {PROMPTS} prompts and {PROMPTS * SIZE} completions of the "
         f"demo's task, {CORRECTION}, max_staleness {MAX_STALENESS} with weights in flight; "
-        "simulated: a tool before each token, whose time has a Pareto distribution (index "
+        "simulated: a tool call before each token, with a Pareto distribution of times (index "
         f"{TAIL:g}, {text.duration(SHORTEST)} to {text.duration(LONGEST)}), and "
         f"{text.duration(TRAINING)} more in each training step"
     )
@@ -47,7 +47,7 @@ def about(case: Shape, device: str) -> str:
 
 def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
     names = [row.provider for row in rows]
-    first = case["seed"] % len(names)  # another way is first with each seed
+    first = case["seed"] % len(names)  # each seed starts with another way
     order = [*names[first:], *names[:first]]
     with attempt(*rows):
         outcomes = ask(_run_all, case, order)

@@ -1,4 +1,4 @@
-"""What each backward of our ops costs and how exact it is, beside the other libraries."""
+"""Cost and error of each backward of our ops, next to the other libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = {
         *_every_input("qwen3-8b", 8192, "bf16"),
     ],
 }
-_WRONG = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
+_WRONG = 0.5  # share of a gradient's norm; rounding logits to 16 bits changes it by less
 _BARE = ("logprobs bare-gemms",)  # the bare work of "logprobs" is one GEMM
 _OURS = [f"logprobs-grad {provider.name}" for provider in BACKWARDS]
 _USUAL = ("ours-sparse-hidden", "ours-sparse")
@@ -53,7 +53,7 @@ _WAYS = (
 
 
 def notes(case: Case) -> dict[str, str]:
-    """Return works with who does them: an exact backward takes as long on any inputs."""
+    """Return works with their providers: an exact backward takes the same time on all inputs."""
     others = (*_OURS, "logprobs-grad eager")
     shown = [*_BARE, *(_WAYS if case.inputs == "policy-like" else others)]
     return {name: EVERY[name.split()[1]].note for name in shown}

@@ -1,6 +1,6 @@
-"""Whole runs of a pretrained model by our trainer and by TRL's: same rows, seeds and settings.
+"""Whole runs of a pretrained model in our trainer and in TRL: same rows, seeds, and settings.
 
-A case is one trainer with one seed, so that a call may measure some of them.
+A case is one trainer with one seed, so a call can measure some of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def about(case: RealCase, device: str) -> str:
 def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
     [row] = rows
     setup = SETUPS[case.setup]
-    # a job for a GPU that measured nothing is not done
+    # a GPU job that measured nothing isn't done
     row.leave_out("wrong" if session.suite == "gpu" else "absent", lacking(setup, case))
     logged = "rewards", "losses", "gradient_norms", "held_out"
     found = fill(row, setup, case, session.device, *logged)
     if row.runs:
-        if session.device == "cuda":  # where nothing else runs
+        if session.device == "cuda":  # without other load
             fill_times(row, [found])
         before, *_, after = found["held_out"]
         row.cells |= {"held-out reward before": f"{before:.3f}", "after": f"{after:.3f}"}

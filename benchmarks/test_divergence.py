@@ -1,4 +1,4 @@
-"""The divergence of a head from a teacher's, with its gradients, beside the other libraries."""
+"""The divergence of a head from a teacher's head, with gradients, next to other libraries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.shapes import MODELS, Case, Work
 from benchmarks.tables import BARE
 
 NOTES = {
-    BARE: "the two products of the logits and the two of the gradients, by torch",
+    BARE: "only the products: two for the logits and two for the gradients, by torch",
     "ours": "linear_divergence",
-    "eager": "all logits of both, autograd",
+    "eager": "full logits of both heads, with autograd",
     "trl": "ChunkedDivergenceFunction of TRL's DistillationTrainer",
     "liger": "LigerFusedLinearJSDLoss, not compiled",
 }

@@ -1,4 +1,4 @@
-"""The passes of a sparse backward, each next to the time that its bytes take; for GPUs."""
+"""The passes of a sparse backward, each next to a copy of its bytes; for GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTES = {
     "hidden states": "gathered rows of the weight",
     "weight": "entries by id, gathered hidden states",
 }
-_CUT = 2.0**-12  # near that of the default tolerance on real text
+_CUT = 2.0**-12  # near the cut of the default tolerance on real text
 _ALLOWED = 2e-2
 
 
@@ -51,7 +51,7 @@ def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
 
 
 def _passes(case: Shape, device: str) -> tuple[dict[str, Pass], list[float]]:
-    """Return the passes, and how many entries a row has: the mean, and the most."""
+    """Return the passes, and the mean and the largest number of entries of a row."""
     from grpo_kernels.backends import Tile
     from grpo_kernels.backends.triton import (
         entries_matmul,

@@ -1,4 +1,4 @@
-"""How exact the loss stays on inputs that are hard for kernels, against fp64, and its bits."""
+"""Errors of the loss on inputs that are hard for kernels, against fp64, and its bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
 def _check(
     provider: Provider, row: Row, problem: Problem, exact: Result, settings: Settings
 ) -> None:
-    """Compare with fp64, and bits with those of a second run and of half of the batch."""
+    """Compare with fp64, and bits with a second run and with half of the batch."""
     result = provider.run(problem)
     row.errors, wrong = compare(result, exact, problem, _ALLOWED)
     row.info["repeatable"] = same_bits(provider.run(problem), result, problem)
@@ -57,7 +57,7 @@ def _check(
 
 
 def _with_rare_targets(nats: float, problem: Problem) -> Problem:
-    """Point every other row at a token that is not its target, which is so far below it."""
+    """Make another token far more likely than the target in every other row."""
     hidden, weight = problem.hidden.detach().flatten(0, 1).clone(), problem.weight.detach()
     target, rows = problem.target.flatten(), torch.arange(0, problem.case.tokens, 2)
     best = (target[rows] + 1) % problem.case.model.vocabulary

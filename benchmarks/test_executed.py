@@ -1,4 +1,4 @@
-"""What GPU kernels execute for a logit, counted in an emulator and in compiled code."""
+"""Instructions of GPU kernels per logit, counted in an emulator and in compiled code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _counted(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_executed(benchmark: Any, request: pytest.FixtureRequest) -> None:
-    """Count, and check every kernel's results first; with ``--results`` write the file."""
+    """Check every kernel's results, then count; with ``--results`` write the file."""
     if "TINYGRAD" not in os.environ:
-        pytest.skip("TINYGRAD: expected a checkout as tests/emulated/run.sh takes it, got none")
+        pytest.skip("TINYGRAD: expected a checkout for tests/emulated/run.sh, got none")
     lines = benchmark.pedantic(_counted, rounds=1)
     for line in lines:
         worst = max(line["errors"].values())

@@ -31,7 +31,7 @@ def _cases(works: Iterable[str], models: Iterable[str], tokens: Iterable[int]) -
 
 
 def _cpu() -> list[Case]:
-    """Return one real head, most important cases first, then every work at the small one."""
+    """Return one real head, most important cases first, then every work at the small head."""
     head = "qwen2.5-0.5b"
     sizes = [("dapo", 1024, True), ("logprobs-entropy", 1024, False)]
     sizes += [("dapo", tokens, False) for tokens in (256, 512)]
@@ -49,13 +49,13 @@ def _cpu() -> list[Case]:
 
 
 def _gpu() -> list[Case]:
-    """Return the most important cases, for a machine that is there for minutes."""
+    """Return the most important cases, for a machine that is available for minutes."""
     tokens = (1024, 2048, 4096, 16384, 32768, 65536)
     rest = [name for name in WORKS if name not in (*_MOST, "logprobs")]
     return [
         *_cases(["logprobs-entropy"], [_HEAD], [8192]),
         *_cases(["dapo"], ["qwen3-8b"], [8192]),
-        # takes minutes, so two tables are safe by then
+        # runs for minutes, after two tables are on the disk
         make_case("dapo", _HEAD, 8192, "bf16", slow=True),
         *_cases(["logprobs-grad", "nll"], [_HEAD], [8192]),
         *_cases(["logprobs-entropy"], ["qwen3-8b"], [8192]),
@@ -76,7 +76,7 @@ def _gpu_full() -> list[Case]:
     return list({str(case): case for case in reversed([*_gpu(), *every, *wide])}.values())[::-1]
 
 
-# one case, thoroughly: on a CPU of a head that is small and real
+# one thorough case; on a CPU, a head that is small and real
 _QUICK = (_HEAD, 8192) if torch.cuda.is_available() else ("smollm2-135m", 1024)
 CASES = {
     "tiny": [make_case("dapo", "tiny", 32, dtype) for dtype in DTYPES],
@@ -88,7 +88,7 @@ CASES = {
 
 
 def notes(case: Case) -> dict[str, str]:
-    """Return everybody; in the brief suites of ours the defaults."""
+    """Return all providers; the brief suites have only our defaults."""
     brief = any(case is each for name in ("tiny", "quick") for each in CASES[name])
     shown = [name for name in PROVIDERS if is_quoted(name) or not brief]
     return {name: PROVIDERS[name].note for name in shown}

@@ -1,4 +1,4 @@
-"""What a step costs the host: a head so small that the device has nothing to do."""
+"""The CPU time of a step, with a head so small that the device has nothing to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_kernels.testing import make_problem
 from tests.schedule.test_operations import Operations
 
 
-@pytest.mark.benchmark(timer=time.thread_time)  # what else runs on this machine does not count
+@pytest.mark.benchmark(timer=time.thread_time)  # other load of this machine doesn't count
 @pytest.mark.parametrize("part", ["batch", "loss"])
 def test_host(benchmark: Any, session: Session, part: str) -> None:
     """Time building a ``TokenBatch``, or a forward and backward; no metric is read."""

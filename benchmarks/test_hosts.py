@@ -29,14 +29,14 @@ from grpo_kernels.linear_logprobs import LinearLogprobs
 _ROUNDS = 3
 _REQUIRES = ("peft", "transformers", "accelerate", "datasets")
 THEIRS, OURS, AT_HEAD, NO_HEAD = "theirs", "ours", "ours, loss at the head", "no head"
-# TRL's own head has to be built last: a model that has it keeps ours from being switched on
+# TRL's own head must be built last: our head can't be enabled on a model that has it
 _ORDER = (OURS, NO_HEAD, AT_HEAD, THEIRS)
 _TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of a host, forward and backward, with a model of a size."""
+    """A forward and backward of another trainer, with a model of some size."""
 
     host: str  # a distribution
     step: str
@@ -54,7 +54,7 @@ class Case:
 
 
 def _headless(hidden: Tensor, head: Any, target: Tensor, **options: Any) -> LinearLogprobs:
-    """Stand for the head's GEMMs at no cost, for the rest of a step."""
+    """Replace the head's GEMMs at no cost, to measure the rest of a step."""
     value = hidden.float().mean(-1)
     found: dict[str, Any] = dict.fromkeys(LinearLogprobs._fields)
     for name in options["outputs"]:
@@ -73,7 +73,7 @@ def _trl(trainer: str, lora: bool, arm: str, config: TrainingConfig) -> training
 
         # both factors have gradients
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], r=8, init_lora_weights=False)
-    # what is built while it is on keeps our head
+    # a trainer that is built while our head is enabled keeps it
     with ours.enabled() if arm in (OURS, NO_HEAD) else nullcontext():
         torch.manual_seed(training.SEED)  # of the adapters
         if trainer == "GRPO":
@@ -182,12 +182,12 @@ def notes(case: Case) -> dict[str, str]:
 
 
 def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
-    every = [Row(name) for name in case.arms]  # ours is held against theirs
+    every = [Row(name) for name in case.arms]  # ours is tested against theirs
     for row in every:
         row.leave_out("absent", lacking(case.host, *_REQUIRES))
     if any(row.runs for row in every):
         with attempt(*every):
-            # to compile a loss takes longer than a tiny case
+            # compiling a loss takes longer than a tiny case
             stance = "force_eager" if session.suite == "tiny" else "default"
             every = ask(_times, every, case, session.rounds(_ROUNDS), stance)
     found = {row.provider: row for row in every}
@@ -198,7 +198,7 @@ def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
 
 
 def _times(every: list[Row], case: Case, rounds: int, stance: str) -> list[Row]:
-    """Check every arm against the host's own, and time those that passed in turns."""
+    """Check every arm against the trainer's own head, and time those that pass, in turns."""
     torch.compiler.set_stance(stance)
     torch.manual_seed(0)
     rows = {row.provider: row for row in every if row.runs}
@@ -224,7 +224,7 @@ def _times(every: list[Row], case: Case, rounds: int, stance: str) -> list[Row]:
         return seconds
 
     race(steps, rounds, timed)
-    if NO_HEAD in rows:  # the head: the time of a step, less what it takes without one
+    if NO_HEAD in rows:  # the head: the time of a step, minus the time without a head
         rest, theirs = rows[NO_HEAD].median, rows[THEIRS].median
         for arm, row in rows.items():
             if arm != NO_HEAD and rest and theirs and row.median:
@@ -235,7 +235,7 @@ def _times(every: list[Row], case: Case, rounds: int, stance: str) -> list[Row]:
 
 
 def _growth(case: Case, arm: str) -> int:
-    """Return by how many bytes this process, which does nothing else, grows in a step."""
+    """Return by how many bytes this otherwise idle process grows in a step."""
     torch.manual_seed(0)
     case.make(arm, training.SIZES["quick"])[0]().backward()  # libraries are loaded, threads started
     loss, _ = case.make(arm, case.config)

@@ -1,4 +1,4 @@
-"""LoRA steps of a model of a real size by our trainer and by TRL's: the same settings and seed."""
+"""LoRA steps of a real-size model in our trainer and in TRL, with the same settings and seed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.results import Row
 from benchmarks.training import TRAINERS, TrainingConfig, Watch
 
 _STEPS = {"cpu": 4, "cuda": 20}
-_WARM_UP = 2  # steps whose time does not count
+_WARM_UP = 2  # steps without a time
 _RANK = 16
-# the second step of a pair is off-policy, so that its loss is not 0
+# the second step of a pair is off-policy, so its loss isn't 0
 _SETTINGS = {"num_iterations": 2, "learning_rate": 1e-4}
 NOTES = {name: TRAINERS[name].note for name in ("ours", "trl")}
 CASES = {
@@ -48,7 +48,7 @@ def measure(case: TrainingConfig, rows: Sequence[Row], session: Session) -> None
 def _fill(row: Row, steps: Watch) -> None:
     row.seconds = steps.seconds[_WARM_UP:]
     names = {"losses": "loss", "rewards": "reward", "gradient_norms": "grad_norm"}
-    for name, key in names.items():  # a reward only where a step generated
+    for name, key in names.items():  # only a step that generated has a reward
         row.info[name] = [logs[key] for logs in steps.logs if key in logs]
     row.info["peak_bytes"] = steps.peak
     broken = [name for name in names if not all(map(math.isfinite, row.info[name]))]
@@ -65,7 +65,7 @@ def _fill(row: Row, steps: Watch) -> None:
 
 
 def _compare(rows: Sequence[Row]) -> None:
-    """Say by how much the loss of the first off-policy step differs, where both had its rows."""
+    """Record the difference of the first off-policy loss, if both trainers had its rows."""
     both = [row for row in rows if row.runs]
     if len(both) == len(NOTES) and len({row.info["rewards"][0] for row in both}) == 1:
         ours, other = (row.info["losses"][1] for row in both)

@@ -1,7 +1,7 @@
-"""How far an engine's log-probabilities are from the trainer's, on text that it sampled in bf16.
+"""Distance of an engine's log-probabilities from the trainer's, on text it sampled in bf16.
 
-The trainer also runs in bf16, with our head or with eager PyTorch's, which rounds logits to bf16.
-In a third case it runs entirely in fp32, so that only the engine rounds.
+The trainer also runs in bf16, with our head or with eager PyTorch, which rounds logits to bf16. In
+a third case it runs entirely in fp32, so only the engine rounds.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _fill(row: Row, sampled: Sampled, own: list[list[float]]) -> None:
 
 
 def _is_tiny(case: Shape) -> bool:
-    """Return whether the model is a random one."""
+    """Return whether the model is random."""
     return case.name == "tiny"
 
 

@@ -1,6 +1,6 @@
 """Whole runs of a pretrained model with exact and sparse backwards of the head, by optimizer.
 
-A case is one way with one seed, so that a call may measure some of them.
+A case is one way with one seed, so a call can measure some of them.
 """
 
 from __future__ import annotations

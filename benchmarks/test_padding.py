@@ -1,4 +1,4 @@
-"""A generation batch of given completions of many lengths: what is computed of its padding."""
+"""A generation batch with given completions of many lengths: the cost of its padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTES = {
     "trl": "trl.GRPOTrainer",
     "ours-padded": "packing='padded'",
     "ours-packed": "packing='packed'",
-    "ours-budget": "padded, micro-batches of so many tokens",
+    "ours-budget": "padded, with a token budget for each micro-batch",
     "ours": "both",
 }
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -36,9 +36,9 @@ _BUDGETED = ("ours-budget", "ours")
 
 @dataclass(frozen=True)
 class Case:
-    """Rows whose lengths, of prompt and completion, are log-normal."""
+    """Rows with log-normal lengths of prompt and completion."""
 
-    config: TrainingConfig  # whose completions are the longest possible
+    config: TrainingConfig  # rows with the longest possible completion
     mean: int
 
     @property
@@ -113,9 +113,9 @@ def _make(case: Case, device: str, name: str) -> batches.Batches:
 
 
 def _growth(case: Case, device: str, name: str) -> int:
-    """Return by how many bytes a process that does nothing else grows in a step."""
+    """Return by how many bytes an otherwise idle process grows in a step."""
     growth = cuda_growth if device == "cuda" else resident_growth
-    for each in (_TINY, case):  # after the first libraries are loaded, threads started
+    for each in (_TINY, case):  # after the first step, libraries are loaded and threads started
         grown = growth(partial(batches.take, *_make(each, device, name)))[1]
     return grown
 

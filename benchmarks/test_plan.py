@@ -1,4 +1,4 @@
-"""``grpo-kernels plan`` estimates the memory that is measured."""
+"""Compare the estimates of ``grpo-kernels plan`` with measured memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = {
     "cpu": (("qwen2.5-0.5b", 1024), ("gemma-3-1b", 128), ("gemma-3-1b", 512)),
     "cuda": (("qwen3-1.7b", 8192), ("gemma-3-1b", 1024), ("gemma-3-1b", 8192)),
 }
-# provider -> name of the formula, None: of what "auto" takes; and the precision
+# provider -> name of the formula (None: the choice of "auto"), and the precision
 FORMULAS = {
     "ours": (None, "fp32"),
     "eager": ("eager", "fp32"),

@@ -1,4 +1,4 @@
-"""Groups of given completions that begin alike: what is computed of what they share."""
+"""Groups of given completions with a common beginning: the cost of sharing it or not."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOTES = {
 @dataclass(frozen=True)
 class Case:
     """Groups with long prompts. Half of a group's completions begin with one turn, half with
-    another; the lengths of what follows are log-normal."""
+    another; the lengths of the rest are log-normal."""
 
-    config: TrainingConfig  # whose completions are the longest possible
+    config: TrainingConfig  # rows with the longest possible completion
     turn: int  # tokens
-    mean: int  # of what follows
+    mean: int  # of the rest
 
     def rows(self) -> batches.Rows:
         """Return the prompt and the completion of each row, random tokens."""
@@ -95,7 +95,7 @@ def _make(case: Case, device: str, name: str) -> batches.Batches:
 
 @contextmanager
 def _sharing(trainer: Any, name: str, case: Case) -> Iterator[None]:
-    """Let the trainer share as much as a provider does."""
+    """Let the trainer share as much as a provider."""
     trainer._columns = [
         replace(column, shares=name != "packed") if isinstance(column, Packing) else column
         for column in trainer._columns

@@ -19,30 +19,30 @@ from grpo_kernels.head import Head, accumulate, matmul_precision, project
 _BF16 = torch.bfloat16
 _COLUMNS, _ODD, _PADDED = 151936, 151665, 151680
 NOTES = {
-    "logits bf16": "what the others are held against",
+    "logits bf16": "the yardstick of the other rows",
     "logits fp32": "16-bit operands, fp32 results",
     "dhidden": "a tile without gaps",
     "dhidden fp32": "a sum of one chunk",
-    "dhidden, softmax": "as dhidden, of values like a softmax's: GEMMs take longer for random bits",
+    "dhidden, softmax": "as dhidden, with values like a softmax: random bits make GEMMs slower",
     "dhidden, strided": "the first half of each row of an fp32 tile",
     "dweight": "as dhidden",
     "dweight, softmax": "as dhidden, softmax",
     "dweight, strided": "as dhidden, strided",
     "dweight fp32": "a sum of one chunk",
-    "dweight fp32, added": "the sum of further chunks",
+    "dweight fp32, added": "added to the sum of earlier chunks",
     "copy": "of the weight",
     "scale": "an fp32 gradient of the weight to bf16",
 }
 
 
 def _tile(rows: int, columns: int, depth: int, pitch: int) -> Shape:
-    """Return a tile of logits (C, V) before D, whose rows are ``pitch`` elements apart."""
+    """Return a case: logits (C, V) of depth D, with rows ``pitch`` elements apart."""
     facts = {"model": f"rows of {pitch} elements", "tokens": rows, "hidden": depth}
     facts |= {"vocabulary": columns, "dtype": "bf16"}
     return Shape(f"C={rows}, V={columns}, D={depth}, pitch={pitch}", facts, {"pitch": pitch})
 
 
-# heights of a chunk; an odd one, and the next multiple of 256
+# heights of a chunk; an odd number, and the next multiple of 256
 _BY_ROWS = [
     _tile(rows, _COLUMNS, depth, _COLUMNS)
     for depth in (2048, 4096)

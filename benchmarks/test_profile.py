@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: its kernels, and what the host does meanwhile."""
+"""The time of a step on a GPU: its kernels, and the work of the CPU next to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_profile(
 ) -> None:
     """Print the kernels of a loss; with ``--results`` keep a trace to look at."""
     if session.device != "cuda":
-        pytest.skip("the kernels are a GPU's")
+        pytest.skip("needs a GPU")
     session.begin()
     problem = make_problem(make_case("dapo", "qwen3-1.7b", tokens, "bf16"), "cuda")
 

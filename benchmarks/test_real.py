@@ -1,4 +1,4 @@
-"""Steps of a pretrained model on real text: our trainer next to TRL's, in turns.
+"""Steps of a pretrained model on real text: our trainer next to TRL, in turns.
 
 Both have the same rows and settings; ``test_curves.py`` has whole runs.
 """
@@ -18,7 +18,7 @@ from benchmarks.real import SETUPS, RealCase, lacking, run
 from benchmarks.results import Row
 
 _ROUNDS = 2
-_WARM_UP = 1  # steps whose time does not count
+_WARM_UP = 1  # steps without a time
 _NAMES = tuple(name for name in SETUPS if "vllm" not in name)
 _TINY = ("trl", "ours-budget", "trl-whole-batch")  # test_curves.py runs the others
 CASES = {"tiny": [RealCase(2, tiny=True)], "cpu": [RealCase(3)]}
@@ -33,7 +33,7 @@ def about(case: RealCase, device: str) -> str:
 
 
 def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
-    """Take a few steps of each in a process of its own, and again."""
+    """Take a few steps of each setup in a separate process, in several rounds."""
     found: dict[str, list[dict[str, Any]]] = {row.provider: [] for row in rows}
     for row in rows:
         row.leave_out("absent", lacking(SETUPS[row.provider], case))
@@ -49,7 +49,7 @@ def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
 
 
 def _compare(row: Row, run: dict[str, Any], theirs: Sequence[dict[str, Any]]) -> None:
-    """Give a row the largest differences from TRL's first run, which samples the same tokens."""
+    """Add the largest differences from TRL's first run, which samples the same tokens."""
     for other in theirs[:1]:
         for name in ("losses", "gradient_norms"):
             pairs = zip(run[name], other[name], strict=True)
@@ -59,7 +59,7 @@ def _compare(row: Row, run: dict[str, Any], theirs: Sequence[dict[str, Any]]) ->
 
 
 def fill_times(row: Row, runs: Sequence[dict[str, Any]]) -> None:
-    """Give a row the times of several runs, without their first steps, and their peak memory."""
+    """Add the times of several runs, without their first steps, and their peak memory."""
     later = slice(_WARM_UP, None)
     row.seconds = [second for each in runs for second in each["seconds"][later]]
     generate = median(second for each in runs for second in each["generate_seconds"][later])

@@ -1,7 +1,7 @@
-"""Generation, weight updates and the rest of a training step, by the engine that generates.
+"""Generation, weight updates, and the rest of a training step, by engine.
 
-The numbers are those that the trainer logs of itself. Each engine runs in a process of its own,
-since it changes its threads and random numbers.
+The trainer logs these numbers. Each engine runs in its own process, because it changes threads and
+random numbers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from benchmarks.results import Row
 from benchmarks.training import SIZES, TrainingConfig, build, make_model, make_tokenizer, sized
 from tests.support.launch import end, free_port
 
-_WARM_UP = 2  # steps: in the first one weights are sent that are no update
+_WARM_UP = 2  # steps; the first one sends weights that aren't an update
 _STEPS = 3
 _LONGEST = 600.0  # seconds of an engine that starts and trains a few steps
 _ENVIRONMENT = VLLM | ({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {})
-_BLOCK = 32  # tokens; vLLM on a CPU wants a multiple of it
+_BLOCK = 32  # tokens; vLLM on a CPU needs a multiple of it
 _MEMORY_SHARE = 0.1 if DEVICE == "cpu" else 0.3  # vLLM's, of the device's memory
 _PROFILE = "profiling/"
 _SERVE = "from grpo_trainer.cli import main; main()"
-# phases of a step by what they are called in the table; others by their own names
+# names of phases in the table; other phases keep their names
 _PHASES = {"sync": "update", "score": "rewards", "old": "old policy", "ref": "reference"}
 _GPU = [sized(name, DEVICE) for name in ("middle-gpu", "large-gpu")]
 CASES = {
@@ -45,7 +45,7 @@ CASES = {
 
 
 def _longest(config: TrainingConfig) -> int:
-    """Return the number of tokens that an engine has room for in a sequence."""
+    """Return the longest sequence of an engine, in tokens."""
     tokens = config.prompt_tokens + config.completion_tokens
     return tokens + -tokens % _BLOCK
 
@@ -53,17 +53,17 @@ def _longest(config: TrainingConfig) -> int:
 def _vllm_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments of the engine, the same for a colocated one and a server."""
     settings: dict[str, Any] = {"max_num_seqs": config.sequences}
-    if DEVICE == "cpu":  # small and quick to start; so many bytes of keys and values are enough
+    if DEVICE == "cpu":  # small and quick to start, with enough bytes of keys and values
         small = {"block_size": _BLOCK, "kv_cache_memory_bytes": 256 << 20}
         settings |= {"enforce_eager": True, **small}
     return settings
 
 
 def _engines(config: TrainingConfig) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return what is said of each way to generate, and its fields of GRPOConfig."""
+    """Return the note of each engine, and its fields of GRPOConfig."""
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 240.0}
     return {
-        "transformers": ("`generate` of transformers, with the policy itself", {}),
+        "transformers": ("`generate` of transformers with the policy's own weights", {}),
         "vllm-colocate": (
             "vLLM inside the training process",
             {
@@ -75,25 +75,25 @@ def _engines(config: TrainingConfig) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "vllm-server": ("a vLLM server on the same machine", server),
         "vllm-server-overlap": (
-            "the same with generation_batches_ahead=1: what is left of the wait",
+            "the same with generation_batches_ahead=1, where only the wait counts",
             {**server, "generation_batches_ahead": 1},
         ),
     }
 
 
 def _is_sent(engine: str) -> bool:
-    """Return whether an engine has weights of its own, which it is sent."""
+    """Return whether an engine has its own weights, which it receives."""
     return engine.startswith("vllm")
 
 
 def notes(case: TrainingConfig) -> dict[str, str]:
-    """Return every engine; at a middle size those that are sent weights, which cost by size."""
+    """Return every engine; the middle size has only engines that receive weights."""
     notes = {name: note for name, (note, _) in _engines(case).items()}
     return {n: x for n, x in notes.items() if _is_sent(n) or not case.name.startswith("middle")}
 
 
 def measure(case: TrainingConfig, rows: Sequence[Row], session: Session) -> None:
-    """Measure engines, one after another: each fills the machine."""
+    """Measure engines one after another, because each uses the whole machine."""
     for row in rows:
         if _is_sent(row.provider) and importlib.util.find_spec("vllm") is None:
             row.leave_out("absent", "vLLM is not installed here; `make bench-vllm` installs it")
@@ -115,7 +115,7 @@ def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]
     """Return a row's seconds, info and cells: what the trainer logged of its steps."""
     from grpo_trainer.engines import policy_weights
 
-    # completions end where they like
+    # completions may end early
     settings = _engines(config)[name][1] | {"generation_kwargs": None, "write_report": False}
     with _served(config) if "server" in name else nullcontext() as port:
         settings |= {"vllm_server_port": port} if port else {}
@@ -127,7 +127,7 @@ def _run(name: str, config: TrainingConfig) -> tuple[list[float], dict[str, Any]
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_PROFILE))
     phases = {name.removeprefix(_PROFILE): [row.get(name, 0.0) for row in rows] for name in names}
     info, cells = {}, {}
-    if "overlap" not in name:  # the wait says nothing about how fast it is
+    if "overlap" not in name:  # the wait doesn't show the speed of generation
         tokens = (config.sequences * row["completions/mean_length"] for row in rows)
         info["tokens_per_second"] = median(map(float.__truediv__, tokens, phases["generate"]))
         cells["generated, tokens/s"] = text.digits(info["tokens_per_second"])

@@ -1,4 +1,4 @@
-"""An fp32 sum of the weight's gradient to bf16, and times a factor that the GPU has; for GPUs."""
+"""Rounding an fp32 sum of the weight's gradient to bf16, times a factor on the GPU; for GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTES = {
     COPY: "of the fp32 sum",
     "torch, scaled": "torch.mul of fp32 by a scalar on the device, into bf16",
     "torch, rounded": "copy_ of fp32 into bf16",
-    "triton, scaled": "ours, 16 bytes a thread, fp32 into bf16, whose memory is new",
+    "triton, scaled": "ours, 16 bytes a thread, fp32 into new bf16 memory",
     "torch, bf16 scaled": "mul_ of bf16 by an fp32 scalar on the device",
     "triton, bf16 scaled": "ours, bf16 in place",
 }
@@ -41,12 +41,12 @@ def measure(case: Shape, rows: Sequence[Row], session: Session) -> None:
 
 
 def _passes(wide: Tensor) -> dict[str, Pass]:
-    """Return the forms by name; each returns what it computes, with the bits of torch's."""
+    """Return the forms by name; each returns its result, with the same bits as torch."""
     from grpo_kernels.backends.triton import scaled
 
     out = torch.empty_like(wide, dtype=torch.bfloat16)
     scale = torch.full((), _SCALE, device=wide.device)
-    one = torch.ones((), device=wide.device)  # bf16 stays as it is, however often
+    one = torch.ones((), device=wide.device)  # repeated calls leave bf16 unchanged
 
     def refill() -> None:
         out.copy_(wide)

@@ -1,7 +1,7 @@
-"""How far an engine's log-probabilities are from the policy's, with a mixture of experts.
+"""Distance of an engine's log-probabilities from the policy's, with a mixture of experts.
 
-The engine is transformers in bf16, the policy has the same weights in fp32. It routes tokens by
-itself, or replays the experts that the engine chose (R3, arXiv:2510.11370).
+The engine is transformers in bf16, and the policy has the same weights in fp32. The policy routes
+tokens by itself, or replays the experts that the engine chose (R3, arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTES = {"own": "the policy routes by itself", "replayed": "use_rollout_routing_
 def _case(
     name: str, layers: int, experts: int, chosen: int, width: int, completions: int, length: int
 ) -> Shape:
-    """Return a random model whose tokens go to ``chosen`` experts, and what it samples."""
+    """Return a random model with ``chosen`` experts per token, and its samples."""
     facts = {"model": name, "dtype": "bf16", "layers": layers, "experts": f"{chosen} of {experts}"}
     facts["tokens"] = completions * length
     more = {"chosen": chosen, "every": experts, "width": width}

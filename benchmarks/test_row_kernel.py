@@ -1,4 +1,4 @@
-"""The kernel that reads logits, next to the time its bytes take; for GPUs."""
+"""The kernel that reads logits, next to a copy of its bytes; for GPUs."""
 
 from __future__ import annotations
 

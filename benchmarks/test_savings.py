@@ -1,4 +1,4 @@
-"""What skipped rows and an adapter on the head save, by the step that saves nothing."""
+"""Savings from skipped rows and an adapter on the head, relative to a full step."""
 
 from __future__ import annotations
 

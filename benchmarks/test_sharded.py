@@ -29,12 +29,12 @@ from benchmarks.timing import in_turns, resident_growth
 from grpo_kernels import FusedHead, VocabShard, policy_loss
 
 _RANKS, _ROUNDS = 2, 3
-Step = Callable[[], Result | None]  # every rank calls it; with its part of the gradients
+Step = Callable[[], Result | None]  # every rank calls it, with its part of the gradients
 Built = tuple[Step, Callable[[Result], Result]]  # and how the ranks' results are joined
 
 
 def _one(problem: Problem) -> Built:
-    """Let one rank work with the threads of all; the others wait."""
+    """Let one rank use the threads of all ranks, while the others wait."""
 
     def step() -> Result | None:
         if dist.get_rank() > 0:
@@ -56,7 +56,7 @@ def _vocabulary(problem: Problem) -> Built:
 
 
 class _Model(nn.Module):
-    """A model that is nothing but its head."""
+    """A model that consists of a head."""
 
     def __init__(self, weight: Tensor, fused: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _fsdp(fused: bool, problem: Problem) -> Built:
 
 
 def _zero3(fused: bool, problem: Problem) -> Built:
-    # it compiles there; elsewhere a stale lock may wait for ever
+    # it compiles there; a stale lock elsewhere may block forever
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{sys.prefix}/extensions"
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
@@ -117,11 +117,11 @@ def _zero3(fused: bool, problem: Problem) -> Built:
     return step, lambda result: _mean(result, safe_get_full_grad(model.lm_head.weight))
 
 
-# a way to run the step, and what is said of it
+# a way to run the step, and its note
 ARMS: dict[str, tuple[str, Callable[[Problem], Built]]] = {
     "one process": ("the whole head, a thread for each of the ranks", _one),
     "ours, vocabulary": ("a shard of the vocabulary on each rank, all tokens", _vocabulary),
-    "ours, FSDP2": ("FusedHead in a unit of its own, a share of the tokens", partial(_fsdp, True)),
+    "ours, FSDP2": ("FusedHead in its own unit, a share of the tokens", partial(_fsdp, True)),
     "eager, FSDP2": ("torch's logits in the same wrapping", partial(_fsdp, False)),
     "ours, ZeRO-3": ("the same under DeepSpeed", partial(_zero3, True)),
     "eager, ZeRO-3": ("torch's logits under DeepSpeed", partial(_zero3, False)),
@@ -135,7 +135,7 @@ def _share(problem: Problem) -> Problem:
 
 
 def _mean(result: Result, dweight: Tensor) -> Result:
-    """Join what ranks have found for sequences of their own."""
+    """Join the results of ranks for their own sequences."""
     loss: Any = result.loss
     loss = loss.clone()
     dist.all_reduce(loss)
@@ -152,7 +152,7 @@ _LARGE = ((1024, "fp32"), (1024, "bf16"), (4096, "bf16"))
 CASES: dict[str, list[Case]] = {
     "tiny": [make_case("dapo", "tiny", 32, dtype) for dtype in DTYPES],
     "quick": [make_case("dapo", "small", 128, dtype) for dtype in DTYPES],
-    # of many tokens the logits would take more memory than the gathered head
+    # with many tokens, logits would need more memory than the gathered head
     "cpu": [make_case("dapo", "qwen2.5-0.5b", *each) for each in _LARGE],
 }
 
@@ -176,7 +176,7 @@ def about(case: Case, device: str) -> str:
 
 
 def _growth(case: Case, name: str) -> int:
-    """Return the growth of the rank that grows most, from before the step to its peak."""
+    """Return the largest growth of a rank, from before the step to its peak."""
     build = ARMS[name][1]
     build(make_problem(replace(case, model=MODELS["tiny"], tokens=32)))[0]()  # loads libraries
     step = build(make_problem(case, exact=False))[0]
@@ -187,7 +187,7 @@ def _growth(case: Case, name: str) -> int:
 
 
 def _times(rows: Sequence[Row], case: Case, rounds: int) -> list[Row]:
-    """Check every arm, and time those that passed in turns: all ranks are waited for."""
+    """Check every arm, and time those that pass in turns, until all ranks are done."""
     problem = make_problem(case)
     exact = reference(problem)
     steps: list[tuple[Row, Step]] = []
@@ -203,7 +203,9 @@ def _times(rows: Sequence[Row], case: Case, rounds: int) -> list[Row]:
             row.errors, wrong = compare(joined(result or exact), exact, problem)
             row.leave_out("wrong", wrong)
             steps.append((row, step))
-    for row, step in in_turns(steps, rounds):  # also who is wrong: other ranks may not know it
+    for row, step in in_turns(
+        steps, rounds
+    ):  # including wrong arms, which other ranks may not know
         dist.barrier()
         start = time.perf_counter()
         step()

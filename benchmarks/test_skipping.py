@@ -1,4 +1,4 @@
-"""What rows without a gradient cost: tokens that the loss clips, of any share of a batch."""
+"""Cost of rows without a gradient: tokens that the loss clips, by their share of a batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from benchmarks.results import Row
 from benchmarks.shapes import Case, make_case
 from benchmarks.tables import BARE
 
-_CLIPPED, _FREE = 0.35, 0.05  # log-ratios outside and inside of the bounds
+_CLIPPED, _FREE = 0.35, 0.05  # log-ratios outside and inside the bounds
 _NAMES = (BARE, "bare-gemms-whole", "ours", "ours-queued", "liger-triton", "liger-triton-queued")
 NOTES = {name: EVERY[name].note for name in _NAMES}
 
 
 def _clip(share: float, problem: Problem) -> Problem:
-    """Set old log-probabilities so that a share of the tokens is clipped, and no others are."""
+    """Set old log-probabilities so that exactly a share of the tokens is clipped."""
     exact = detached(problem, reference_dtype(problem.case, problem.hidden.device.type))
     rows = exact.hidden.flatten(0, 1), exact.target.flatten(), exact.weight
     logprobs, _ = statistics(*rows, exact.softcap)

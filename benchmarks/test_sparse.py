@@ -1,4 +1,4 @@
-"""A step with a sparse backward next to exact ones and the bare GEMMs: time, memory and errors."""
+"""Steps with a sparse backward, next to exact steps and bare GEMMs: time, memory, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAYS = {
     "dapo": ("bare-gemms", "bare-gemms-whole", "ours", *_SPARSE, "eager", "liger"),
     "dapo-frozen": ("bare-gemms", "bare-gemms-whole", "ours", _SPARSE[1], "eager"),
 }
-_ALLOWED = 0.5  # a part of a gradient's norm; rounding logits to 16 bits changes it by less
+_ALLOWED = 0.5  # share of a gradient's norm; rounding logits to 16 bits changes it by less
 CASES = {
     "tiny": [make_case(work, "tiny", 32, "fp32", "text-like") for work in _WAYS],
     "cpu": [

@@ -1,4 +1,4 @@
-"""How sparse a policy's softmax is: entries above a bound, and the blocks that hold one."""
+"""Sparsity of a policy's softmax: entries above a bound, and blocks with such an entry."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def _probabilities(problem: Problem) -> Tensor:
 
 
 def _share_of_gradient(left_out: Tensor, probabilities: Tensor, target: Tensor) -> float:
-    """Return the norm of dlogits that is left out over its whole norm, for equal advantages."""
+    """Return the norm of the dlogits left out over the whole norm, for equal advantages."""
     of_target = probabilities.gather(1, target[:, None]).double().squeeze(1)
     others = probabilities.double().square().sum(1) - of_target.square()
     whole = (others + (1 - of_target).square()).sum().sqrt()
-    left_out = left_out.scatter(1, target[:, None], 0.0)  # that of the target is always kept
+    left_out = left_out.scatter(1, target[:, None], 0.0)  # the target's entry is always kept
     return (left_out.double().square().sum().sqrt() / whole).item()
 
 
 def _blocks(kept: Tensor) -> float:
-    """Return the share of blocks of tokens and ids that hold a kept entry."""
+    """Return the share of blocks of tokens and ids with a kept entry."""
     rows, columns = kept.shape
     whole = pad(kept, (0, -columns % _COLUMNS, 0, -rows % _ROWS))
     tiles = whole.unflatten(0, (-1, _ROWS)).unflatten(2, (-1, _COLUMNS))

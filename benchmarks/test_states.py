@@ -1,4 +1,4 @@
-"""Whole runs of the demo's task by weights and optimizer states in fewer bits.
+"""Whole runs of the demo's task with weights and optimizer states in fewer bits.
 
 A case is one way with one seed.
 """
@@ -15,8 +15,8 @@ from benchmarks.real import RealCase, Setup, fill
 from benchmarks.results import Row
 
 _STEPS, _SEEDS = 60, (0, 1, 2)
-LAST = 10  # steps whose mean reward is that at the end
-# of the demo, with a quarter of its completions
+LAST = 10  # steps at the end, for the mean reward
+# the demo's settings, with a quarter of its completions
 _TASK: dict[str, Any] = {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "linear",
@@ -43,15 +43,15 @@ STATES = {
     "fp32": _way("fp32 weights and states"),
     "fp32-8bit": _way("fp32 weights, 8-bit states of bitsandbytes", optim="adamw_8bit"),
     "bf16": _way("bf16 weights and states", **_BF16),
-    "bf16-rounded": _way("bf16 weights and states, rounded at random", rounded=True, **_BF16),
+    "bf16-rounded": _way("bf16 weights and states, rounded stochastically", rounded=True, **_BF16),
     "bf16-rounded-8bit": _way(
-        "bf16 weights, 8-bit states of torchao, rounded at random",
+        "bf16 weights, 8-bit states of torchao, rounded stochastically",
         optim="adamw_torch_8bit",
         **_BF16,
         **_ROUNDED,
     ),
     "bf16-rounded-4bit": _way(
-        "bf16 weights, 4-bit states of torchao, rounded at random",
+        "bf16 weights, 4-bit states of torchao, rounded stochastically",
         optim="adamw_torch_4bit",
         **_BF16,
         **_ROUNDED,

@@ -1,4 +1,4 @@
-"""GPU kernels at the tiles that are worth a try; the best belong into ``gpu_tiles.py``."""
+"""GPU kernels at promising tiles; the best tiles belong in ``gpu_tiles.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from grpo_kernels.head import Head, Transform
 
 _TOLERANCE = 1e-2  # of the largest value
 _CHUNK_ROWS = (2048, 4096, 8192, 16384)
-# rows, columns, depth, warps, stages; those without the copy engine last
+# rows, columns, depth, warps, stages; tiles without the copy engine last
 _SHAPES = (
     *((128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4)),
     *((128, 128, 32, 8, 4), (128, 64, 64, 4, 3)),
@@ -42,7 +42,7 @@ Outputs = dict[str, Any]  # tensors
 
 @dataclass(frozen=True)
 class Kernel:
-    """What runs at every tile, on the logits of a head or on the head itself."""
+    """A kernel that runs at every tile, on the logits of a head or on the head itself."""
 
     name: str  # "statistics", "gradient", "both", "fused forward" or "loss"
     rows: int
@@ -58,7 +58,7 @@ class Kernel:
         return f"{self.name}, {self.model.name}, {self.rows} rows, {self.dtype}"
 
     def tiles(self) -> dict[str, Any]:
-        """Return tiles by how they are written; the first is the default."""
+        """Return tiles by name; the first is the default."""
         if self.name == "loss":
             default = gpu_chunk_rows(torch.float32, self.model.vocabulary)
             return {f"{rows} rows": rows for rows in dict.fromkeys((default, *_CHUNK_ROWS))}
@@ -70,7 +70,7 @@ class Kernel:
         return {f"{x.num_warps} warps x {x.depth}": x.on(device) for x in configs}
 
     def on(self, device: str) -> Callable[[Any], Outputs]:
-        """Return what runs at a tile, with everything but it."""
+        """Return the function of a tile, with all other arguments bound."""
         from grpo_kernels.backends import triton
 
         if self.name == "loss":
@@ -122,10 +122,10 @@ def measure(case: Kernel, rows: Sequence[Row], session: Session) -> None:
     run, tiles = case.on(session.device), case.tiles()
     want = run(next(iter(tiles.values())))
     for row in rows:
-        with attempt(row):  # it does not compile, or does not fit: a result like any other
+        with attempt(row):  # it doesn't compile, or doesn't fit: a result like any other
             row.leave_out("wrong", _difference(run(tiles[row.provider]), want))
     runs = [(row, partial(run, tiles[row.provider])) for row in rows]
-    if case.name == "loss":  # whose memory depends on the tile
+    if case.name == "loss":  # its memory depends on the tile
         for row, call in runs:
             if row.runs:
                 row.info["extra_bytes"] = cuda_growth(call)[1]
@@ -134,7 +134,7 @@ def measure(case: Kernel, rows: Sequence[Row], session: Session) -> None:
 
 
 def _difference(got: Outputs, want: Outputs) -> str | None:
-    """Return what is anywhere further from ``want`` than a part of its largest value; NaN is."""
+    """Name the results that differ from ``want`` by too large a share of its largest value."""
     for name, expected in want.items():
         if expected is None:
             continue
@@ -155,7 +155,7 @@ def _linear_configs(default: LinearConfig) -> list[LinearConfig]:
 
 
 def _row_kernel(name: str, tile: Tile, config: RowConfig) -> Outputs:
-    """Run one of the kernels; what overwrites its logits gets a copy, which is timed as well."""
+    """Run a kernel; one that overwrites its logits gets a copy, which is part of the time."""
     from grpo_kernels.backends.triton import dlogits_, logp_gradient_, row_stats
 
     if name == "statistics":

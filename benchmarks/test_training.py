@@ -1,4 +1,4 @@
-"""A GRPO step of a small model with a real head: our trainer beside TRL's, generation included."""
+"""A GRPO step of a small model with a real head, generation included, next to TRL."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def measure_training(
 
 
 def _steps(provider: Provider, config: TrainingConfig, device: str) -> Watch:
-    """Take a step to warm up and one that is measured.
+    """Take a step to warm up and a step to measure.
 
     Raises:
-        ValueError: completions are not of the length that makes all trainers' work the same.
+        ValueError: completions have another length, so trainers would have different work.
     """
     steps = training.train(provider, config, device, 2)
     length, expected = steps.logs[-1]["completions/mean_length"], config.completion_tokens
@@ -81,12 +81,12 @@ def _steps(provider: Provider, config: TrainingConfig, device: str) -> Watch:
 
 
 def _finish(row: Row, made: Sequence[Watch]) -> None:
-    """Add what is known beside times."""
+    """Add facts other than times."""
     generate = median(each.generate[-1] for each in made)
     train = median(each.seconds[-1] - each.generate[-1] for each in made)
     row.info |= {"generate_seconds": generate, "train_seconds": train}
     row.info |= {"train_bytes": max(each.train_peak for each in made)} if made[0].peak else {}
-    # the loss of an on-policy step is 0 but for rounding; its gradient is not
+    # the loss of an on-policy step is 0 except for rounding; its gradient isn't
     norms = [each.logs[-1]["grad_norm"] for each in made]
     row.info["grad_norm"] = [norms[0], norms[-1]]
     row.cells = {
@@ -98,7 +98,7 @@ def _finish(row: Row, made: Sequence[Watch]) -> None:
 
 
 def make_reference(config: TrainingConfig, device: str) -> tuple[training.Batch, StepResult]:
-    """Return a batch, and its loss and gradient in fp32: full logits of the untouched model."""
+    """Return a batch, and its loss and gradient from full fp32 logits of the original model."""
     model = training.make_model(config).to(device)
     batch = training.make_batch(config, model, device)
     tokens = TokenBatch.from_padded(

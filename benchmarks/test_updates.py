@@ -1,4 +1,4 @@
-"""How much of a small step arrives in weights and optimizer states in fewer bits.
+"""The share of a small step that survives in weights and optimizer states in fewer bits.
 
 A case is one way with one seed.
 """
@@ -43,7 +43,7 @@ def measure(case: RealCase, rows: Sequence[Row], session: Session) -> None:
 
 
 def kept(way: Setup, seed: int) -> float:
-    """Return the share of a step that arrives; the same optimizer's step in fp32 is the whole."""
+    """Return the share of a step that survives, relative to the same optimizer in fp32."""
     generator = torch.Generator().manual_seed(seed)
     start = _TYPICAL * torch.randn(_SIZE, _SIZE, generator=generator).bfloat16()
     gradient = torch.randn(start.shape, generator=generator)
@@ -55,7 +55,7 @@ def kept(way: Setup, seed: int) -> float:
 
 
 def _moved(way: Setup, dtype: torch.dtype, start: Tensor, gradient: Tensor) -> Tensor:
-    """Return how far the first step goes."""
+    """Return the change of the weights in the first step."""
     args = TrainingArguments(
         optim=way.changes["optim"],
         optim_args=way.changes.get("optim_args"),

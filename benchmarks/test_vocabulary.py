@@ -1,4 +1,4 @@
-"""A step of a model with Gemma 3's vocabulary: its time, its memory and the longest sequence.
+"""A step of a model with Gemma 3's vocabulary: time, memory, and the longest sequence.
 
 The model has the sizes of Gemma 3 1B and random weights. A step is forward and backward of a GRPO
 loss on one sequence, with gradient checkpointing and without an optimizer. On a CPU only the memory
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROUNDS = 3
-_CARD = 24 << 30  # bytes within which the longest sequence has to fit: a larger card takes minutes
+_CARD = 24 << 30  # bytes for the longest sequence; a larger card would take minutes
 _SEED = 0
 Run = Callable[[Problem], Result]
 
@@ -42,7 +42,7 @@ class Body(NamedTuple):
     heads: int
     head_dim: int
     intermediate: int
-    window: int  # tokens that most layers see
+    window: int  # window of most layers, in tokens
 
 
 _GEMMA = Body(heads=4, head_dim=256, intermediate=6912, window=512)
@@ -51,21 +51,19 @@ _TINY = Body(heads=2, head_dim=16, intermediate=64, window=8)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the sequences that it gets."""
+    """A model and its sequences."""
 
     head: Model
     body: Body
     layers: int
     dtype: str  # a name of DTYPES
     tokens: int  # of the sequence that is timed
-    checked: int  # tokens of the sequence whose gradients are compared
-    step: int = (
-        0  # the longest sequence is looked for in multiples of so many tokens; 0: not at all
-    )
-    most: int = 0  # up to so many
+    checked: int  # tokens of the sequence for the comparison of gradients
+    step: int = 0  # the step of the search for the longest sequence, in tokens; 0: no search
+    most: int = 0  # the largest number of tokens
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
+        """Return the facts for a result file."""
         facts: dict[str, Any] = {"model": self.head.name, "layers": self.layers}
         facts |= {"hidden": self.head.hidden, "vocabulary": self.head.vocabulary}
         return {**facts, "tokens": self.tokens, "dtype": self.dtype}
@@ -105,7 +103,9 @@ def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
     for row in rows if device == "cuda" else ():
         with attempt(row):
             add_growth([row], policy.growth)
-    if device == "cuda" or session.suite == "tiny":  # a CPU's times are those of the heads
+    if (
+        device == "cuda" or session.suite == "tiny"
+    ):  # the benchmark of the heads has the times of a CPU
         steps = [(row, partial(policy.step, row.provider, case.tokens)) for row in rows if row.runs]
         race(steps, session.rounds(_ROUNDS), make_timer(device))
     if case.step:
@@ -117,7 +117,7 @@ def measure(case: Case, rows: Sequence[Row], session: Session) -> None:
 
 
 def _compare(rows: Sequence[Row], policy: Policy) -> None:
-    """Compare the loss and the gradient of all weights with those of an exact head."""
+    """Compare the loss and the gradient of all weights with an exact head."""
     problem = policy.off_policy()
     exact = policy.result(reference, problem)
     for row in rows:
@@ -139,9 +139,9 @@ def _find_longest(row: Row, policy: Policy, deadline: float) -> None:
 def longest(
     fits: Callable[[int], bool], step: int, most: int, deadline: float
 ) -> tuple[int, int | None]:
-    """Return the largest multiple of ``step`` that fits, and the smallest that does not.
+    """Return the largest multiple of ``step`` that fits, and the smallest that doesn't.
 
-    They are further apart where the time is up; None: ``most`` fits.
+    They are further apart if the time is up; None: ``most`` fits.
     """
     low, high = 0, most + step
     while high - low > step and time.monotonic() < deadline:
@@ -155,7 +155,7 @@ def longest(
 
 @contextmanager
 def within(size: int, device: str) -> Iterator[None]:
-    """Let torch allocate at most so many bytes of a GPU."""
+    """Limit the bytes of a GPU that torch may allocate."""
     if device != "cuda":
         yield
         return
@@ -176,7 +176,7 @@ class Policy:
         self._model = make_model(case, device)
 
     def step(self, name: str, tokens: int) -> None:
-        """Compute all gradients of an on-policy loss on a sequence of so many tokens."""
+        """Compute all gradients of an on-policy loss on a sequence."""
         self._model.zero_grad(set_to_none=True)
         self._take(PROVIDERS[name].run, self._pose(tokens))
 
@@ -187,7 +187,7 @@ class Policy:
         return grown(partial(self.step, name, self.case.tokens))[1]
 
     def fits(self, name: str, tokens: int) -> bool:
-        """Return whether the memory lasts for a step."""
+        """Return whether a step fits into the memory."""
         self._model.zero_grad(set_to_none=True)
         free(self._device)
         try:
@@ -228,7 +228,7 @@ class Policy:
         return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
     def _pose(self, tokens: int) -> Problem:
-        """Return the problem of the head, whose hidden states are still to come."""
+        """Return the problem of the head, without its hidden states."""
         case = self.case
         generator = torch.Generator().manual_seed(_SEED)
         target = torch.randint(case.head.vocabulary, (1, tokens), generator=generator)
@@ -246,7 +246,7 @@ class Policy:
         )
 
     def _take(self, run: Run, problem: Problem) -> Result:
-        """Run the body, the head and its loss, and the backward of both."""
+        """Run the body, the head with its loss, and both backwards."""
         hidden, weight = self._states(problem), self._weight
         leaves = {"hidden": hidden, "weight": weight}
         leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
@@ -287,8 +287,11 @@ def make_model(case: Case, device: str) -> PreTrainedModel:
 
 
 def growth(case: Case, device: str, name: str) -> int:
-    """Return by how many bytes a process that does nothing else grows in a step."""
-    for each in (*CASES["tiny"], case):  # after the first libraries are loaded, threads started
+    """Return by how many bytes an otherwise idle process grows in a step."""
+    for each in (
+        *CASES["tiny"],
+        case,
+    ):  # after the first step, libraries are loaded and threads started
         grown = Policy(each, device).growth(name)
     return grown
 

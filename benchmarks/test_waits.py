@@ -1,4 +1,4 @@
-"""What the GPU waits for in a step: the host before its first GEMM, gaps, and synchronizations."""
+"""Waits of the GPU in a step: for the CPU before the first GEMM, gaps, and synchronizations."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from grpo_kernels import TokenBatch, linear_policy_loss
 
 _CALLS = 5
 _KEPT_GAPS = 12
-_HOST_BYTES = 256 << 20  # more than a CPU's caches
+_HOST_BYTES = 256 << 20  # larger than a CPU's caches
 NOTES = {
     "ours": "the batch counts its tokens on the device",
-    "ours, cold": "the same after a garbage collection and other work on the host",
-    "ours, lengths": "lengths are given, on-policy: under the alarm, it may not wait",
+    "ours, cold": "the same after a garbage collection and other work on the CPU",
+    "ours, lengths": "lengths are given, on-policy; the call must not wait",
     "ours, lengths, cold": "the same, cold",
 }
 _GPU = [make_case("dapo", "qwen3-1.7b", tokens, "bf16") for tokens in (8192, 1024)]
@@ -62,7 +62,7 @@ def _step(problem: Problem, with_lengths: bool) -> Callable[[], Any]:
             problem.target,
             problem.advantages,
             problem.mask,
-            # off-policy a large batch may leave rows out of the backward, whose number it waits for
+            # off-policy, a large batch may skip rows in the backward, and waits for their number
             old_logprobs=None if with_lengths else problem.old_logprobs,
             lengths=lengths,
         )
@@ -73,7 +73,7 @@ def _step(problem: Problem, with_lengths: bool) -> Callable[[], Any]:
 
 
 def _without_waiting(call: Callable[[], Any], device: str) -> None:
-    """Run a call under torch's alarm, which raises where the host waits for the GPU."""
+    """Run a call in torch's mode that raises if the CPU waits for the GPU."""
     if device != "cuda":
         return
     torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def _without_waiting(call: Callable[[], Any], device: str) -> None:
 
 
 def _host_seconds(call: Callable[[], Any], before: Callable[[], Any], device: str) -> float:
-    """Return how long the host is in a call, from an idle device."""
+    """Return how long a call keeps the CPU, from an idle device."""
     before()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def _host_seconds(call: Callable[[], Any], before: Callable[[], Any], device: st
 
 
 def _add_device(row: Row, call: Callable[[], Any], before: Callable[[], Any], device: str) -> None:
-    """Add what a trace, the allocator and the device's clock say."""
+    """Add numbers from a trace, the allocator, and the device's clock."""
     allocations = _device_allocations(device)
     calls = traces.traced(call, _CALLS, device, before)
     row.info["device_allocations"] = _device_allocations(device) - allocations
@@ -118,7 +118,7 @@ def _add_device(row: Row, call: Callable[[], Any], before: Callable[[], Any], de
         "launches": f"{row.info['launches']:.0f}",
         "before the GEMM": f"{row.info['before_gemm']:.0f}",
         "allocations": str(row.info["device_allocations"]),
-        "alone": text.duration(row.info["alone"]),
+        "from idle": text.duration(row.info["alone"]),
         "queued": text.duration(row.info["queued"]),
     }
 

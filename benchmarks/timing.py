@@ -26,10 +26,10 @@ _Call = TypeVar("_Call")
 
 
 def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> Iterator[_Call]:
-    """Give each once a round, every other round backwards, so that nobody always follows the same.
+    """Yield each call once per round, every other round in reverse order.
 
-    A change of the machine's load so meets them all. After ``budget`` seconds no further round
-    starts, but for the first three.
+    No call always follows the same one, and a change of the machine's load affects all of them.
+    After ``budget`` seconds no further round starts, except the first three.
     """
     start = time.monotonic()
     for index in range(rounds):
@@ -42,7 +42,7 @@ def in_turns(calls: Sequence[_Call], rounds: int, budget: float = math.inf) -> I
 def make_timer(device: str, queued: bool = False) -> Callable[[Callable[[], Any]], float]:
     """Return a timer: call -> seconds, without the time to free the call's result.
 
-    ``queued``: behind GEMMs that take a GPU longer than the host needs for a step.
+    ``queued``: behind GEMMs that keep a GPU busy for longer than the CPU needs for a step.
     """
     if device != "cuda":
         return _wall_seconds
@@ -76,7 +76,7 @@ def _device_seconds(
     gc.collect()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # the device flushes while the host already launches: the first launch is not waited for
+    # the device flushes while the CPU already launches, so the first launch adds no wait
     flushed.zero_()
     if before is not None:
         before()
@@ -91,9 +91,10 @@ def _device_seconds(
 def measure_memory(
     run: Callable[[Problem], Result], problem: Problem
 ) -> tuple[dict[str, int], Result]:
-    """Measure one call in bytes: beyond the inputs and what it returns, and what it returns.
+    """Measure one call in bytes: its extra memory, and the size of its results.
 
-    On a CPU this needs a fresh process: an old one has memory to reuse.
+    Extra memory is beyond inputs and results. On a CPU this needs a fresh process, because an old
+    one has memory to reuse.
     """
     peak = cuda_growth if problem.hidden.device.type == "cuda" else resident_growth
     result, growth = peak(partial(run, problem))
@@ -110,7 +111,7 @@ def cuda_growth(run: Callable[[], Result]) -> tuple[Result, int]:
 
 
 def resident_growth(run: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what a call gives, and by how many bytes this process grew until its peak."""
+    """Return the result of a call, and by how many bytes this process grew until its peak."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")
     result = run()

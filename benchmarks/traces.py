@@ -1,4 +1,4 @@
-"""What a profiler's trace says of calls: the time to the first GEMM, launches, idle gaps."""
+"""Calls in a profiler's trace: the time to the first GEMM, launches, and idle gaps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 CALL = "the call"
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|linear_stats|anchored", re.IGNORECASE)
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_GAP_US = 5.0  # shorter ones lie between any two launches
+_GAP_US = 5.0  # shorter gaps are between any two launches
 Event = dict[str, Any]
 
 
 class Timeline(NamedTuple):
-    """One call on the device; times in seconds from its start on the host."""
+    """One call on the device; times in seconds from its start on the CPU."""
 
     first_gemm: float
     end: float

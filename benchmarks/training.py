@@ -1,4 +1,4 @@
-"""One task for every trainer that is compared: a small real-shaped model, settings and a batch."""
+"""One task for all trainers: a small model with real shapes, settings, and a batch."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ PAD, EOS, FIRST_WORD = 0, 1, 2
 SEED = 0
 _POSITIONS = 32768  # of the real model
 _MICRO_BATCHES = 2  # of a step
-_NOISE = 0.1  # of the old log-probabilities: no ratio comes near its bound, where rounding decides
+_NOISE = (
+    0.1  # of the old log-probabilities, so that no ratio is near its bound, where rounding decides
+)
 # of every run that is measured
 QUIET = {
     "gradient_checkpointing": False,
     "shuffle_dataset": False,
-    "logging_steps": 1,  # whose cost belongs to a step
+    "logging_steps": 1,  # the cost of which belongs to a step
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` takes it
+Batch = dict[str, Tensor]  # a prepared micro-batch, as TRL's ``compute_loss`` expects it
 Step = tuple[Callable[[], Tensor], Sequence[Tensor]]  # a loss (), and the leaves
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Shapes of the model and of one optimisation step, as a case of a benchmark."""
+    """Shapes of the model and of one optimizer step, as a case of a benchmark."""
 
     name: str
     layers: int
@@ -71,7 +73,7 @@ class TrainingConfig:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens of a step: those in the loss."""
+        """Completion tokens of a step, all of them in the loss."""
         return self.sequences * self.completion_tokens
 
     @property
@@ -82,7 +84,7 @@ class TrainingConfig:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts as a result file holds them."""
+        """Return the facts for a result file."""
         names = ("model", "dtype", "sequences", "prompt_tokens", "completion_tokens")
         found = {name: getattr(self, name) for name in names}
         return {**found, "micro_batches": _MICRO_BATCHES, "tokens": self.tokens}
@@ -99,11 +101,11 @@ SIZES = {
         # the width, the head and the tied embeddings of Qwen2.5-0.5B, which has 24 layers
         TrainingConfig("full", 2, 896, 4864, 14, 2, 151936, 2, 4, 32, 64),
         TrainingConfig("full-gpu", 4, 896, 4864, 14, 2, 151936, 8, 8, 64, 256),
-        # what an update of an engine's weights costs depends on the size
+        # the cost of updating an engine's weights depends on the size
         TrainingConfig("middle", 4, 512, 2048, 8, 2, 32000, 2, 4, 32, 32),
         TrainingConfig("large", 2, 896, 4864, 14, 2, 151936, 2, 4, 32, 32),
         TrainingConfig("middle-gpu", 12, 896, 4864, 14, 2, 151936, 8, 8, 64, 256),
-        # all of Qwen2.5-0.5B's shape
+        # the whole shape of Qwen2.5-0.5B
         TrainingConfig("qwen2.5-0.5b-gpu", 24, 896, 4864, 14, 2, 151936, 8, 8, 64, 64),
         # the width of Qwen2.5-1.5B
         TrainingConfig("large-gpu", 14, 1536, 8960, 12, 2, 151936, 8, 8, 64, 256),
@@ -112,7 +114,7 @@ SIZES = {
 
 
 def sized(name: str, device: str) -> TrainingConfig:
-    """Return a size in fp32, or in bf16 autocast over fp32 weights where the GPU has it."""
+    """Return a size in fp32, or in bf16 autocast over fp32 weights if the GPU has bf16."""
     wide = device != "cuda" or not torch.cuda.is_bf16_supported()
     return replace(SIZES[name], dtype="fp32" if wide else "bf16")
 
@@ -144,7 +146,7 @@ def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{index}": index for index in range(FIRST_WORD, config.vocabulary)}
-    # a special word must not begin another one, which would be split there
+    # a special word must not be the beginning of another word, which would be split
     words |= {"<pad>": PAD, "<eos>": EOS}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{FIRST_WORD}"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -152,7 +154,7 @@ def make_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerFast:
 
 
 def make_texts(config: TrainingConfig, count: int, length: int, seed: int) -> list[str]:
-    """Return so many random texts of one length."""
+    """Return random texts of one length."""
     generator = torch.Generator().manual_seed(seed)
     shape = count, length
     ids = torch.randint(FIRST_WORD, config.vocabulary, shape, generator=generator)
@@ -160,7 +162,7 @@ def make_texts(config: TrainingConfig, count: int, length: int, seed: int) -> li
 
 
 def _reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Reward differently within a group, so that hardly any advantage is 0."""
+    """Give different rewards in a group, so that few advantages are 0."""
     return [sum(ids) % 1009 / 1009 for ids in completion_ids]
 
 
@@ -173,9 +175,9 @@ def build(
     peft_config: Any = None,
     **changes: Any,
 ) -> Trainer:
-    """Build the GRPOTrainer of a package, or a class that stands for it, with data for ``steps``.
+    """Build the GRPOTrainer of a package, or the class ``own``, with data for ``steps``.
 
-    ``changes``: other values for some of the settings.
+    ``changes``: changed settings.
     """
     from datasets import Dataset
 
@@ -216,15 +218,15 @@ def build(
     )
     built.remove_callback(PrinterCallback)
     built.current_gradient_accumulation_steps = _MICRO_BATCHES  # also before it trains
-    built.folder = folder  # it goes when the trainer does
+    built.folder = folder  # deleted with the trainer
     return built
 
 
-_BODY = "Liger's norms, rotary embedding and MLP in the body"  # off the head in both
+_BODY = "Liger's norms, rotary embedding, and MLP in the body"  # off the head in both
 
 
 def _trainer(name: str, note: str, package: str, liger: bool = False) -> Provider:
-    """Return one whose ``run`` builds the trainer, for a size, a device and a number of steps."""
+    """Return a provider that builds a trainer for a size, a device, and a number of steps."""
     requires = [*["trl"] * (package == "trl"), *["liger-kernel"] * liger]
     return Provider(
         name=name,
@@ -247,14 +249,14 @@ TRAINERS = {
 
 
 class Watch(TrainerCallback):
-    """Notes each step of a trainer: its logs, its time, and the peak of the GPU's memory."""
+    """Records each step of a trainer: its logs, its time, and the peak of GPU memory."""
 
     def __init__(self, trainer: Any, device: str, seed: int = 0) -> None:
         self.logs: list[dict[str, Any]] = []
         self.seconds: list[float] = []  # of a step with its generation and logging
-        self.generate: list[float] = []  # what of it is rollout and scoring
+        self.generate: list[float] = []  # the part of rollout and scoring
         self.peak = 0  # bytes of the GPU
-        self.train_peak = 0  # that the rest of the last step needs above what was there
+        self.train_peak = 0  # extra memory of the rest of the last step
         self._cuda, self._seed = device == "cuda", seed
         self._start = self._generated = 0.0
         # generates at a step's first call
@@ -262,11 +264,13 @@ class Watch(TrainerCallback):
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        torch.manual_seed(1000 * self._seed + state.global_step)  # all trainers sample alike
+        torch.manual_seed(
+            1000 * self._seed + state.global_step
+        )  # all trainers sample the same completions
         self._start, self._generated = self._clock(), 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        if "grad_norm" not in logs:  # that of the end, or of an evaluation
+        if "grad_norm" not in logs:  # the log of the end, or of an evaluation
             return
         self.seconds.append(self._clock() - self._start)
         self.generate.append(self._generated)
@@ -276,7 +280,7 @@ class Watch(TrainerCallback):
             self.peak, self.train_peak = max(self.peak, most), most - self._before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del self._prepare  # it holds the trainer's memory
+        del self._prepare  # it keeps the trainer's memory
 
     def _timed(self, inputs: Any) -> Any:
         start, first = self._clock(), self._generated == 0.0
@@ -297,7 +301,7 @@ class Watch(TrainerCallback):
 def train(
     provider: Provider, config: TrainingConfig, device: str, steps: int, **changes: Any
 ) -> Watch:
-    """Train for some steps, built anew, so that trainers can take turns in their real loops."""
+    """Build a trainer and train for some steps, so that trainers run their real loops in turns."""
     with patch.dict(vars(modeling_qwen2)):  # Liger replaces names of the model's module
         torch.manual_seed(SEED)  # of an adapter's factors
         trainer = provider.run(config, device, steps, **changes)
@@ -307,7 +311,7 @@ def train(
 
 
 def step_of(trainer: Any, inputs: Any) -> Step:
-    """Return the step of a trainer on a prepared micro-batch; it needs no ``train``."""
+    """Return the step of a trainer on a prepared micro-batch, without ``train``."""
 
     def loss() -> Tensor:
         with trainer.compute_loss_context_manager():
@@ -317,7 +321,7 @@ def step_of(trainer: Any, inputs: Any) -> Step:
 
 
 def take_step(step: Step) -> StepResult:
-    """Return the loss and the gradient; the leaves are left without."""
+    """Return the loss and the gradient, and clear the gradients of the leaves."""
     loss, leaves = step
     value = loss()
     value.backward()
@@ -338,7 +342,9 @@ def make_batch(config: TrainingConfig, model: PreTrainedModel, device: str) -> B
         "prompt_mask": torch.ones_like(prompts),
         "completion_ids": completions,
         "completion_mask": torch.ones_like(completions),
-        "advantages": torch.linspace(-0.7, 1.7, rows, device=device),  # no mean of 0: no loss of 0
+        "advantages": torch.linspace(
+            -0.7, 1.7, rows, device=device
+        ),  # the mean isn't 0, so the loss isn't 0
         "old_per_token_logps": logprobs + noise.to(device),
         "num_items_in_batch": torch.tensor(float(config.tokens), device=device),  # of the step
     }

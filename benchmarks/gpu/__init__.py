@@ -1,1 +1,1 @@
-"""What only a GPU can answer, as a list of jobs: ``make gpu`` and ``make gpu-status``."""
+"""Jobs that need a GPU: ``make gpu`` and ``make gpu-status``."""

@@ -1,8 +1,7 @@
 """``python -m benchmarks.gpu [JOB ...]``: jobs for a GPU, as many as fit into the time.
 
-A job that has a result of these sources on this card is left out unless it is named. Exit status:
-0 where all chosen jobs have ended well, 1 where one failed, was ended or had no time, 2 without a
-GPU.
+A job with a result of these sources on this card is left out unless you name it. Exit status: 0 if
+all chosen jobs ended well, 1 if one failed, was ended, or had no time, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _LIMIT = 285.0
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("jobs", nargs="*", metavar="JOB", help="default: all, in their order")
-    parser.add_argument("--out", type=Path, help="folder of results; default: the variable OUT")
-    parser.add_argument("--limit", type=float, help="seconds; default: the variable LIMIT")
-    parser.add_argument("--status", action="store_true", help="say which results there are")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes, on a CPU")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="default: all jobs, in order")
+    parser.add_argument("--out", type=Path, help="folder for results; default: $OUT")
+    parser.add_argument("--limit", type=float, help="seconds; default: $LIMIT")
+    parser.add_argument("--status", action="store_true", help="list the jobs and their results")
+    parser.add_argument("--dry", action="store_true", help="run tiny shapes on a CPU")
     arguments = parser.parse_args(argv)
     try:
         jobs = choose(arguments.jobs)

@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu.card [--dry]``: a line of JSON about this machine's GPU.
 
-It fails where there is none that computes. With ``--dry`` it tells of the CPU.
+Fails if no GPU computes. With ``--dry`` it describes the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.results import environment
 
 def main() -> None:
     device = "cpu" if "--dry" in sys.argv[1:] else "cuda"
-    torch.ones(1, device=device).sum().item()  # it does not only exist
+    torch.ones(1, device=device).sum().item()  # it exists and computes
     has_xdist = importlib.util.find_spec("xdist") is not None
     workers = min(15, (os.cpu_count() or 1) - 1) if has_xdist else 0
     print(json.dumps({"environment": environment(device), "workers": workers}))

@@ -1,4 +1,4 @@
-"""The jobs, the most urgent first: a command each, its time, and what its result decides."""
+"""The jobs, the most urgent first: a command, its time, and the question it answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PYTEST = (
     *("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "faulthandler_timeout=90"),
     *("--tb=short", "-rfE", "-q"),
 )
-_RESERVE = 25  # seconds of a job's limit in which no further case starts
-# the shapes by which the kernels are judged, and who is compared there
+_RESERVE = 25  # seconds at the end of a job in which no case starts
+# the shapes by which the kernels are judged, and the providers compared there
 _SHAPES = ("1.7b-8192", "1.7b-1024", "1.7b-4096", "8b-8192")
 _CASES = " or ".join(f"dapo-qwen3-{shape}-bf16" for shape in _SHAPES)
 _HEADS = f"({_CASES}) and (bare or ours or liger)"
@@ -33,14 +33,16 @@ class Job:
     seconds: int  # after which it is ended
     command: Command
     dry: Command  # the same at tiny shapes on a CPU
-    sources: tuple[str, ...] = field(default=())  # besides the kernels, what makes a result stale
+    sources: tuple[str, ...] = field(
+        default=()
+    )  # files that make a result stale, in addition to the kernels
 
 
 def choose(names: list[str]) -> list[Job]:
-    """Return jobs in their order; without names all. ``tests`` also stands for ``tests-*``.
+    """Return jobs in order, or all jobs without names. ``tests`` also selects ``tests-*``.
 
     Raises:
-        ValueError: there is no such job.
+        ValueError: a name is unknown.
     """
     chosen = set()
     for name in names:
@@ -76,9 +78,9 @@ def _suite(
     kernels: bool = False,
     sources: tuple[str, ...] = (),
 ) -> Job:
-    """Return a job that runs ``benchmarks/test_<name>.py``, of its own name unless others are said.
+    """Return a job that runs ``benchmarks/test_<name>.py``, by default of the job's name.
 
-    It ends in time by itself: what it has no time for is skipped. ``kernels``: it calls Triton's.
+    It skips the cases that it has no time for. ``kernels``: the benchmark calls Triton kernels.
     """
     paths = tuple(f"benchmarks/test_{benchmark}.py" for benchmark in benchmarks or (name,))
     words = (*_PYTEST, "-s", *paths, "--benchmark-only", "--results={out}")
@@ -98,74 +100,74 @@ _TRAINER = ("grpo_trainer/**/*.py", "benchmarks/training.py")
 JOBS = (
     _tests(
         "tests-ops",
-        "Whether the losses and log-probabilities are right on this GPU, and never wait for it.",
+        "Are the losses and log-probabilities right on this GPU, without waiting for it?",
         150,
         *("tests/net", "tests/test_linear_calls.py"),
         *("tests/gpu/test_waiting.py", "tests/schedule"),
     ),
     _tests(
         "tests-parts",
-        "Whether heads, engine and kernels are right on this GPU.",
+        "Are heads, engine, and kernels right on this GPU?",
         150,
         *("tests/head", "tests/engine", "tests/backends"),
     ),
     _tests(
         "bits",
-        "Whether sums are whole, and a row has the same bits alone and among others.",
+        "Are sums complete, and does a row have the same bits by itself and among others?",
         60,
         "tests/gpu/test_bits.py",
         parallel=False,
     ),
     _suite(
         "row_kernel",
-        "Whether the kernel that reads logits is bound by its bytes: at most 1.2 times a copy's.",
+        "Is the kernel that reads logits bound by its bytes: at most 1.2 times a copy?",
         60,
         kernels=True,
     ),
     _suite(
         "anchored",
-        "Which form of the GEMM that stores exp(logit - anchor) to build on, and whether it pays.",
+        "Which form of the GEMM that stores exp(logit - anchor) is best, and does it pay off?",
         275,
         kernels=True,
     ),
     _suite(
         "gemms",
-        "How many rows a chunk should have, and whether they should be a multiple of 256.",
+        "How many rows should a chunk have, and should it be a multiple of 256?",
         90,
         "products",
     ),
     _suite(
         "rounding",
-        "Whether a pass over the weight's gradient should be Triton's or torch's.",
+        "Should Triton or torch do a pass over the weight's gradient?",
         45,
         kernels=True,
     ),
     _suite(
         "host",
-        "How long the GPU waits for the host before the first GEMM, and where else.",
+        "How long does the GPU wait for the CPU before the first GEMM, and where else?",
         75,
         *("host", "waits"),
     ),
     _suite(
         "heads",
-        "How far ours is from the bare GEMMs, and whether ahead of Liger.",
+        "How close is ours to the bare GEMMs, and is it ahead of Liger?",
         200,
         only=_HEADS,
     ),
     _suite(
         "errors",
-        "Whether the loss is exact on hard inputs, and its bits are the same in any batch.",
+        "Is the loss exact on hard inputs, with the same bits in any batch?",
         60,
         "exactness",
     ),
     _suite(
         "skipping",
-        "From which share of clipped tokens on leaving their rows out of the GEMMs pays.",
+        "From which share of clipped tokens does it pay off to leave out their rows?",
         120,
     ),
     _suite(
         "chunks",
-        "How many rows a chunk should have where the batch is long.",
+        "How many rows should a chunk have if the batch is long?",
         90,
         "tiles",
         only="loss",
@@ -173,33 +175,33 @@ JOBS = (
     ),
     _suite(
         "products",
-        "Which form of each GEMM a step should use, odd vocabularies included.",
+        "Which form of each GEMM should a step use, odd vocabularies included?",
         120,
         suite="gpu-full",
     ),
     _suite(
         "profile",
-        "Which kernels the time of a step goes to, and where the GPU idles.",
+        "Which kernels use the time of a step, and where does the GPU idle?",
         40,
         "profile",
     ),
     _suite(
         "tiles",
-        "Which tiles belong into gpu_tiles.py.",
+        "Which tiles belong in gpu_tiles.py?",
         90,
         only="not loss",
         kernels=True,
     ),
     _suite(
         "libraries",
-        "How every library does at every work, head and length: the tables of the README.",
+        "How does every library do at every work, head, and length, for the tables?",
         275,
         "heads",
         reserve=90,
     ),
     Job(
         name="trainer-demo",
-        decides="Whether the trainer runs on a GPU at all: the demo, a few steps of it.",
+        decides="Does the trainer run on a GPU: a few steps of the demo?",
         seconds=150,
         command=Command((*_DEMO, "40")),
         dry=Command((*_DEMO, "2")),
@@ -207,7 +209,7 @@ JOBS = (
     ),
     _suite(
         "trainer-real",
-        "Whether a pretrained model learns on a GPU as it does with TRL, in which time and memory.",
+        "Does a pretrained model learn on a GPU as with TRL, in which time and memory?",
         275,
         "curves",
         sources=(
@@ -217,44 +219,44 @@ JOBS = (
     ),
     _suite(
         "trainer-lora",
-        "How long a LoRA step of a 0.5B model takes in our trainer and in TRL's, and its memory.",
+        "How much time and memory does a LoRA step of a 0.5B model need, next to TRL?",
         275,
         "lora",
         sources=_TRAINER,
     ),
     _suite(
         "activations",
-        "What offload, every_n_layers and tiles of MLPs save in an 8B body, and what they cost.",
+        "What do offload, every_n_layers, and MLP tiles save and cost in an 8B body?",
         275,
         sources=("grpo_trainer/policy/tiled_mlp.py",),
     ),
     _suite(
         "vocabulary",
-        "Time, memory and longest sequence of a step with Gemma 3 1B's head: ours, TRL's, eager.",
+        "How long a sequence fits with Gemma 3 1B's head, in which time: ours, TRL, eager?",
         275,
         reserve=60,
     ),
     _suite(
         "prefixes",
-        "What sharing the tokens that completions begin with saves of a step.",
+        "What does sharing the common beginning of completions save in a step?",
         120,
         sources=_TRAINER[:1],
     ),
     _suite(
         "sparse",
-        "Whether a sparse backward is faster than the bare GEMMs, and at which error.",
+        "Is a sparse backward faster than the bare GEMMs, and at which error?",
         240,
     ),
     _suite(
         "entries",
-        "Which pass of a sparse backward is far from the time of its bytes.",
+        "Which pass of a sparse backward is far slower than a copy of its bytes?",
         60,
         kernels=True,
     ),
     _suite(
         "backwards",
-        "Which backward of the log-probabilities is the fastest at which error.",
+        "Which backward of the log-probabilities is fastest, and at which error?",
         275,
     ),
-    _suite("accuracy", "How exact every library is on a policy's distributions.", 275),
+    _suite("accuracy", "How exact is every library on a policy's distributions?", 275),
 )

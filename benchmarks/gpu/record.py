@@ -1,6 +1,6 @@
-"""Which job ended how, on which card, of which sources: a line for each run of one.
+"""A record of every run of a job: how it ended, on which card, and with which sources.
 
-What was measured is in the result files; this says whether that is still true of the kernels.
+Result files have the measurements; this record shows whether they still apply to the kernels.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Line = dict[str, Any]
 
 
 class Standing(NamedTuple):
-    """What is known of a job on a card."""
+    """The result of a job on a card."""
 
     result: str  # "current", "stale" or "none"
     line: Line | None = None  # its newest run
 
     @property
     def done(self) -> bool:
-        """Whether the newest run is of these sources and found nothing wrong."""
+        """Whether the newest run has these sources and found nothing wrong."""
         return self.result == "current" and self.line is not None and self.line["state"] == "ok"
 
 
 def fingerprint(job: Job, root: Path = ROOT) -> str:
-    """Return a hash of the sources that decide a job's result."""
+    """Return a hash of the sources that determine a job's result."""
     paths = {path for each in (*KERNELS, *job.sources) for path in root.glob(each)}
     digest = hashlib.sha256()
     for path in sorted(paths):
@@ -53,7 +53,7 @@ def append(out: Path, line: Line) -> None:
 
 
 def standing(job: Job, lines: Iterable[Line], device: str) -> Standing:
-    """Return what is known of a job on one kind of card."""
+    """Return the result of a job on one kind of card."""
     found = [line for line in lines if (line["job"], line["device"]) == (job.name, device)]
     if not found:
         return Standing("none")
@@ -62,7 +62,7 @@ def standing(job: Job, lines: Iterable[Line], device: str) -> Standing:
 
 
 def status(jobs: Sequence[Job], lines: Sequence[Line]) -> list[list[str]]:
-    """Return a table: a line for each job and card that has run it."""
+    """Return a table with a line for each job and each card that ran it."""
     table = [["job", "result", "card", "date", "decides"]]
     for job in jobs:
         cards = dict.fromkeys(line["device"] for line in lines if line["job"] == job.name)

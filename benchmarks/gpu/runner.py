@@ -1,4 +1,4 @@
-"""Runs jobs one after the other: each a process, which is ended at its limit; the next begins."""
+"""Runs jobs one after another, each in a process that is ended at its time limit."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from typing import Any
 from benchmarks.gpu import record, wheels
 from benchmarks.gpu.jobs import Command, Job
 
-_GRACE = 8  # seconds in which a process that is ended may say what it was doing
+_GRACE = 8  # seconds that an ended process has to print where it was
 _CARD_SECONDS = 90
-_DRY_FACTOR = 3  # of a job's limit: a CPU is slow
+_DRY_FACTOR = 3  # times a job's limit: a CPU is slow
 _SHOWN = re.compile(r"^(?:FAILED|ERROR|ours\b|=>).*", re.MULTILINE)
 _LINES, _WIDTH = 12, 180  # of what is shown of a job
 _OF_RUN = ("date", "commit", "modified", "device", "versions")
 
 
 class NoGPUError(RuntimeError):
-    """There is no GPU that computes."""
+    """No GPU computes here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Where results go, when a call ends, and with which variables its jobs run."""
+    """The folder of results, the end of a call, and the variables of its jobs."""
 
     out: Path
     end: float  # by ``time.monotonic()``, of this call
@@ -46,10 +46,10 @@ class Runner:
         return self.machine["environment"]["device"]
 
     def run(self, jobs: Sequence[Job], again: bool) -> int:
-        """Run those that have no result of these sources, or all of them; return the exit status.
+        """Run the jobs without a result of these sources, or all; return the exit status.
 
-        Those that failed before come after those that never ran. A job that may need more than what
-        is left of the time waits for another call; the first one never does.
+        Jobs that failed before run after jobs that never ran. A job that may need more than the
+        remaining time waits for another call, except the first one.
         """
         known = record.read(self.out)
         todo = [job for job in jobs if again or not self._standing(job, known).done]
@@ -74,7 +74,7 @@ class Runner:
         return record.standing(job, lines, self.device)
 
     def _run_one(self, job: Job, seconds: float) -> None:
-        """Run a job, say what it found, and keep how it ended."""
+        """Run a job, print what it found, and record how it ended."""
         command = job.dry if self.dry else job.command
         variables = self.variables | ({"TRITON_INTERPRET": "1"} if command.interprets else {})
         print(f"\n{job.name}: at most {seconds:.0f} s", flush=True)
@@ -99,10 +99,10 @@ class Runner:
 
 
 def make_runner(out: Path, limit: float, dry: bool) -> Runner:
-    """Look at the machine; ``limit`` seconds from now all has to be over.
+    """Inspect the machine; everything must end ``limit`` seconds from now.
 
     Raises:
-        NoGPUError: it has no GPU that computes, and what torch said.
+        NoGPUError: no GPU computes; the message is torch's.
     """
     end, variables = time.monotonic() + limit, _variables(out, dry)
     command = [sys.executable, "-m", "benchmarks.gpu.card", *["--dry"] * dry]
@@ -141,7 +141,7 @@ def _variables(out: Path, dry: bool) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], log: Path, seconds: float, variables: dict[str, str]) -> str:
-    """Run a command; return "ok", "failed", or "ended" where it took too long."""
+    """Run a command; return "ok", "failed", or "ended" if it ran for too long."""
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -151,7 +151,7 @@ def _run(command: Sequence[str], log: Path, seconds: float, variables: dict[str,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what it started ends with it
+            start_new_session=True,  # so that its children end with it
         ) as process,
     ):
         try:
@@ -165,7 +165,7 @@ def _run(command: Sequence[str], log: Path, seconds: float, variables: dict[str,
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process and its children, and kill those that go on."""
+    """Interrupt a process and its children, and kill those that continue."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

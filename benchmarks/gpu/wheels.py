@@ -1,4 +1,4 @@
-"""Wheels that were carried along to a machine without network, for the jobs' Python."""
+"""Wheels that were copied to a machine without network, for the Python of the jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALLING = 60  # seconds
 
 
 def unpacked(folder: Path = ROOT / "wheels") -> Path | None:
-    """Return a folder with those of the wheels that fit this Python; it is kept for later calls."""
+    """Return a folder with the wheels that fit this Python; it is kept for later calls."""
     wheels = _fitting(folder)
     if not wheels:
         return None

@@ -15,9 +15,9 @@ PROVIDERS: dict[str, Provider] = {
         *libraries.LIBRARIES,
     )
 }
-# for their numerics, in the errors by token alone
+# only for their numerics, in the errors by token
 COMPARED = (*eager.COMPARED, libraries.LIGER_HEAD)
-# those of one benchmark too
+# including the providers of a single benchmark
 EVERY = PROVIDERS | {
     provider.name: provider for provider in (*ours.BACKWARDS, *COMPARED, *ours.VARIANTS)
 }

@@ -1,4 +1,4 @@
-"""Provider: one implementation of the works; and what every head makes of them."""
+"""Provider: one implementation of the works, and the works on top of any head."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from benchmarks.shapes import Case
 from grpo_kernels import policy_loss
 from grpo_kernels.tools import installed_version
 
-Scores = tuple[Tensor, Tensor | None]  # (B, L) log-probabilities and, where wanted, entropies
-Head = Callable[[Problem, bool], Scores]  # of a problem; whether entropies are wanted
+Scores = tuple[Tensor, Tensor | None]  # (B, L) log-probabilities and, if requested, entropies
+Head = Callable[[Problem, bool], Scores]  # of a problem; whether entropies are requested
 Value = Callable[[Problem], Tensor]  # ()
 Limit = tuple[str, Callable[[Case], Any]]  # a reason, and whether it holds for a case
 
-NO_ENTROPY: Limit = "no entropy", lambda case: case.work.entropy
-NO_SOFTCAP: Limit = "no softcap", lambda case: case.model.softcap is not None
+NO_ENTROPY: Limit = "has no entropy", lambda case: case.work.entropy
+NO_SOFTCAP: Limit = "has no softcap", lambda case: case.model.softcap is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """A function to run, and what it lacks. Each reason is None where there is none."""
+    """A function to run, and its limits. A reason is None if there is none."""
 
     name: str
-    note: str  # what exactly is run
+    note: str  # what exactly runs
     run: Callable[[Problem], Result]  # the work of the problem's case
     default: bool = True  # False: a setting or a second function of a library that has a default
-    limits: tuple[Limit, ...] = ()  # works that it has not
-    packages: tuple[str, ...] = ()  # the distributions that have to be installed
-    gpu: bool = False  # whether it needs one
+    limits: tuple[Limit, ...] = ()  # works that it lacks
+    packages: tuple[str, ...] = ()  # the distributions that must be installed
+    gpu: bool = False  # whether it needs a GPU
     capability: tuple[int, int] | None = None  # of the GPU
     or_newer: bool = False  # the capability may be higher
     missing: Callable[[str], str | None] = lambda device: None  # what else, on "cpu" or "cuda"
     redundant: Callable[[Problem], str | None] = lambda problem: None  # why it repeats another
-    info: Callable[[Problem], dict[str, Any]] = lambda problem: {}  # what a row says beside times
-    # the problem whose outputs are compared, and their exact values; None: its own
+    info: Callable[[Problem], dict[str, Any]] = (
+        lambda problem: {}
+    )  # facts of a row in addition to times
+    # the problem that outputs are compared on, and their exact values; None: the same problem
     exact: Callable[[Problem], tuple[Problem, Result]] | None = None
-    tolerance: float = 0.0  # the relative error that its caller allows
-    checked: bool = True  # False: only GEMMs, there is no result to compare
-    queued: bool = False  # timed behind work that the GPU still has, as in a training step
-    slow_start: bool = False  # compiles for long: left out where a suite is short of time
-    timeout: float | None = None  # seconds; runs in a process of its own, and is killed after them
+    tolerance: float = 0.0  # the relative error that its settings allow
+    checked: bool = True  # False: only GEMMs, without a result to compare
+    queued: bool = False  # timed while the GPU is still busy, as in a training step
+    slow_start: bool = False  # compiles for long: left out if a suite is short of time
+    timeout: float | None = None  # seconds; runs in its own process, and is killed after them
 
     def absent(self, device: str) -> str | None:
         """Return why it cannot run here, or None."""
@@ -54,12 +56,12 @@ class Provider:
         if self.capability is not None:
             found = torch.cuda.get_device_capability()
             if found != self.capability and not (self.or_newer and found > self.capability):
-                wanted = f"{'.'.join(map(str, self.capability))}{' or more' * self.or_newer}"
-                return f"needs a GPU of compute capability {wanted}, this is {found[0]}.{found[1]}"
+                needed = f"{'.'.join(map(str, self.capability))}{' or more' * self.or_newer}"
+                return f"needs a GPU of compute capability {needed}, this is {found[0]}.{found[1]}"
         return lacking(*self.packages) or self.missing(device)
 
     def unable(self, case: Case) -> str | None:
-        """Return why it has no such work, or None."""
+        """Return why it lacks a work, or None."""
         return next((reason for reason, holds in self.limits if holds(case)), None)
 
 
@@ -68,11 +70,11 @@ def is_ours(name: str) -> bool:
 
 
 def behind_queue(provider: Provider) -> Provider:
-    """Return the same, timed where the host is ahead of the GPU."""
+    """Return the same provider, timed while the CPU is ahead of the GPU."""
     return replace(
         provider,
         name=f"{provider.name}-queued",
-        note=f"{provider.name} behind a queued GEMM, so that the host's work is hidden",
+        note=f"{provider.name} behind a queued GEMM, which hides the work of the CPU",
         queued=True,
         gpu=True,
         default=False,
@@ -88,17 +90,17 @@ def lacking(*distributions: str) -> str | None:
 def with_gradients(problem: Problem, root: Tensor, upstream: Tensor | None = None, **values):
     """Return the result with the gradients of ``root`` for the problem's leaves."""
     leaves = {"dhidden": problem.hidden, "dweight": problem.weight}
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(root, tuple(wanted.values()), upstream)
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(root, tuple(trained.values()), upstream)
     detached = {name: value.detach() for name, value in values.items()}
-    return Result(**detached, **dict(zip(wanted, gradients, strict=True)))
+    return Result(**detached, **dict(zip(trained, gradients, strict=True)))
 
 
 def run_with(head: Head, entropy_metric: bool = False, **own: Value) -> Callable[[Problem], Result]:
     """Run any work on top of a head that gives differentiable log-probabilities.
 
-    ``entropy_metric``: a loss also computes the entropies, for the log. ``own``: gives the value of
-    a work of that kind, "mean", "loss" or "divergence", in its stead.
+    ``entropy_metric``: a loss also computes the entropies, for the log. ``own``: functions that
+    give the value of a kind of work, "mean", "loss", or "divergence", instead.
     """
 
     def run(problem: Problem) -> Result:

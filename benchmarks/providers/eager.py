@@ -1,4 +1,4 @@
-"""PyTorch's own: the bare GEMMs, full logits and autograd, the same compiled, and chunked."""
+"""PyTorch itself: bare GEMMs, full logits with autograd, compiled, and chunked."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
 
 def _bare_gemms(problem: Problem, most_rows: int | None = None) -> Result:
-    """Multiply for logits, dhidden and dweight; the logits stand in for their gradient.
+    """Multiply for logits, dhidden, and dweight, with the logits in place of their gradient.
 
-    At most so many rows at a time, else as many as fit the device.
+    At most ``most_rows`` at a time, by default as many as suit the device.
     """
     hidden, weight = problem.hidden.detach().flatten(0, 1), problem.weight.detach()
-    if problem.work.rows != "all":  # without the tokens that can be left out
+    if problem.work.rows != "all":  # without the tokens that can be skipped
         needed = problem.mask
         if problem.work.rows == "zero":
             needed = needed & (problem.advantages != 0)[:, None]
@@ -76,7 +76,7 @@ def _head(
 
 @lru_cache(maxsize=1)
 def _compiled(case: Case) -> Callable[..., Scores]:
-    """Compile the head anew for a case, so that no other case's graph or limit affects it."""
+    """Compile the head for one case, so that no other case's graph or limit affects it."""
     torch._dynamo.reset()
     return torch.compile(logits_head, dynamic=False)
 
@@ -87,7 +87,7 @@ def _in_fp32(problem: Problem, with_entropy: bool) -> Scores:
 
 
 def _with_rounded_entropy(problem: Problem, with_entropy: bool) -> Scores:
-    """Round the logits to the input dtype, and the entropies that follow them in fp32 as well."""
+    """Round the logits to the input dtype, and also the entropies, which are fp32."""
     logprobs, entropy = _head(problem, with_entropy)
     return logprobs, None if entropy is None else entropy.to(problem.hidden.dtype)
 
@@ -105,13 +105,13 @@ def _torch_lce(problem: Problem, reduction: str) -> Tensor:
 
 BARE_GEMMS = Provider(
     name="bare-gemms",
-    note="the bare torch.mm of the rows that matter, in chunks, in the input dtype; no loss",
+    note="only torch.mm, for the rows that matter, in chunks and in the input dtype; no loss",
     run=_bare_gemms,
     checked=False,
 )
 BARE_WHOLE = Provider(
     name="bare-gemms-whole",
-    note="the same in whole products, however many rows there are: what the chunks cost",
+    note="the same without chunks, which shows the cost of chunks",
     run=lambda problem: _bare_gemms(problem, problem.case.tokens),
     default=False,
     checked=False,
@@ -124,28 +124,28 @@ BARE_WHOLE = Provider(
 EAGER = (
     Provider(
         name="eager",
-        note="full logits, fp32 log_softmax, autograd; no entropy in a loss",
+        note="full logits, fp32 log_softmax, and autograd; a loss has no entropy",
         run=run_with(_head, divergence=divergence),
     ),
     Provider(
         name="eager-entropy",
-        note="the same, and in a loss the mean entropy for the log, which ours and trl also "
+        note="the same, with the mean entropy in a loss for the log, which ours and trl also "
         "compute",
         run=run_with(_head, entropy_metric=True),
         default=False,
-        limits=(("as eager", lambda case: case.work.kind != "loss"),),
+        limits=(("the same as eager", lambda case: case.work.kind != "loss"),),
     ),
     Provider(
         name="compile",
-        note="torch.compile of eager's head, its defaults, each shape by itself (dynamic=False); "
-        "the loss on top is eager; no entropy in a loss",
+        note="torch.compile of eager's head with defaults, for each shape (dynamic=False); the "
+        "loss on top is eager and has no entropy",
         run=run_with(lambda problem, *rest: _head(problem, *rest, _compiled(problem.case))),
         slow_start=True,
     ),
     Provider(
         name="torch-lce",
-        note="torch.nn.functional.linear_cross_entropy in the bare GEMMs' chunks of rows (those it "
-        "chooses itself are of a few rows, and slow), else its defaults; per-token values in the "
+        note="torch.nn.functional.linear_cross_entropy with the chunks of bare-gemms (its own "
+        "chunks have few rows and are slow) and its other defaults; values of tokens are in the "
         "input dtype",
         run=run_cross_entropy(_torch_lce),
         default=False,
@@ -158,19 +158,19 @@ EAGER = (
     ),
 )
 _ROUNDS: Limit = "the same as eager: nothing is rounded", lambda case: case.dtype == "fp32"
-# numerics that are compared but not worth timing
+# providers whose numerics are compared, but not their time
 COMPARED = (
     Provider(
         name="eager-fp32",
-        note="eager with hidden states and head cast to fp32 first: what ours is held against",
+        note="eager after casting hidden states and head to fp32: the yardstick for our errors",
         run=run_with(_in_fp32),
         limits=(_ROUNDS,),
     ),
     Provider(
         name="verl-style",
-        note="the numerics of verl's fused head in torch, written anew: logits and entropies "
-        "rounded to the input dtype, softmax and log-probabilities in fp32",
+        note="the numerics of verl's fused head, rewritten in torch: logits and entropies are "
+        "rounded to the input dtype, softmax and log-probabilities are fp32",
         run=run_with(_with_rounded_entropy),
-        limits=(_ROUNDS, ("as eager", lambda case: case.work.kind != "forward")),
+        limits=(_ROUNDS, ("the same as eager", lambda case: case.work.kind != "forward")),
     ),
 )

@@ -23,7 +23,7 @@ from benchmarks.providers.base import (
 from benchmarks.shapes import Case
 from grpo_kernels import LossConfig
 
-# their loss types by our aggregations: gspo is their "grpo" over ratios of sequences
+# their loss types by our aggregations: gspo is their "grpo" with sequence ratios
 _LOSS_TYPES = {"window_token_mean": "dapo", "sequence_mean": "grpo"}
 _IGNORED = -100  # as a target
 _ALIGNMENT = 8  # of QuACK's vocabulary, for its bulk copies; the hidden sizes have it
@@ -81,7 +81,7 @@ def _trl_loss(problem: Problem) -> Tensor:
 
 
 def _trl_trainer(problem: Problem) -> SimpleNamespace:
-    """Return as much of a trainer as TRL's loss reads; the head alone stands in for the model."""
+    """Return the parts of a trainer that TRL's loss reads; the head replaces the model."""
     settings = loss_arguments(problem.loss)
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: _trl_logprobs(problem),
@@ -109,7 +109,7 @@ def _trl_logprobs(problem: Problem) -> tuple[Tensor, Tensor, None]:
     from trl.trainer.utils import add_fused_lm_head
 
     text = SimpleNamespace(final_logit_softcapping=problem.softcap)
-    # as much of a causal LM as the head reads
+    # the parts of a causal LM that the head reads
     model: Any = _Model(
         config=SimpleNamespace(get_text_config=lambda: text),
         base_model=lambda **_: SimpleNamespace(last_hidden_state=problem.hidden),
@@ -132,7 +132,7 @@ def _liger_loss(problem: Problem) -> Tensor:
     )
     before = torch.get_float32_matmul_precision()
     if problem.hidden.is_cuda and problem.case.dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # it multiplies 16-bit gradients in fp32
+        torch.set_float32_matmul_precision("high")  # Liger multiplies 16-bit gradients in fp32
     try:
         loss, _ = function(
             problem.hidden,
@@ -158,7 +158,7 @@ def _liger_head(problem: Problem, with_entropy: bool) -> Scores:
 def _liger_triton_loss(problem: Problem) -> Tensor:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    # it wants the logits of L + 1 positions, and ignores the last, as model outputs have it
+    # it expects the logits of L + 1 positions, as a model returns them, and ignores the last
     hidden = torch.nn.functional.pad(problem.hidden, (0, 0, 0, 1))
     logits = torch.nn.functional.linear(hidden, problem.weight)  # (B, L + 1, V)
     settings = loss_arguments(problem.loss)
@@ -189,7 +189,7 @@ def _liger_sm90(problem: Problem, with_entropy: bool) -> Scores:
         LigerFusedScaledCrossEntropySM90Function,
     )
 
-    rest = 1.0, _IGNORED, 1, with_entropy  # the temperature; the 1 has no effect any more
+    rest = 1.0, _IGNORED, 1, with_entropy  # the temperature; the 1 no longer has an effect
     out = LigerFusedScaledCrossEntropySM90Function.apply(*_rows(problem), *rest)
     nll, entropy = out if with_entropy else (out, None)
     return _as_scores(problem, -nll, entropy)
@@ -244,26 +244,26 @@ def _no_whole_loss(case: Case) -> bool:
 def _cce_provider(name: str, note: str, **settings: Any) -> Provider:
     return Provider(
         name=name,
-        note=f"cut_cross_entropy.linear_cross_entropy, masked tokens as ignored targets, {note}",
+        note=f"cut_cross_entropy.linear_cross_entropy, with masked tokens ignored; {note}",
         run=run_cross_entropy(lambda *call: _cce(*call, **settings)),
         default=not settings,
         limits=(
             (
-                "gradients of 16-bit inputs only",
+                "only gradients of 16-bit inputs",
                 lambda case: _in_fp32(case) and case.work.kind != "forward",
             ),
             NO_ENTROPY,
         ),
         packages=("cut-cross-entropy",),
         gpu=True,
-        timeout=90.0,  # its kernels wait for each other on locks, and may do so forever
+        timeout=90.0,  # its kernels wait for each other on locks, possibly forever
     )
 
 
 _LIGER_TRITON = Provider(
     name="liger-triton",
-    note="a loss: full logits by torch, then triton_grpo_loss, in place; else "
-    "LigerFusedLinearCrossEntropyLoss with its defaults",
+    note="for a loss, torch's full logits and triton_grpo_loss in place; otherwise "
+    "LigerFusedLinearCrossEntropyLoss with defaults",
     run=run_cross_entropy(_liger_cross_entropy, loss=_liger_triton_loss),
     default=False,
     limits=(NO_ENTROPY,),
@@ -273,46 +273,45 @@ _LIGER_TRITON = Provider(
 LIBRARIES = (
     Provider(
         name="trl",
-        note="trl.kernels.ChunkedLogProbFunction; in a loss its fused head with entropies, under "
-        "GRPOTrainer._compute_loss with its metrics",
+        note="trl.kernels.ChunkedLogProbFunction; for a loss, TRL's fused head with entropies in "
+        "GRPOTrainer._compute_loss, with its metrics",
         run=run_with(_trl_head, loss=_trl_loss, divergence=_trl_divergence),
-        # those that it imports
+        # the packages that it imports
         packages=("trl", "accelerate", "datasets", "jinja2", "pandas", "pyarrow"),
     ),
     Provider(
         name="liger",
-        note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; TF32 is "
-        "allowed for its fp32 products of bf16 inputs on a GPU",
+        note="LigerFusedLinearGRPOLoss, one sequence per chunk, loss formula not compiled; on a "
+        "GPU its fp32 products of bf16 inputs may use TF32",
         run=run_with(_liger_head, loss=_liger_loss, divergence=_liger_divergence),
-        limits=(("a GRPO loss only", _no_whole_loss), NO_SOFTCAP),
+        limits=(("only a GRPO loss", _no_whole_loss), NO_SOFTCAP),
         packages=("liger-kernel",),
     ),
     _LIGER_TRITON,
     behind_queue(_LIGER_TRITON),
     Provider(
         name="liger-sm90",
-        note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), the rest eager; no entropy in a "
-        "loss; dweight is computed for a frozen head too",
+        note="LigerFusedScaledCrossEntropySM90Function (CuTe DSL), with the rest in eager; a loss "
+        "has no entropy, and dweight is computed even for a frozen head",
         run=run_with(_liger_sm90),
         default=False,
-        limits=(("bf16 only", _in_fp32), NO_SOFTCAP),
+        limits=(("only bf16", _in_fp32), NO_SOFTCAP),
         packages=("liger-kernel", "nvidia-cutlass-dsl", "cuda-bindings"),
         capability=(9, 0),
         slow_start=True,
     ),
-    _cce_provider("cce", "its default: blocks of small gradients are left out"),
-    _cce_provider("cce-exact", "filter_eps=None: no gradient is left out", filter_eps=None),
+    _cce_provider("cce", "by default it skips blocks with small gradients"),
+    _cce_provider("cce-exact", "filter_eps=None, which skips no gradient", filter_eps=None),
     Provider(
         name="quack",
-        note="quack.linear_cross_entropy.chunked_linear_cross_entropy with its defaults: 4096 rows "
-        "a chunk, tuned, and the scaled-exp kernels where they apply (compute capability 9.0, "
-        "bf16)",
+        note="quack.linear_cross_entropy.chunked_linear_cross_entropy with defaults: chunks of "
+        "4096 rows, tuned, and scaled-exp kernels on compute capability 9.0 in bf16",
         run=_quack,
         limits=(
-            ("a mean only, no values of tokens", lambda case: case.work.kind != "mean"),
-            ("16-bit inputs only", _in_fp32),
+            ("only a mean, no values of tokens", lambda case: case.work.kind != "mean"),
+            ("only 16-bit inputs", _in_fp32),
             (
-                f"the vocabulary has to be a multiple of {_ALIGNMENT}",
+                f"the vocabulary must be a multiple of {_ALIGNMENT}",
                 lambda case: case.model.vocabulary % _ALIGNMENT,
             ),
             NO_SOFTCAP,
@@ -326,15 +325,15 @@ LIBRARIES = (
         slow_start=True,
     ),
 )
-# its numerics are compared, and not worth timing
+# only its numerics are compared
 LIGER_HEAD = Provider(
     name="liger-head",
-    note="LigerFusedLinearGRPOFunction.chunk_forward: the log-probabilities inside liger's loss",
+    note="LigerFusedLinearGRPOFunction.chunk_forward, the log-probabilities in Liger's loss",
     run=run_with(_liger_head),
     limits=(
         NO_ENTROPY,
         NO_SOFTCAP,
-        ("its gradients are liger's", lambda case: case.work.kind != "forward"),
+        ("its gradients are the same as liger's", lambda case: case.work.kind != "forward"),
     ),
     packages=("liger-kernel",),
 )

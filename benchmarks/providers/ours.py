@@ -1,4 +1,4 @@
-"""This package: its backends, precisions, schedules and backwards, and what it can skip."""
+"""This package: its backends, precisions, schedules, backwards, and skipped work."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from grpo_kernels.backends import choose_backend
 
 _MEAN = LossConfig(loss_type="pg")  # with advantages of 1: the mean negative log-probability
 _RANK, _SCALING = 16, 2.0
-_UPDATE = 0.02  # standard deviation of what the adapter adds to a logit
+_UPDATE = 0.02  # standard deviation of the adapter's part of a logit
 
 
 def run(problem: Problem, **settings: Any) -> Result:
-    """Run any work; ``settings`` are those of ``linear_logprobs`` or ``linear_policy_loss``."""
+    """Run any work, with settings of ``linear_logprobs`` or ``linear_policy_loss``."""
     work = problem.work
     if work.kind in ("mean", "loss"):
         loss = _call(linear_policy_loss, problem, settings).loss
@@ -78,52 +78,52 @@ def _no_schedule(case: Case) -> bool:
 def _chosen_by_ours(problem: Problem) -> str | None:
     plan = _call(explain, problem, {})
     if plan.schedule == "one_pass":
-        return "the same as ours: it is what ours chooses"
+        return "the same as ours, which chooses it"
     return plan.why_two_passes
 
 
 def _default(backend: str, device: str) -> str | None:
     default = choose_backend("auto", torch.device(device), torch.float32).name
-    return f"it is what ours runs on {device}" if backend == default else None
+    return f"ours uses it on {device}" if backend == default else None
 
 
 def _ours(name: str, note: str, settings: dict[str, Any], **rest: Any) -> Provider:
     if "backend" in settings:
         rest["missing"] = partial(_default, settings["backend"])
     if "schedule" in settings:
-        rest["limits"] = (("the same as ours: it has no schedule", _no_schedule),)
+        rest["limits"] = (("the same as ours: the work has no schedule", _no_schedule),)
     info = partial(_schedule, **settings)
     rest["default"] = not settings
     return Provider(name=name, note=note, run=partial(run, **settings), info=info, **rest)
 
 
 OURS = (
-    _ours("ours", "the defaults: unrounded fp32 logits", {}),
+    _ours("ours", "our defaults, with unrounded fp32 logits", {}),
     _ours(
         "ours-input",
-        'precision="input": logits rounded to the input dtype, as most baselines do',
+        'precision="input", which rounds logits to the input dtype, as most baselines do',
         {"precision": "input"},
         limits=(("the same as ours: nothing is rounded", lambda case: case.dtype == "fp32"),),
     ),
     _ours(
         "ours-one-pass",
-        'schedule="one_pass": gradients in the forward; where ours chooses two_pass',
+        'schedule="one_pass": gradients in the forward; shown if ours chooses two_pass',
         {"schedule": "one_pass"},
         redundant=_chosen_by_ours,
     ),
     _ours(
         "ours-two-pass",
-        'schedule="two_pass": the backward recomputes the logits',
+        'schedule="two_pass": the backward computes the logits again',
         {"schedule": "two_pass"},
     ),
     behind_queue(_ours("ours", "", {})),
-    _ours("ours-chunked", 'backend="chunked": row passes in torch', {"backend": "chunked"}),
-    _ours("ours-reference", 'backend="reference": full fp32 logits', {"backend": "reference"}),
+    _ours("ours-chunked", 'backend="chunked", with row passes in torch', {"backend": "chunked"}),
+    _ours("ours-reference", 'backend="reference", with full fp32 logits', {"backend": "reference"}),
 )
 
 
 def _entries(problem: Problem, backward: Bounded) -> dict[str, Any]:
-    """Return how many entries rows keep that are not exact, and how many are."""
+    """Return how many entries rows keep, and the share of rows that are exact."""
     if problem.work.kind != "backward":
         return {}
     out = _logprobs(problem, backward=backward, outputs=("logprobs", "entries"))
@@ -148,13 +148,13 @@ def _sparse(name: str, **settings: Any) -> Provider:
 BACKWARDS = (
     Provider(
         name="ours-again",
-        note="activation_bytes=0: nothing is kept, and the op's backward forms the logits again",
+        note="activation_bytes=0: the op keeps nothing, and its backward computes the logits again",
         run=partial(run, activation_bytes=0),
     ),
     Provider(
         name="ours-kept",
-        note="what the op's backward needs is kept, exact: dhidden, as by default, or with "
-        "activation_bytes the logits' gradient",
+        note="the op keeps what its backward needs, without rounding: dhidden by default, or the "
+        "logits' gradient with activation_bytes",
         run=partial(run, activation_bytes=1 << 60),
     ),
     _sparse("sparse-hidden"),
@@ -165,7 +165,7 @@ BACKWARDS = (
 
 
 def _run_adapted(problem: Problem) -> Result:
-    """Compute loss and gradients, those of the adapter's factors in place of the weight's."""
+    """Compute the loss and its gradients, for the adapter's factors instead of the weight."""
     lora = _adapter(problem.hidden, problem.weight)
     loss = _call(linear_policy_loss, problem, {"lora": lora}).loss
     dhidden, da, db = torch.autograd.grad(loss, (problem.hidden, lora.a, lora.b))
@@ -173,7 +173,7 @@ def _run_adapted(problem: Problem) -> Result:
 
 
 def _exact_adapted(problem: Problem) -> tuple[Problem, Result]:
-    """Return the problem of full weights, where the adapter is merged, and its exact results."""
+    """Return the problem with the adapter merged into the weight, and its exact results."""
     lora = _adapter(problem.hidden, problem.weight)
     a, b = lora.a.detach(), lora.b.detach()
     weight = (problem.weight.detach().float() + lora.scaling * (b @ a)).requires_grad_()
@@ -199,38 +199,38 @@ def _adapter(hidden: Tensor, weight: Tensor) -> HeadLoRA:
     def factor(shape: tuple[int, int], std: float) -> Tensor:
         return (torch.randn(shape, generator=generator) * std).to(weight.device).requires_grad_()
 
-    # a row of hidden states is about as long as the largest: its norm decides the update's size
+    # rows of hidden states are about equally long: their norm determines the size of the update
     a = factor((_RANK, weight.shape[1]), 1 / hidden.detach().float().norm(dim=-1).mean().item())
     b = factor((weight.shape[0], _RANK), _UPDATE / (_SCALING * _RANK**0.5))
     return HeadLoRA(a=a, b=b, scaling=_SCALING)
 
 
 def _variant(name: str, base: str, note: str, run: Any = run, **rest: Any) -> Provider:
-    """Return one whose time is measured by that of the variant ``base``."""
+    """Return a variant with a time relative to the variant ``base``."""
     info = {"base": f"ours, {base}"} if base else {}
     return Provider(name=f"ours, {name}", note=note, run=run, info=lambda problem: info, **rest)
 
 
-# one loss on one batch with more or less to do, and the work that it is
+# one loss on one batch with more or less to do, and its work
 VARIANTS = {
     _variant("all", "", "every token has a gradient"): "dapo",
     _variant("masked", "all", "half of the tokens masked"): "dapo-masked",
     _variant(
         "zero",
         "all",
-        'half of the tokens at zero advantage, metric_rows="all": they take the forward',
+        'half of the tokens at zero advantage, metric_rows="all": they need only the forward',
     ): "dapo-zero",
     _variant(
         "zero-active",
         "all",
-        'half of the tokens at zero advantage, metric_rows="active": they take nothing',
+        'half of the tokens at zero advantage, metric_rows="active": they cost nothing',
         partial(run, metric_rows="active"),
     ): "dapo-zero",
     _variant("frozen", "all", "the head is frozen"): "dapo-frozen",
     _variant(
         "lora",
         "frozen",
-        f"the head is frozen under LoRA of rank {_RANK} in fp32",
+        f"the head is frozen, with LoRA of rank {_RANK} in fp32",
         _run_adapted,
         exact=_exact_adapted,
     ): "dapo-frozen",

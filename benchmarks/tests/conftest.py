@@ -1,4 +1,4 @@
-"""As for the other tests: without a GPU, Triton kernels run in its interpreter."""
+"""Without a GPU, Triton kernels run in the interpreter, as in the other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with batches sampled ahead: tokens come with their weights, and errors are seen."""
+"""Runs with batches sampled ahead: tokens match their weights, and errors are found."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _trained(
 
 
 def _run(age: int, kept: int = 1) -> Watch:
-    """Return a run of one step whose tokens are ``age`` steps old."""
+    """Return a run of one step with tokens that are ``age`` steps old."""
     watch = Watch()
     for prompt, ids in PROMPTS.items():
         one = replace(_trained(ids, [5], [-1.0], [0]), prompt=prompt, ages=[age], in_loss=[kept])
@@ -92,8 +92,8 @@ def _run(age: int, kept: int = 1) -> Watch:
         (IN_FLIGHT, 5, 1, {}, "expected ages of 0 to 4 in the loss"),
         (IN_FLIGHT, 4, 0, {}, "expected ages of 0 to 4 in the loss"),
         (IN_FLIGHT, -1, 1, {}, "expected ages of 0 to 4 in the loss"),
-        (AHEAD, 1, 1, {"logp_error": 0.01}, "log-probabilities are 1.0e-02 from those"),
-        (AHEAD, 1, 1, {"logp_error": float("nan")}, "log-probabilities are nan"),
+        (AHEAD, 1, 1, {"logp_error": 0.01}, "log-probabilities are off by 1.0e-02"),
+        (AHEAD, 1, 1, {"logp_error": float("nan")}, "log-probabilities are off by nan"),
         (AHEAD, 1, 1, {"rewards": []}, "a step is missing"),
         (AHEAD, 1, 1, {"rewards": [float("nan")]}, "its reward not finite"),
     ],

@@ -1,4 +1,4 @@
-"""Numbers in documents come from measurements: the blocks are current, the rest has none."""
+"""Numbers in documents come from measurements: blocks are current, and other text has none."""
 
 from __future__ import annotations
 

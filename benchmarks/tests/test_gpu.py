@@ -1,4 +1,4 @@
-"""``make gpu``: which jobs run, how they end, what is kept, and what ``make gpu-status`` says."""
+"""``make gpu``: which jobs run, how they end, the record, and ``make gpu-status``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_line_says_on_which_card_and_of_what(tmp_path: Path) -> None:
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
-    """What failed comes again after what never ran; what is named runs in any case."""
+    """Failed jobs run after jobs that never ran, and named jobs always run."""
     jobs = [GOOD, CRASHING, replace(GOOD, name="last")]
     make_runner(tmp_path).run(jobs[:2], again=False)
     assert make_runner(tmp_path).run(jobs, again=False) == 1
@@ -104,7 +104,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
 def test_what_does_not_fit_waits_for_another_call(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first job gets what time there is; a short one fills what a long one leaves."""
+    """The first job gets all remaining time; a short job fits in before a long one."""
     long, short = replace(GOOD, name="long", seconds=90), replace(GOOD, name="short", seconds=2)
     jobs = [GOOD, long, short]
     assert make_runner(tmp_path, seconds=20).run(jobs, again=False) == 1
@@ -159,7 +159,7 @@ def test_jobs_are_chosen_by_name_and_by_the_first_part_of_it() -> None:
 def test_every_job_fits_into_one_call_and_has_its_files() -> None:
     assert len({job.name for job in JOBS}) == len(JOBS)
     for job in JOBS:
-        assert job.seconds <= 275 and job.decides.endswith(".")
+        assert job.seconds <= 275 and job.decides.endswith("?")
         assert job.sources and all([*ROOT.glob(path)] for path in job.sources), job.name
 
 
@@ -184,7 +184,7 @@ def test_the_command_without_a_gpu(
     assert "got nothing" in said and "row_kernel" in said
     monkeypatch.setenv("OUT", str(tmp_path))
     assert main(["--status", "bits"]) == 0
-    assert re.search(r"^bits +none +Whether ", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"^bits +none +Are sums ", capfd.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_a_dry_job_interprets_like_the_test_of_its_benchmark() -> None:
 
 @pytest.mark.long
 def test_jobs_run_dry(tmp_path: Path) -> None:
-    """One of tests and one of a benchmark: test_suites.py runs all benchmarks."""
+    """A job of tests and a job of a benchmark; test_suites.py runs all benchmarks."""
     words = "--dry", "skipping", "bits", "--out", str(tmp_path), "--limit", "900"
     # with which pytest-benchmark measures nothing
     here = {name: x for name, x in os.environ.items() if name != "PYTEST_XDIST_WORKER"}

@@ -140,7 +140,7 @@ def test_rows_with_unsteady_times_keep_only_errors_and_memory() -> None:
 
 
 def test_steps_of_whole_runs_are_known_by_their_benchmark(tmp_path: Path) -> None:
-    """Also in files that do not say so."""
+    """Even in files without that mark."""
     facts = {"model": "m", "tokens": 0, "dtype": "fp32"}
     recorder = Recorder(tmp_path, "cpu")
     for benchmark in ("real", "training"):

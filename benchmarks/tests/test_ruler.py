@@ -1,4 +1,4 @@
-"""The ruler measures the right thing: one problem for all, and a wrong result is found out."""
+"""The measurement is right: all providers get one problem, and wrong results are found."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_reference_is_autograd_of_full_logits_in_fp64(work, model, monkeypatch):
 
 @pytest.mark.parametrize("inputs", SPREADS)
 def test_inputs_are_as_peaked_as_they_are_called(inputs):
-    """At the small head; targets are drawn from the distributions, but for the raised ones."""
+    """At the small head; targets are sampled from the distributions, except raised targets."""
     problem = make_problem(case("logprobs-entropy", model=SMALL, tokens=256, inputs=inputs))
     exact = reference(problem)
     spans = {"policy-like": (0.2, 0.9), "text-like": (1.5, 3.5), DECIDED: (0.3, 1.2)}
@@ -98,7 +98,7 @@ def test_problem_is_peaked_clips_some_ratios_and_leaves_rows_out():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_a_present_peer_agrees_with_the_reference(name, dtype):
-    """In every work, or those of who compiles for long; a softcap is kept or refused."""
+    """In every work, or a few if compiling is slow; a softcap is applied or not applicable."""
     provider = PROVIDERS[name]
     if reason := provider.absent(DEVICE) or (provider.timeout and "may hang"):
         pytest.skip(reason)
@@ -112,7 +112,7 @@ def test_a_present_peer_agrees_with_the_reference(name, dtype):
 
 @pytest.mark.parametrize("name", ["liger-triton", "liger-sm90"])
 def test_ligers_kernels_for_gpus_on_what_stands_for_them(name, monkeypatch):
-    """Triton's interpreter, and the torch code that takes and returns what Hopper kernels do."""
+    """In Triton's interpreter, and with torch code in place of Hopper kernels."""
     if name == "liger-triton" and DEVICE == "cuda":
         pytest.skip("the interpreter is off")
     ops = pytest.importorskip("liger_kernel.ops.fused_linear_scaled_cross_entropy")
@@ -157,7 +157,7 @@ def test_changing_bits_are_noticed():
 def test_who_is_not_measured_says_why(monkeypatch):
     one, two = measured(PROVIDERS["ours-one-pass"], PROVIDERS["ours-two-pass"])
     assert (one.state, one.seconds, two.info["schedule"]) == ("unable", [], "two_pass")
-    assert one.reason == "the same as ours: it is what ours chooses"
+    assert one.reason == "the same as ours, which chooses it"
     slow, lacking = measured(
         replace(OURS, slow_start=True), replace(OURS, packages=("some-kernel",))
     )
@@ -192,7 +192,7 @@ def hang(path: str) -> None:
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    """And no other call shares it."""
+    """No other call shares it."""
     monkeypatch.setattr(child, "_shared", {})
     assert child.ask(abs, -1) == 1  # it has started now
     [shared] = child._shared.values()
@@ -207,7 +207,7 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("work", ["logprobs-entropy", "dapo"])
 def test_ours_is_as_exact_as_eager_in_fp32(work, dtype):
-    """At most twice its error in each band; and far below those who round logits."""
+    """At most twice its error in each band, and far below providers that round logits."""
     own = ("ours", "ours-chunked" if work == "logprobs-entropy" else "ours-two-pass")
     found = {name: Row(name) for name in (*own, "eager-fp32", "eager")}
     runs = [(EVERY[name], row) for name, row in found.items()]

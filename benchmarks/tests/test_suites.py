@@ -25,7 +25,7 @@ INTERPRETED = ("anchored", "entries", "rounding", "row_kernel", "tiles")
 _UNTIMED = ("accuracy", "sparsity", "mismatch", "curves", "optimizers", "states", "updates")
 _UNTIMED += ("routing",)
 _MODULES = {name: importlib.import_module(f"benchmarks.test_{name}") for name in NAMES}
-# others print what pytest-benchmark or a profiler has found
+# the others print tables of pytest-benchmark or a profiler
 _WITH_ROWS = [name for name, module in _MODULES.items() if hasattr(module, "CASES")]
 OURS = TRAINERS["ours"]
 
@@ -71,7 +71,7 @@ def _check(name: str, rows: Sequence[Row], said: str) -> None:
     module = _MODULES[name]
     expected = {each for case in module.CASES["tiny"] for each in notes(module, case)}
     assert all(each in said for each in expected), name
-    if name == "backwards":  # a work and who does it
+    if name == "backwards":  # a work and its provider
         expected = {each.split()[1] for each in expected}
     assert {row.provider for row in rows} == expected, name
     assert any(row.runs for row in rows) and not any(row.state == "wrong" for row in rows), name
@@ -106,7 +106,7 @@ def test_suites_have_no_case_twice(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_that_is_wrong_or_breaks_has_no_time() -> None:
-    """Nor one whose steps had less work."""
+    """Neither has a trainer with less work in its steps."""
 
     def raising(*arguments: object) -> None:
         raise RuntimeError("broken on purpose")
