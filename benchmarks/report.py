@@ -98,7 +98,7 @@ def unmeasured() -> str:
     for kind, suites in {"cuda": {"gpu", "gpu-full"}, "cpu": {"cpu"}}.items():
         measured = {group.benchmark for group in newest(kind)[1]}
         names = [
-            f"{layout.title[0].lower()}{layout.title[1:]} (`test_{name}.py`)"
+            f"`test_{name}.py` ({layout.title})"
             for name, layout in tables.LAYOUTS.items()
             if name not in measured and suites & _suites(name)
         ]

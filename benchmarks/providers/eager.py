@@ -111,7 +111,7 @@ BARE_GEMMS = Provider(
 )
 BARE_WHOLE = Provider(
     name="bare-gemms-whole",
-    note="the same without chunks, which shows the cost of chunks",
+    note="the same as bare-gemms without chunks, which shows the cost of chunks",
     run=lambda problem: _bare_gemms(problem, problem.case.tokens),
     default=False,
     checked=False,
@@ -129,8 +129,7 @@ EAGER = (
     ),
     Provider(
         name="eager-entropy",
-        note="the same, with the mean entropy in a loss for the log, which ours and trl also "
-        "compute",
+        note="the same as eager; a loss also has the mean entropy for the log, as in ours and trl",
         run=run_with(_head, entropy_metric=True),
         default=False,
         limits=(("the same as eager", lambda case: case.work.kind != "loss"),),

@@ -191,8 +191,8 @@ def test_a_section_without_a_result_is_empty(monkeypatch: pytest.MonkeyPatch) ->
     assert shown.startswith("## Skipped rows and adapters\n\nOne of our losses")
     assert "\n\nOn a CPU:\n\nm; fp32; " in shown and "GPU:" not in shown
     of_gpu, of_cpu = report.unmeasured().splitlines()
-    assert "skipped rows and adapters" in of_gpu and "skipped rows and adapters" not in of_cpu
-    assert "over several ranks (`test_sharded.py`)" in of_cpu and "ranks" not in of_gpu
+    assert "`test_savings.py`" in of_gpu and "`test_savings.py`" not in of_cpu
+    assert "`test_sharded.py` (Over several ranks)" in of_cpu and "ranks" not in of_gpu
 
 
 def test_a_sparse_step_has_the_times_that_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
