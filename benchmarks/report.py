@@ -216,7 +216,7 @@ def sparse_step(kind: str) -> str:
             for row, way in ((hidden, _HIDDEN_SPARSE), (both, _BOTH_SPARSE))
             if (ratio := group.ratio(row, "ours"))
         ]
-        step = f"; next to an exact step, a step takes {' and '.join(times)}" if times else ""
+        step = f"; compared with an exact step, a step takes {' and '.join(times)}" if times else ""
         off = [
             text.percent(max(row.errors[name] for name in ("dhidden", "dweight")))
             for row in (both, exact, eager)

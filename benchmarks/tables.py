@@ -287,11 +287,11 @@ def _cells(group: Group, row: Row, layout: Layout, samples: bool = False) -> dic
 
 
 def _steady_cells(group: Group, row: Row) -> dict[str, str]:
-    """Return the cells of a row without those that unsteady times have given."""
+    """Return the cells of a row, without numbers that come from unsteady times."""
     unsure = set(_OF_TIMES) if row.unsteady else set()
     if any(one and one.unsteady for one in (row, *map(group.__getitem__, _OF_SHARE))):
         unsure.add(_HEAD_SHARE)
-    return {name: cell for name, cell in row.cells.items() if name not in unsure}
+    return {name: "" if name in unsure else cell for name, cell in row.cells.items()}
 
 
 def caption(groups: Sequence[Group]) -> str:
