@@ -14,7 +14,7 @@ from pandas import DataFrame, Series, concat
 from benchmarks import text
 from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.providers.base import is_ours
-from benchmarks.results import RESULTS, Group, Row
+from benchmarks.results import MOST_SPREAD, RESULTS, Group, Row
 from benchmarks.shapes import DTYPES, INPUTS, MODELS, WORKS
 
 BARE = "bare-gemms"
@@ -317,7 +317,7 @@ def caption(groups: Sequence[Group]) -> str:
 
 
 def missing(groups: Sequence[Group]) -> str:
-    """List the providers that a table lacks, by reason, and those with wrong results."""
+    """List the providers that a table lacks, by reason, and explain wrong and unsteady rows."""
     everywhere = {group.facts["dtype"] for group in groups}
     rows = DataFrame([{"dtype": x.facts["dtype"], **vars(row)} for x in groups for row in x.rows])
     parts = []
@@ -328,6 +328,8 @@ def missing(groups: Sequence[Group]) -> str:
             names = (n if x == everywhere else f"{n} in {min(x)}" for n, x in dtypes.items())
             listed.append(f"{', '.join(names)} ({why})")
         parts += [f"{title}: {'; '.join(listed)}."] if listed else []
+    if any(row.runs and row.unsteady for group in groups for row in group.rows):
+        parts.append(f"Unsteady: the slowest sample is more than {MOST_SPREAD:g} x the fastest.")
     return " ".join(parts)
 
 

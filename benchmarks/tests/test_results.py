@@ -127,6 +127,7 @@ def test_rows_with_unsteady_times_keep_only_errors_and_memory() -> None:
     assert eager.unsteady and eager.median is None and found.ratio(eager, "ours") is None
     shown = tables.show("heads", [found])
     assert "| eager | unsteady | | **3** | **3e-9** |" in shown and "9 s" not in shown
+    assert shown.endswith("Unsteady: the slowest sample is more than 1.5 x the fastest.")
     assert "1.00 s to 5.00 s" in tables.show("heads", [found], samples=True)
     assert "| eager | 0 | |" in tables.standings([found])
     # a steady baseline is not the fastest one if an unsteady one may be
