@@ -25,10 +25,10 @@ from benchmarks.shapes import REAL, WORKS
 from benchmarks.tables import BARE, QUOTED, competes, in_order
 from benchmarks.test_accuracy import BANDS
 
-_WORK = "dapo"  # the one that is drawn
+_WORK = "dapo"  # the work in the plots
 _OUTPUTS = ("loss", "dhidden", "dweight")
 _LEAST_MIB = 1.0  # a logarithm needs more than 0
-# the same in every picture: ours is blue, and who is no provider any more is grey
+# the same colors in every picture: ours is blue, and former providers are gray
 _COLOURS: dict[str, Any] = defaultdict(lambda: "#888888")
 _PLOTTED = [name for name in PROVIDERS if name == BARE or competes(name)]
 _COLOURS |= zip(_PLOTTED, matplotlib.colormaps["tab20"].colors, strict=False)
@@ -68,7 +68,7 @@ _LINES = {
 
 
 def save_plots(groups: Sequence[Group], folder: Path) -> None:
-    """Draw all of them; a picture that no result supports any more is deleted."""
+    """Draw all pictures, and delete pictures that no longer have a result."""
     wanted = in_order(x for x in groups if x.benchmark == "heads" and x.facts["work"] == _WORK)
     for name, (title, draw) in PLOTS.items():
         with plt.rc_context(_STYLE):
@@ -95,7 +95,7 @@ def _save(figure: Any, path: Path) -> None:
 def _over_tokens(
     unit: str, value: Callable[[Group, Row], float | None], groups: Sequence[Group]
 ) -> Any:
-    """Draw a panel per head and dtype: a curve for each provider, or bars where there is one T."""
+    """Draw a panel per head and dtype: a curve for each provider, or bars if there is one T."""
     panels: dict[str, dict[str, dict[int, float]]] = {}  # by title, provider and T
     for group in groups:
         title = f"{group.facts['model']}, {group.facts['dtype']}"
@@ -140,7 +140,7 @@ def _mib(row: Row) -> float | None:
 
 
 def _accuracy(groups: Sequence[Group]) -> Any:
-    """Draw a row of panels per dtype, one per output: of the largest case that most have."""
+    """Draw a row of panels per dtype, one per output, for the largest case that most have."""
     chosen: dict[str, Group] = {}
     for group in sorted(groups, key=lambda group: len(_errors(group, "loss"))):
         chosen[group.facts["dtype"]] = group  # the largest is the last
@@ -156,13 +156,13 @@ def _accuracy(groups: Sequence[Group]) -> Any:
 
 
 def _errors(group: Group, output: str) -> dict[str, float]:
-    """Return errors by provider, ours first, of those that are right."""
+    """Return errors by provider, ours first, without wrong results."""
     found = {row.provider: row.errors[output] for row in group.rows if row.runs and row.errors}
     return dict(sorted(found.items(), key=lambda item: not is_ours(item[0])))
 
 
 def _bars(axis: Any, values: dict[str, float], write: Callable[[float], str]) -> None:
-    """Draw the first on top, with a number at its end."""
+    """Draw horizontal bars, the first on top, with a number at the end of each."""
     drawn = axis.barh(list(values), list(values.values()), color=[_COLOURS[x] for x in values])
     axis.bar_label(drawn, [write(value) for value in values.values()], padding=3, fontsize=7)
     axis.invert_yaxis()
@@ -285,7 +285,7 @@ def _by_library(group: Group, name: str) -> dict[str, dict[str, float]]:
     return {", ".join(labels[same]): medians[same] for same in labels}
 
 
-# what a picture shows, and what draws it
+# the title of a picture, and the function that draws it
 PLOTS: dict[str, tuple[str, Callable[[Sequence[Group]], Any]]] = {
     "time": (
         "Time over the number of tokens",
