@@ -202,5 +202,5 @@ def _weight(name: str) -> str:
     return _STRONG if name in OURS else ""
 
 
-def _text(x: float, y: float, words: str, colour: str, more: str) -> str:
-    return f'<text x="{x:.0f}" y="{y}" fill="{colour}" {more}>{escape(words)}</text>'
+def _text(x: float, y: float, words: str, color: str, more: str) -> str:
+    return f'<text x="{x:.0f}" y="{y}" fill="{color}" {more}>{escape(words)}</text>'

@@ -46,8 +46,14 @@ def error(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """Write one digit, never an exponent: 0.00002 %."""
-    return f"{digits(100 * share, 1)} %"
+    """Write one digit, never an exponent: 0.00002%."""
+    return f"{digits(100 * share, 1)}%"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write a list as English does: a, b and c."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def percents(shares: Sequence[float]) -> str:

@@ -205,13 +205,13 @@ def test_a_sparse_step_has_the_times_that_are_steady(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(report, "newest", lambda kind: (kind, [found]))
     rows[2].seconds = [1.0]
     said = report.sparse_step("cpu")
-    assert "takes 1.00 of the time with a sparse gradient of the hidden states and 0.25 of" in said
+    assert "needs 1.00 of the time with a sparse gradient of the hidden states and 0.25 of" in said
     rows[1].seconds = [1.0, 4.0]
     said = report.sparse_step("cpu")
-    assert "takes 0.25 of the time with sparse gradients of hidden states and head" in said
+    assert "needs 0.25 of the time with sparse gradients of hidden states and head" in said
     rows[2].seconds = [1.0, 4.0]
     said = report.sparse_step("cpu")
-    assert "takes" not in said and "2 % with an exact backward" in said
+    assert "needs" not in said and "an exact backward's 2%" in said
     rows.pop()
     found.rows.pop()
     assert report.sparse_step("cpu") == ""
@@ -254,7 +254,7 @@ def test_curves_are_compared_where_both_trainers_have_the_seed(
     runs += [run_of("ours", 3, 0.0), run_of("trl", 3, 0.0)]
     monkeypatch.setattr(report, "newest", lambda kind: (kind, runs))
     said = report.curve_differences("cpu")
-    assert said.endswith(": 2e-1 in our trainer (5 steps).")
+    assert said.endswith(" is 2e-1 in our trainer (5 steps).")
     runs[:] = runs[:3]
     assert report.curve_differences("cpu") == ""
 
@@ -269,7 +269,7 @@ def test_steps_are_compared_with_those_of_trl(monkeypatch: pytest.MonkeyPatch) -
     group = Recorder(None, "cpu").add("real", facts, rows)
     monkeypatch.setattr(report, "newest", lambda kind: (kind, [group]))
     said = report.step_ratios("cpu")
-    assert "in our trainer 0.50 (0.25 to 0.50) of the time and 0.25 of the memory (" in said
+    assert "0.50 (0.25 to 0.50) of the time and 0.25 of the memory in our trainer (" in said
     assert "LoRA" not in said
     group.rows.pop(1)
     assert report.step_ratios("cpu") == ""
@@ -286,4 +286,4 @@ def test_ratios_are_those_of_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ratio_errors("cpu") == ""
     cases.append(case("real-text", "bf16", 0.02))
     said = report.ratio_errors("cpu")
-    assert "by 2 % on average and up to 20 % with grpo-kernels (" in said and "30 %" not in said
+    assert " is 2% on average (up to 20%) with grpo-kernels (" in said and "30%" not in said

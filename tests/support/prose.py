@@ -31,7 +31,7 @@ OLD_STYLE = {
     r"\bone's own\b": "your own",
     r"\bof (?:your|our|my|his|her|its|their) own\b": "your own X, its own X",
     r"\bof (?:yours|ours|theirs)\b": "your X, our X",
-    r"(?<!\")\balone\b(?!\")": "only; by itself",
+    r"(?<!\")(?<!matmuls )\balone\b(?!\")": "only; by itself",
     r"\bbesides?\b": "next to; in addition to",
     r"\b(?:anew|likewise|kin|mend(?:s|ed)?|lean(?:er|est))\b": "again; also; family; fix; smaller",
     r"(?<!connection )(?<!connections )\brefus(?:e|es|ed|al|als|ing)\b": "is an error; raises",
