@@ -77,8 +77,9 @@ def prose(document: str) -> str:
 
 
 def words(path: Path) -> int:
-    """Count the words of a document's prose."""
-    return len(re.findall(r"\S*\w\S*", prose(path.read_text())))  # not the bars of tables
+    """Count the words of a document's prose, without HTML tags and the bars of tables."""
+    text = re.sub(r"<[^>]+>", "", prose(path.read_text()))
+    return len(re.findall(r"\S*\w\S*", text))
 
 
 def old_style(text: str) -> Iterator[str]:
