@@ -1,7 +1,6 @@
-"""Small things that any room may use: texts that may be shown, options, imports by path, work
-beside.
+"""Small helpers that every package uses: printable text, options, imports by path, threads.
 
-It imports no room, and nothing heavy: a server imports it beside the guard.
+It imports no other package and nothing heavy, because a server imports it together with the guard.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Texts that may be shown.
+# Text that is safe to print.
 
-# control characters but newline and tab, what turns the direction of writing around, half pairs
+# control characters except newline and tab, marks that change the writing direction, half pairs
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as None, numbers, text, lists and dictionaries, or else its text."""
+    """Return ``value`` as None, numbers, text, lists and dictionaries, or else as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -49,7 +48,7 @@ def plain(value: Any) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` with escapes for halves of a surrogate pair: UTF-8 has none."""
+    """Return ``text`` with halves of surrogate pairs escaped: UTF-8 cannot hold them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -62,20 +61,20 @@ def printable(text: str) -> str:
 
 
 def shortened(value: Any, characters: int = 200) -> str:
-    """Return ``repr`` for a message: a prompt may be a whole book."""
+    """Return a ``repr`` that is short enough for a message: a prompt may be a whole book."""
     text = repr(value)
     return text if len(text) <= characters else text[:characters] + "..."
 
 
 def message_of(error: BaseException) -> str:
-    """Return what an error of other code says, or its type if its ``__str__`` raises, too."""
+    """Return the message of another library's error, or its type if its ``__str__`` raises."""
     try:
         return str(error)
     except BaseException:
         return type(error).__name__
 
 
-# what other versions and tools call an argument, where its name is not alike
+# other versions' and tools' names for an argument, if they are not similar
 _ALSO_CALLED = {
     "config_name": "dataset_config",
     "dataset": "dataset_name",
@@ -91,21 +90,22 @@ _ALSO_CALLED = {
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Return a remark on the one of ``known`` that ``name`` stands for; empty if none does."""
+    """Return a hint at the one of ``known`` that ``name`` probably means; empty if there is
+    none."""
     other = _ALSO_CALLED.get(name)
     found = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f" (is it {found[0]}?)" if found else ""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is this machine and cannot be reached from another one."""
+    """Return whether ``host`` is this machine, at an address that no other machine can reach."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-# Fields of dataclasses that a parser reads.
+# Dataclass fields for a parser.
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
@@ -113,21 +113,21 @@ def setting(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-# Modules of the user's, and the functions in them that an import path names.
+# The user's modules, and the functions that an import path names.
 
 
 def load_module(name: str, argument: str) -> ModuleType:
     """Import the module ``name``.
 
     Raises:
-        ValueError: it cannot be imported, whatever its own code raises. The message begins with
+        ValueError: it cannot be imported, whatever its code raises. The message begins with
             ``argument``.
     """
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # it runs the user's code
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        file = Path(frame.filename)  # none in the import machinery, as for a missing module
+        file = Path(frame.filename)  # not a file if the module is missing
         where = f" ({file.name}, line {frame.lineno})" if file.is_file() else ""
         raise ValueError(
             f"{argument}: module {name!r} cannot be imported: {type(error).__name__}: "
@@ -136,7 +136,7 @@ def load_module(name: str, argument: str) -> ModuleType:
 
 
 def _not_here(error: BaseException, name: str) -> str:
-    """Say where a module was searched that is not there, and which one there is like it."""
+    """Say where a missing module was searched for, and name a similar one."""
     top = name.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or error.name != top:
         return ""
@@ -145,15 +145,15 @@ def _not_here(error: BaseException, name: str) -> str:
         return ""
     modules = [path.stem for path in here.glob("*.py")]
     modules += [path.parent.name for path in here.glob("*/__init__.py")]
-    return f"; nor is it in the working directory {str(here)!r}{hint(top, modules)}"
+    return f"; it isn't in the working directory {str(here)!r} either{hint(top, modules)}"
 
 
 def load_function(path: str, argument: str) -> Callable[..., Any]:
-    """Import what ``package.module.function`` names.
+    """Import the function that ``package.module.function`` names.
 
     Raises:
-        ValueError: that is no such path, or leads to nothing that can be called. The message begins
-            with ``argument``.
+        ValueError: the path is invalid, or does not lead to a callable. The message begins with
+            ``argument``.
     """
     module_name, _, attribute = path.rpartition(".")
     if not module_name or path.startswith(".") or path.endswith(".py"):
@@ -170,12 +170,12 @@ def load_function(path: str, argument: str) -> Callable[..., Any]:
     return function
 
 
-# Files that are whole, work that may fail, and work beside the main thread.
+# Complete files, work that may fail, and work outside the main thread.
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield where to write what then takes the place of ``path``, at once."""
+    """Yield a path to write to; on leaving, the file replaces ``path`` atomically."""
     aside = path.with_name(f"incomplete-{path.name}")
     yield aside
     aside.replace(path)
@@ -186,12 +186,12 @@ _warned: set[tuple[str, type]] = set()
 
 @contextmanager
 def unfailing(what: str) -> Iterator[None]:
-    """Go on after any error inside, with one warning for each kind of them.
+    """Continue after any error inside, with one warning per kind of error.
 
-    Nothing inside may wait for other processes: one that fails would not come.
+    Nothing inside may wait for other processes: a process that fails would never arrive.
 
     Args:
-        what: what is missing then, with the folder of the run.
+        what: names what is then missing, with the folder of the run.
     """
     try:
         yield
@@ -199,33 +199,34 @@ def unfailing(what: str) -> Iterator[None]:
         kind = (what, type(error))
         if kind not in _warned:
             _warned.add(kind)
-            logger.warning("%s: the run goes on without: %s: %s", what, kind[1].__name__, error)
+            logger.warning(
+                "%s: the run continues without it: %s: %s", what, kind[1].__name__, error
+            )
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Call ``work`` at once, on a thread of its own."""
+    """Call ``work`` at once, on its own thread."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # a thread cannot be stopped: cancel() does nothing
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:  # raised again when the result is read
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
 
 
-_BACKGROUND = "rollouts"  # the name of its threads
+_BACKGROUND = "rollouts"  # the name of the background threads
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Call ``work``, which may take long, on a thread of its own.
+    """Call ``work``, which may be slow, on its own thread.
 
     Raises:
-        RuntimeError: ``work`` raised something like SystemExit, which would end the loop of all
-            coroutines.
+        RuntimeError: ``work`` raised something like SystemExit, which would end the event loop.
     """
 
     def checked() -> T:
@@ -235,7 +236,9 @@ async def in_background(work: Callable[[], T]) -> T:
             raise
         except BaseException as error:
             said = f"{type(error).__name__}: {message_of(error)}"
-            raise RuntimeError(f"expected an Exception of what runs ahead, got {said}") from error
+            raise RuntimeError(
+                f"expected an Exception from code that runs ahead, got {said}"
+            ) from error
 
     return await asyncio.wrap_future(in_thread(checked, _BACKGROUND))
 
@@ -246,7 +249,7 @@ def is_in_background() -> bool:
 
 
 def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
-    """Run them together. The first failure, or cancelling the future, cancels all."""
+    """Run the coroutines together. The first failure, or canceling the future, cancels all."""
     if not coroutines:
         nothing: Future[list[Any]] = Future()
         nothing.set_result([])
@@ -255,7 +258,7 @@ def start(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
 
 
 async def together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run them at the same time. The first failure cancels all."""
+    """Run the coroutines at the same time. The first failure cancels all."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -266,7 +269,7 @@ async def together(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 @functools.cache
 def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of process ``pid``: a fork inherits it, but not the thread that runs it."""
+    """Return the event loop of process ``pid``: a fork inherits it, but not its thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
     return loop

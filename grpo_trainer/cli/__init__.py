@@ -1,6 +1,6 @@
 """The commands ``grpo-train``, ``grpo-train serve`` and ``grpo-train report``.
 
-Nothing heavy is imported before a command runs: a vLLM server imports the guard, and that alone.
+Nothing heavy is imported before a command runs: a vLLM server imports only the guard.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from grpo_trainer.cli.usage import USAGE
 
-_ENDED_BY_SIGINT = 130  # as a shell says
+_ENDED_BY_SIGINT = 130  # a shell's exit code for it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``grpo-train`` with ``argv``, by default that of the process.
+    """Run ``grpo-train`` with ``argv``; default: the arguments of the process.
 
-    The package installs without what the trainer imports; one line says so where it is missing. One
-    line says where Ctrl-C has ended a run, too, and the exit code is 130.
+    The package can be installed without the trainer's dependencies; a one-line error names a
+    missing one. After Ctrl-C, one line says where the run ended, and the exit code is 130.
     """
     try:
         _run(sys.argv[1:] if argv is None else argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _is_ctrl_c(error: BaseException | None) -> bool:
-    """Return whether an error is a Ctrl-C, or of a library that cleaned up after one."""
+    """Return whether an error is a Ctrl-C, or comes from a library that cleaned up after one."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
@@ -63,7 +63,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def _print_for_a_reader(text: str) -> None:
-    """Print what may be read in part, as by ``| head``; grpo_kernels' own function is slow to
+    """Print text that may be cut off, as by ``| head``; grpo_kernels' own function is slow to
     import."""
     try:
         print(text, end="", flush=True)

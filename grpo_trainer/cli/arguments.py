@@ -1,4 +1,4 @@
-"""Arguments of the command line, under TRL's names: datasets, models, adapters."""
+"""Command-line arguments under TRL's names: datasets, models, adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_kernels.tools import install_command
 from grpo_trainer.common import load_module, setting
 from grpo_trainer.config import GRPOConfig, options
 
-_STORAGES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8")  # those of bitsandbytes
+_STORAGES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8")  # of bitsandbytes
 
 
 @dataclass
@@ -26,28 +26,28 @@ class ScriptArguments:
         None, "Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub id."
     )
     dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
-    dataset_train_split: str = setting("train", "Split for training, of a folder or a hub dataset.")
-    dataset_test_split: str = setting("test", "Split for evaluation, of a folder or a hub dataset.")
+    dataset_train_split: str = setting("train", "Training split of a folder or hub dataset.")
+    dataset_test_split: str = setting("test", "Evaluation split of a folder or hub dataset.")
     dataset_streaming: bool = setting(False, "Read the dataset while training; needs max_steps.")
 
 
 @dataclass
 class ModelConfig:
-    """The model, what is trained of it, and how the rest is stored.
+    """The model, which part of it is trained, and how the rest is stored.
 
     Raises:
-        ValueError: an argument has no effect without another one, or a package is missing.
+        ValueError: an argument needs another one, or a package is missing.
     """
 
     model_name_or_path: str | None = setting(None, "Model folder or hub id.")
     model_revision: str = setting("main", "Branch, tag or commit of a model from the hub.")
     dtype: str | None = setting(
         "float32",
-        "Dtype of the weights; auto: that of the checkpoint. Adam needs float32.",
+        "Dtype of the weights; auto: the checkpoint's dtype. Adam needs float32.",
         choices=["auto", "bfloat16", "float16", "float32"],
     )
     attn_implementation: str | None = setting(
-        None, "Kind of attention, such as sdpa or flash_attention_2."
+        None, "Attention implementation, such as sdpa or flash_attention_2."
     )
     use_peft: bool = setting(False, "Train a LoRA adapter instead of the whole model.")
     lora_r: int = setting(16, "Rank of the adapter.")
@@ -56,20 +56,18 @@ class ModelConfig:
         0.05, "Dropout on the adapter's input; 0 with an adapter on the LM head."
     )
     lora_target_modules: list[str] | None = setting(
-        None, "Names of adapted layers, or all-linear; None: peft's choice for the model."
+        None, "Layers to adapt, by name, or all-linear; None: peft's choice for the model."
     )
     lora_target_parameters: list[str] | None = setting(
-        None, "Names of adapted parameters, such as those of experts."
+        None, "Parameters to adapt, by name, such as expert weights."
     )
-    lora_modules_to_save: list[str] | None = setting(
-        None, "Layers that are trained and saved as a whole."
-    )
-    lora_task_type: str = setting("CAUSAL_LM", "The adapter's task for peft.")
+    lora_modules_to_save: list[str] | None = setting(None, "Layers to train and save in full.")
+    lora_task_type: str = setting("CAUSAL_LM", "Task type of the adapter, as peft names it.")
     use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(lora_r) instead.")
-    use_dora: bool = setting(False, "Train magnitudes apart from directions (DoRA).")
-    load_in_8bit: bool = setting(False, "Keep the frozen weights in 8 bits; needs use_peft.")
-    load_in_4bit: bool = setting(False, "Keep the frozen weights in 4 bits; needs use_peft.")
-    bnb_4bit_quant_type: str = setting("nf4", "Number format of 4 bits: nf4 or fp4.")
+    use_dora: bool = setting(False, "Train magnitudes and directions separately (DoRA).")
+    load_in_8bit: bool = setting(False, "Quantize the frozen weights to 8 bits; needs use_peft.")
+    load_in_4bit: bool = setting(False, "Quantize the frozen weights to 4 bits; needs use_peft.")
+    bnb_4bit_quant_type: str = setting("nf4", "4-bit number format: nf4 or fp4.")
     use_bnb_nested_quant: bool = setting(False, "Quantize the scales of 4-bit weights too.")
     bnb_4bit_quant_storage: str | None = setting(
         None, "Dtype in which 4-bit weights are stored; None: uint8."
@@ -102,7 +100,7 @@ class ModelConfig:
 
 
 def loading_options(model_args: ModelConfig) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained``: those that are not its defaults here."""
+    """Return the arguments of ``from_pretrained`` that differ from its defaults."""
     given = {
         "revision": (model_args.model_revision, "main"),
         "dtype": (model_args.dtype, "float32"),
@@ -139,7 +137,7 @@ def get_quantization_config(
     """Return how the base model is quantized; None if it is not.
 
     4-bit weights are multiplied in the dtype of all layers: bf16 with ``args.bf16``, else the
-    model's.
+    model's dtype.
     """
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -159,10 +157,10 @@ def get_quantization_config(
 
 @dataclass
 class RunArguments(ScriptArguments, ModelConfig):
-    """Rewards, tools and modules of a run, beside its model and its dataset.
+    """Rewards, tools and modules of a run, in addition to its model and its dataset.
 
-    Construction imports ``import_modules``, so it comes before that of GRPOConfig, which knows only
-    the losses that are registered by then.
+    Construct it before GRPOConfig: construction imports ``import_modules``, and GRPOConfig knows
+    only the losses that are registered by then.
     """
 
     reward_funcs: list[str] | None = setting(
@@ -171,14 +169,14 @@ class RunArguments(ScriptArguments, ModelConfig):
         "name(key=value, ...).",
     )
     reward_model_name_or_path: str | None = setting(
-        None, "A reward model: a folder or a hub id. It comes before reward_funcs."
+        None, "A reward model, a folder or a hub id; listed before reward_funcs."
     )
     tools: list[str] | None = setting(None, "Import paths of functions that the model can call.")
     environment_factory: str | None = setting(
-        None, "Import path of a class: each completion acts upon one of its objects."
+        None, "Import path of a class; each completion gets its own instance."
     )
     rollout_func: str | None = setting(
-        None, "Import path of a function (prompts, trainer) that makes completions."
+        None, "Import path of a function (prompts, trainer) that returns completions."
     )
     advantages: str | None = setting(
         None,
@@ -186,20 +184,20 @@ class RunArguments(ScriptArguments, ModelConfig):
         "path of a function (rewards, weights, group_size, ...).",
     )
     import_modules: list[str] | None = setting(
-        None, "Modules to import first: they register losses that loss_type may name."
+        None, "Modules to import first, such as ones that register losses for loss_type."
     )
     eval_dataset_name: str | None = setting(
-        None, "Prompts for evaluation, named like dataset_name; None: its dataset_test_split."
+        None, "Prompts for evaluation, as for dataset_name; None: its dataset_test_split."
     )
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
             raise ValueError("--model_name_or_path is required")
-        if not self.dataset_name and not self.environment_factory:  # which may have prompts
+        if not self.dataset_name and not self.environment_factory:  # it may provide prompts
             raise ValueError("--dataset_name is required")
         super().__post_init__()
         if os.getcwd() not in sys.path:
-            # modules beside the user's data; at the end: a file there replaces no installed module
+            # the user's modules are in the working directory; at the end, so installed modules win
             sys.path.append(os.getcwd())
         for name in self.import_modules or ():
             load_module(name, "--import_modules")

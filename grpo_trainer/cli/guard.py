@@ -1,7 +1,7 @@
-"""What a server of ``grpo-train serve`` asks of a request before vLLM sees it.
+"""Checks on each request to a ``grpo-train serve`` server, before vLLM sees it.
 
-vLLM's own API key guards the paths of inference. Those that pause the server, call methods of its
-workers and replace its weights answer anybody, web pages in a browser of the machine among them.
+vLLM's own API key guards only the inference paths. The paths that pause the server, call its
+workers' methods and replace its weights answer anyone, including web pages in a local browser.
 ``vllm serve --middleware`` imports this module into the server, so it imports nothing heavy.
 """
 
@@ -25,9 +25,9 @@ _POLICY_VIOLATION = 1008  # code of a websocket's end
 
 
 class Guard:
-    """ASGI middleware: demands the API key, and refuses what pages of other origins can send.
+    """ASGI middleware: requires the API key, and rejects what pages of other origins can send.
 
-    The key and the address are those that vLLM was started with.
+    It uses the key and the address that vLLM was started with.
     """
 
     def __init__(self, app: Call) -> None:
@@ -48,20 +48,20 @@ class Guard:
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:
-    """Return the status and the reason of a request that is not passed on."""
+    """Return the status and the reason if a request is rejected."""
     args = scope["app"].state.args  # of vLLM
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get("host", "")
-    # the name of another site can be made to lead here (DNS rebinding)
+    # another site's name can resolve to this machine (DNS rebinding)
     if is_loopback(args.host) and not is_loopback(_hostname(host)):
-        return 403, f"Host: expected localhost or an address of it, got {host!r}"
+        return 403, f"Host: expected localhost or a loopback address, got {host!r}"
     scheme = "https" if scope["scheme"] in ("https", "wss") else "http"
     if headers.get("origin", f"{scheme}://{host}") != f"{scheme}://{host}":
-        return 403, f"Origin: expected none but {scheme}://{host}"
+        return 403, f"Origin: expected {scheme}://{host} or none"
     if not _has_key(scope, headers, args):
         return 401, "Authorization: expected `Bearer KEY` with the server's VLLM_API_KEY"
     sent = headers.get("content-type", "").partition(";")[0].strip().lower()
-    # other types a page can post to any origin without asking first (CORS)
+    # a page can post other types to any origin without a preflight request (CORS)
     if scope.get("method", "GET") not in _READING and sent != "application/json":
         return 415, f"Content-Type: expected application/json, got {sent!r}"
     return None

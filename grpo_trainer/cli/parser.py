@@ -1,4 +1,4 @@
-"""Dataclasses from a command line over a YAML file over their defaults, and of the launcher."""
+"""Fill dataclasses from the command line, a YAML file and defaults; run ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from grpo_trainer.common import hint, printable
 Words = dict[str, list[str]]  # of arguments, by name
 
 _FOLDER = Path(__file__).parents[1] / "accelerate_configs"
-_NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of one of ours
+_NAME = "accelerate_config"  # a file for `accelerate launch`, or the name of an included one
 _METAVARS = {string_to_bool: "BOOL", int: "INT", float: "FLOAT"}
-_LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # is set for the processes that are started
-_OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # are set by torchrun and accelerate
+_LAUNCHED = "GRPO_TRAIN_LAUNCHED"  # set for the processes that we start
+_OTHERS = ("RANK", "ACCELERATE_MIXED_PRECISION")  # set by torchrun and accelerate
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text; numbers are what Python says they are. No name comes twice."""
+    """Reads numbers as Python does (YAML 1.1 reads 1e-6 as text); no name may repeat."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"it has {name} more than once")
+                raise ValueError(f"{name} is there more than once")
         return super().construct_mapping(node, deep)
 
 
@@ -46,7 +46,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read_file(path: str) -> dict[str, tuple[Any, Any]]:
-    """Return the values of ``name: value`` lines; second with all scalars as they are written."""
+    """Return each name's value, and the value with all scalars as they are written."""
     if not Path(path).is_file():
         raise ValueError(f"--config: no such file {path!r}")
     try:
@@ -55,7 +55,7 @@ def _read_file(path: str) -> dict[str, tuple[Any, Any]]:
         if not isinstance(texts, dict) or not texts:
             raise ValueError("expected `name: value` lines")
         return dict(zip(texts, zip(values.values(), texts.values(), strict=True), strict=True))
-    except (yaml.YAMLError, ValueError) as error:  # a tag of another language, an odd date
+    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, an invalid date
         raise ValueError(f"--config: {path} cannot be read: {error}") from error
     except RecursionError as error:
         raise ValueError(f"--config: {path} is nested too deep") from error
@@ -87,10 +87,12 @@ class TrlParser(HfArgumentParser):
                         default=SUPPRESS,
                         help=SUPPRESS,
                     )
-        self.add_argument("--config", help="YAML file with arguments; the command line overrides.")
+        self.add_argument(
+            "--config", help="YAML file with arguments; the command line overrides it."
+        )
 
     def parse_args_and_config(self, args: Iterable[str] | None = None) -> tuple[Any, ...]:
-        """Return an instance of each dataclass, by ``args`` or the words of the process.
+        """Return an instance of each dataclass; ``args`` default to the process's arguments.
 
         Environment variables under ``env`` in the file are set first.
 
@@ -103,9 +105,9 @@ class TrlParser(HfArgumentParser):
         return tuple(found)
 
     def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
-        """Return the file's path and the words of what is unknown in it, and the command line's.
+        """Return the file's path, its unknown arguments, and those of the command line.
 
-        What the file sets becomes a default. A plain value is taken as written, so that
+        The file's values become defaults. Plain values are read as written, so that
         ``save_strategy: no`` is the word and not a boolean.
         """
         first = OneLineParser(prog=self.prog, add_help=False)
@@ -114,7 +116,7 @@ class TrlParser(HfArgumentParser):
         if (path := known.config) is None:
             return "", {}, words
         hints = {k: v for kind in self.dataclass_types for k, v in get_type_hints(kind).items()}
-        # a flag's own action stands before that of its --no_NAME
+        # a flag's own action comes before the one for --no_NAME
         actions = {item.dest: item for item in reversed(self._actions) if item.dest in hints}
         unknown: Words = {}
         for name, (value, text) in _read_file(path).items():
@@ -140,7 +142,7 @@ class TrlParser(HfArgumentParser):
                 raise ValueError(f"expected --name value, got {word!r}")
             option = word.partition("=")[0]
             meant = hint(option.removeprefix("--").replace("-", "_"), known)
-            raise ValueError(f"{option}: there is no such argument{meant}")
+            raise ValueError(f"{option}: unknown argument{meant}")
 
     def _value(self, path: str, action: Action, kind: Any, value: Any, text: Any) -> Any:
         items = text if isinstance(text, list) and action.nargs == "+" else [text]
@@ -153,7 +155,7 @@ class TrlParser(HfArgumentParser):
             allowed = type(None) in get_args(kind)
         elif isinstance(value, dict):
             allowed = re.search(r"\bdict\b", str(kind)) is not None
-        else:  # a list of texts has been read by now, unless it is empty
+        else:  # lists of texts have been read by now, except empty ones
             allowed = (action.nargs != "+" or not value) and "list" in str(kind)
         if not allowed:
             got = type(value).__name__ if value is not None else "null"
@@ -167,9 +169,9 @@ class TrlParser(HfArgumentParser):
 
 
 class LaunchParser(TrlParser):
-    """Takes out what belongs to ``accelerate launch``, in the file and on the command line."""
+    """Takes out the arguments of ``accelerate launch``, in the file and on the command line."""
 
-    launch: list[str]  # words for it
+    launch: list[str]  # its arguments
 
     def read(self, args: Iterable[str] | None = None) -> tuple[str, Words, list[str]]:
         path, unknown, words = super().read(args)
@@ -193,7 +195,7 @@ class LaunchParser(TrlParser):
         return path, others, words
 
     def start_if_asked(self, args: Iterable[str]) -> None:
-        """Become ``accelerate launch`` of the same run, if there is something for it."""
+        """Become ``accelerate launch`` of the same run, if any argument is for it."""
         path, unknown, words = self.read(args)
         if not self.launch or any(name in os.environ for name in (_LAUNCHED, *_OTHERS)):
             return
@@ -205,16 +207,17 @@ class LaunchParser(TrlParser):
         os.execve(sys.executable, command, os.environ | {_LAUNCHED: "1"})
 
     def check_started(self) -> None:
-        """Raise ValueError if there is something for a launcher that has not been started."""
+        """Raise ValueError if there are launcher arguments and the launcher has not been
+        started."""
         if self.launch and _LAUNCHED not in os.environ:
             raise ValueError(
-                f"{' '.join(self.launch)}: expected no arguments of `accelerate launch` under a "
-                "launcher or in Python, only for the command grpo-train"
+                f"{' '.join(self.launch)}: expected arguments of `accelerate launch` only for the "
+                "command grpo-train, not under a launcher or in Python"
             )
 
 
 def own_configs() -> list[str]:
-    """Return the names of our files for ``accelerate launch``."""
+    """Return the names of the included files for ``accelerate launch``."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 

@@ -32,19 +32,19 @@ from grpo_trainer.trainer import GRPOTrainer
 from grpo_trainer.vllm import ServerError
 
 _FOR_THE_USER = (ImportError, ServerError, CheckpointError, StartError, RewardError)
-_HOOKS = ("rollout_func", "environment_factory", "advantages")  # given by import paths
-_MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of its adapter alone
-_CHECKPOINT = re.compile(r"checkpoint-\d+")  # nobody names a model so
+_HOOKS = ("rollout_func", "environment_factory", "advantages")  # given as import paths
+_MODEL_ENTRIES = ("config.json", "adapter_config.json")  # of a model, or of only its adapter
+_CHECKPOINT = re.compile(r"checkpoint-\d+")  # no model has such a name
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train, and leave the model, its tokenizer and ``trainer_state.json`` in ``output_dir``.
+    """Train, and save the model, its tokenizer and ``trainer_state.json`` to ``output_dir``.
 
-    ``serve ...``, or ``vllm-serve``, starts a vLLM server instead, ``report RUN ...`` writes the
-    report of a run or compares several.
+    ``serve ...`` (or ``vllm-serve``) starts a vLLM server instead, and ``report RUN ...`` writes
+    the report of a run, or a comparison of several.
 
-    What the user can put right ends in one line on stderr and exit code 2. Other errors of a
-    running training keep their traceback.
+    Errors that the user can fix are one line on stderr, with exit code 2. Other errors while
+    training runs keep their traceback.
     """
     if argv and argv[0] in ("serve", "vllm-serve"):
         from grpo_trainer.cli.serve import main as serve
@@ -72,28 +72,28 @@ def _train(trainer: GRPOTrainer) -> None:
     output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
     state = Path(trainer.args.output_dir) / TRAINER_STATE_NAME
-    if output.metrics or not state.exists():  # without a step it is the one that is there
+    if output.metrics or not state.exists():  # without a step, the existing file stays
         if not output.metrics:  # the run was ended after its last checkpoint, perhaps at once
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         trainer.save_state()
     report_file = Path(trainer.args.output_dir) / REPORT_NAME
     if trainer.args.write_report and trainer.is_world_process_zero() and report_file.exists():
         print(f"report: {report_file}")
-    if trainer.accelerator.num_processes > 1:  # one that just leaves may abort
-        trainer.rollouts.close()  # an engine in the process has groups of its own
+    if trainer.accelerator.num_processes > 1:  # a process that exits right away may abort
+        trainer.rollouts.close()  # an engine in the process has its own process groups
         trainer.accelerator.end_training()
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Return whether an error of a running training is about what the user can put right.
+    """Return whether an error during training is one that the user can fix.
 
     A ValueError that another package raises while training runs, or a line such as ``int(text)``
-    here, is a bug of somebody's and needs its traceback.
+    here, is a bug and needs its traceback.
     """
     if isinstance(error, _FOR_THE_USER):
         return True
     if isinstance(error, OSError):
-        return error.filename is not None  # a file that the user can look at
+        return error.filename is not None  # a file that the user can check
     frame = traceback.extract_tb(error.__traceback__)[-1]
     here = Path(__file__).parents[1]
     return Path(frame.filename).is_relative_to(here) and (frame.line or "").startswith("raise ")
@@ -103,12 +103,12 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
     """Return the trainer that the command line describes.
 
     Raises:
-        ValueError: an argument is wrong, or a model, dataset or reward is not there.
+        ValueError: an argument is wrong, or a model, dataset or reward is missing.
     """
     run, args = parse(argv)
     _check_output(args.output_dir)
     model = _existing_model(run.model_name_or_path)
-    # whether a run can begin or go on there, before anything is loaded
+    # check that a run can start or continue there, before anything is loaded
     find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint, args.overwrite_output_dir)
     train, evaluation = _datasets(run, args)
     names = (run.dataset_name, run.eval_dataset_name)
@@ -116,7 +116,7 @@ def build_trainer(argv: Sequence[str]) -> GRPOTrainer:
         distrust_rows(args)
     paths = {name: getattr(run, name) for name in _HOOKS}
     hooks: dict[str, Any] = {
-        # the name of a built-in comparison is no path
+        # the name of a built-in comparison is not an import path
         name: path
         if (name, "." in path) == ("advantages", False)
         else load_function(path, f"--{name}")
@@ -158,20 +158,20 @@ def parse(argv: Sequence[str]) -> tuple[RunArguments, GRPOConfig]:
             )
     if named:
         args.model_init_kwargs = named | own
-    resume = args.resume_from_checkpoint  # a field of text, to transformers
+    resume = args.resume_from_checkpoint  # transformers declares it as text
     args.resume_from_checkpoint = {"true": True, "false": None}.get(str(resume).lower(), resume)
     return run, args
 
 
 def run_parser() -> LaunchParser:
-    """Return what reads the arguments of a run."""
+    """Return the parser for the arguments of a run."""
     return LaunchParser((RunArguments, GRPOConfig), prog="grpo-train", usage=USAGE)
 
 
 def _datasets(
     run: RunArguments, args: GRPOConfig
 ) -> tuple[PromptDataset | None, PromptDataset | None]:
-    """Load what is trained on, and what is evaluated on."""
+    """Load the datasets for training and evaluation."""
     config, streaming = run.dataset_config, run.dataset_streaming
     train = evaluation = None
     if run.dataset_name is not None:
@@ -185,7 +185,7 @@ def _datasets(
 
 
 def _check_output(name: str) -> None:
-    """Raise ValueError unless files can be written to the folder ``name``, or it can be made."""
+    """Raise ValueError unless the folder ``name`` is writable, or can be created."""
     folder = Path(name)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():

@@ -117,7 +117,7 @@ def test_words_stay_words_and_numbers_numbers():
     ("text", "message"),
     [
         ("learning_rat: 1", "has an unknown argument: learning_rat (is it learning_rate?)"),
-        ("seed: 1\nseed: 2", "has seed more than once"),
+        ("seed: 1\nseed: 2", "seed is there more than once"),
         ("seed: {a: 1}", ": seed cannot be a dict"),
         ("num_generations:", ": num_generations cannot be a null"),
         ("- seed", "run.yaml cannot be read: expected `name: value` lines"),
@@ -171,7 +171,7 @@ def test_unknown_arguments():
     parser = TrlParser((Own, ScriptArguments))
     with pytest.raises(ValueError, match="run.yaml has an unknown argument: strange"):
         parser.parse_args_and_config(config)
-    with pytest.raises(ValueError, match=r"--nam: there is no such argument \(is it name\?\)"):
+    with pytest.raises(ValueError, match=r"--nam: unknown argument \(is it name\?\)"):
         parser.parse_args_and_config(["--needed", "1", "--nam", "b"])
 
 

@@ -104,4 +104,4 @@ def test_a_card_that_fails_does_not_cost_the_model(make_trainer, monkeypatch, ca
     monkeypatch.setattr("grpo_trainer.monitor.run_file.environment", lambda device: 1 / 0)
     trainer.save_model()
     assert (folder / "model.safetensors").exists() and not (folder / CARD_NAME).exists()
-    assert f"card of {folder}: the run goes on without: ZeroDivisionError" in caplog.text
+    assert f"card of {folder}: the run continues without it: ZeroDivisionError" in caplog.text

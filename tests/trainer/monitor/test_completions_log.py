@@ -89,7 +89,7 @@ def test_what_cannot_be_written_does_not_end_the_run(make_trainer, caplog):
     assert trainer.state.global_step == 3
     for name, error in (("completions in", "FileExistsError"), ("report of", "IsADirectoryError")):
         [warning] = [line for line in caplog.messages if line.startswith(name)]
-        assert str(folder) in warning and f"the run goes on without: {error}" in warning
+        assert str(folder) in warning and f"the run continues without it: {error}" in warning
 
 
 def test_the_callback_of_the_guide(make_trainer, monkeypatch):

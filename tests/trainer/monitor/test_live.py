@@ -74,7 +74,7 @@ def test_a_view_that_fails_does_not_end_the_run(make_trainer, monkeypatch, caplo
     trainer = make_trainer(rows_reward, disable_tqdm=False)
     trainer.callback_handler.callbacks.insert(0, RichProgressCallback(console))
     trainer.train()
-    assert caplog.text.count("the view of the run: the run goes on without: ZeroDivision") == 1
+    assert caplog.text.count("the view of the run: the run continues without it: ZeroDivision") == 1
     shown = capsys.readouterr().err  # which is no terminal
     assert re.search(r"step 2/2 +reward .* left", shown) and NOTHING_LEARNED not in shown
     trainer.add_callback(ProgressCallback)
