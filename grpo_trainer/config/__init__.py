@@ -1,4 +1,4 @@
-"""GRPOConfig, its checks, and what the user names by an import path."""
+"""GRPOConfig, its checks, and the user's code that is named by import paths."""
 
 from grpo_trainer.config.checks import NEWER_NAMES
 from grpo_trainer.config.fields import AGGREGATIONS, SCALES, check_url, options

@@ -1,4 +1,4 @@
-"""What activations are kept: how gradient checkpointing is checked before a model is loaded."""
+"""Which activations are kept: checks gradient checkpointing before a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_kernels.common import check_name
 from grpo_trainer.config.fields import expect, number, options
 
 _boolean = expect("True or False", lambda value: isinstance(value, bool))
-# those of transformers, by the first version that has them
+# arguments of transformers, by the first version that has them
 _SINCE = {"every_n_layers": "5.16", "offload": "5.17"}
 _RULES = {
     "every_n_layers": number(1, whole=True),
@@ -23,16 +23,17 @@ _RULES = {
 
 
 def check_checkpointing(args: TrainingArguments) -> None:
-    """Raise ValueError unless gradient checkpointing takes its arguments, and is on if it has any.
+    """Raise ValueError unless gradient checkpointing accepts its arguments, and is on if it has
+    any.
 
-    Call it before both names of a setting have its value: errors have the one that is set.
+    Call it before both names of a setting get its value: errors then use the name that is set.
     """
     name = _set_name(args, "_checkpointing_kwargs")
     switch = _set_name(args, "_checkpointing")
     arguments = options(name, getattr(args, name))
     if arguments and getattr(args, switch) is False:
         raise ValueError(
-            f"{name}: expected None with {switch}=False, which keeps all activations, "
+            f"{name}: expected None with {switch}=False, which stores all activations, "
             f"got {arguments!r}"
         )
     for key, value in arguments.items():
@@ -46,16 +47,16 @@ def check_checkpointing(args: TrainingArguments) -> None:
             _RULES[key](f"{name}[{key!r}]", value)
     if arguments.get("offload") and not torch.accelerator.is_available():
         raise ValueError(
-            f"{name}['offload']: expected False without a GPU, where activations are in main "
-            "memory, got True"
+            f"{name}['offload']: expected False without a GPU, since activations are in main "
+            "memory already, got True"
         )
 
 
 def keep_not_reentrant(args: TrainingArguments) -> None:
-    """Set ``use_reentrant`` to False in arguments that leave it out, as it is without arguments.
+    """Set ``use_reentrant`` to False in arguments that omit it: the default without arguments.
 
-    Torch's own default is True, which ignores some of them. Call it when both names of the setting
-    have its value.
+    Torch's own default is True, which ignores some arguments. Call it when both names of the
+    setting have its value.
     """
     if args.gradient_checkpointing_kwargs is None:
         return
@@ -71,7 +72,7 @@ def _set_name(args: TrainingArguments, ending: str) -> str:
 def _of_torch() -> list[str]:
     parameters = inspect.signature(checkpoint).parameters.values()
     names = [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
-    return [*names, "preserve_rng_state"]  # which is not in the signature
+    return [*names, "preserve_rng_state"]  # not in the signature
 
 
 def _of_transformers() -> set[str]:

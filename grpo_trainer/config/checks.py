@@ -1,4 +1,4 @@
-"""How GRPOConfig is checked: each field by the rules in its annotation, then what goes together."""
+"""Checks of GRPOConfig: each field by the rules in its annotation, then combinations."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from grpo_trainer.config.fields import (
 )
 from grpo_trainer.masking import cut_at_secret
 
-# deprecated fields, and those that took their place
+# deprecated fields, and their replacements
 OLD_NAMES = {
     "wandb_log_unique_prompts": "log_unique_prompts",
     "use_liger_loss": None,
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
 }
-# fields that transformers has renamed; both names have the value of the one that is set
+# fields that transformers has renamed; both names get the value of the one that is set
 NEWER_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
@@ -47,11 +47,11 @@ def _only(value: Any, why: str) -> Rule:
     return expect(f"{value!r} ({why})", lambda other: other == value)
 
 
-# rules of fields of transformers' own
+# rules for transformers' fields
 _INHERITED: dict[str, Rule] = {
     "num_train_epochs": number(0),
     "max_steps": expect(
-        "at least 1, or -1 to go by num_train_epochs",
+        "at least 1, or -1 to use num_train_epochs",
         lambda value: isinstance(value, int) and (value == -1 or value >= 1),
     ),
     "per_device_train_batch_size": number(1, whole=True),
@@ -62,30 +62,30 @@ _INHERITED: dict[str, Rule] = {
     "parallelism_config": _only(None, "each process has the whole model and whole sequences"),
     "train_sampling_strategy": _only("random", "prompts are sampled in groups"),
 }
-# a field, which keeps its default with or without another one (or a value of it): why
+# a field that must keep its default with or without another field (or a value of it): the reason
 _RELATIONS = {
     ("cache_implementation", "with", "use_vllm"): "which has its own cache",
-    ("use_vllm", "with", "rollout_engine"): "which is an engine, too",
+    ("use_vllm", "with", "rollout_engine"): "which is an engine itself",
     ("on_bad_image", "with", "generation_batches_ahead"): (
-        "which draws the rows of a checkpoint's completions again and has to find the same ones"
+        "which draws the rows of a checkpoint's completions again and must get the same ones"
     ),
     ("dynamic_prompts_fn", "with", "generation_batches_ahead"): (
         "which needs the next prompts before the current completions are scored"
     ),
     ("top_entropy_quantile", "with", "max_tokens_per_micro_batch"): (
-        "whose micro-batches have rows of similar length, while the quantile is of a micro-batch"
+        "whose micro-batches have rows of similar length, while the quantile is per micro-batch"
     ),
-    ("sync_ref_model", "without", "beta"): "where there is no reference model",
-    ("backward_tolerance", "without", "backward=sparse"): "where all gradients are exact",
-    ("backward_exact_weight", "without", "backward=sparse"): "where all gradients are exact",
+    ("sync_ref_model", "without", "beta"): "since there is no reference model",
+    ("backward_tolerance", "without", "backward=sparse"): "since all gradients are exact",
+    ("backward_exact_weight", "without", "backward=sparse"): "since all gradients are exact",
     ("max_staleness", "without", "generation_batches_ahead"): (
-        "without which nothing is generated while weights move"
+        "without which nothing is generated while weights are updated"
     ),
     ("generation_batches_ahead", "without", "vllm_importance_sampling_correction"): (
-        "which corrects for completions of older weights"
+        "which corrects for completions from older weights"
     ),
 }
-# what generation shares with the loss is set once, in the field named here
+# settings that generation shares with the loss are set once, in the field named here
 _SHARED_WITH_THE_LOSS = {
     "temperature": "temperature",
     **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "max_completion_length"),
@@ -94,10 +94,10 @@ _SHARED_WITH_THE_LOSS = {
 
 
 def check_fields(args: TrainingArguments) -> None:
-    """Raise ValueError unless each field is as its annotation says, and fits to the others.
+    """Raise ValueError unless each field matches its annotation and fits the others.
 
-    One that is true or false has to be one of the two: any text would pass for true. The command
-    line has read its words by now.
+    A boolean field must be True or False: any text would count as true. The command line's words
+    have been parsed by now.
     """
     for name, (kind, marks) in annotated_fields(args.__class__).items():
         value = getattr(args, name)
@@ -127,7 +127,7 @@ def _default(args: TrainingArguments, name: str) -> Any:
 
 
 def parse_json_fields(args: TrainingArguments) -> None:
-    """Turn the dictionaries that the command line gives as JSON into dictionaries.
+    """Parse the dictionaries that the command line gives as JSON.
 
     Raises:
         ValueError: one is not JSON, or accelerate has no such setting.
@@ -146,16 +146,16 @@ def parse_json_fields(args: TrainingArguments) -> None:
 
 
 def join_newer_names(args: TrainingArguments) -> None:
-    """Give both names of a setting its value.
+    """Give both names of a setting the same value.
 
     Raises:
-        ValueError: they are set to different values.
+        ValueError: they have different values.
     """
     for name, newer in NEWER_NAMES.items():
         older_value, newer_value = getattr(args, name), getattr(args, newer)
         if None not in (older_value, newer_value) and older_value != newer_value:
             raise ValueError(
-                f"{name}, {newer}: expected one of them (they are the same), "
+                f"{name}, {newer}: expected one of them (they are the same setting), "
                 f"got {older_value!r} and {newer_value!r}"
             )
         value = older_value if newer_value is None else newer_value
@@ -166,10 +166,10 @@ def join_newer_names(args: TrainingArguments) -> None:
 
 
 def adopt_old_names(args: TrainingArguments) -> None:
-    """Move deprecated values to the fields that took their place.
+    """Move the values of deprecated fields to their replacements.
 
     Raises:
-        ValueError: an old and its new name are both set, to different values.
+        ValueError: the old and the new name are both set, to different values.
     """
 
     def deprecated(what: str, advice: str) -> None:
@@ -179,13 +179,13 @@ def adopt_old_names(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is None:
             continue
-        deprecated(name, f"use {new}" if new else "the loss is always fused, drop it")
+        deprecated(name, f"use {new}" if new else "the loss is always fused, remove it")
         setattr(args, name, None)
         if new is None:
             continue
         if getattr(args, new) not in (_default(args, new), value):
             raise ValueError(
-                f"{name}, {new}: expected one of them (they are the same), "
+                f"{name}, {new}: expected one of them (they are the same setting), "
                 f"got {value!r} and {getattr(args, new)!r}"
             )
         setattr(args, new, value)
@@ -193,22 +193,24 @@ def adopt_old_names(args: TrainingArguments) -> None:
         deprecated("top_k", "use 0 for None")
         args.top_k = 0
     init = args.model_init_kwargs
-    if isinstance(init, dict) and "torch_dtype" in init:  # from_pretrained ignores it beside dtype
+    if (
+        isinstance(init, dict) and "torch_dtype" in init
+    ):  # from_pretrained ignores it if dtype is set
         deprecated("model_init_kwargs['torch_dtype']", "use dtype")
         init = dict(init)
         old = init.pop("torch_dtype")
         if dtype_name(init.setdefault("dtype", old)) != dtype_name(old):
             raise ValueError(
-                "model_init_kwargs: expected one of dtype and torch_dtype (they are the same), got "
-                f"{init['dtype']!r} and {old!r}"
+                "model_init_kwargs: expected one of dtype and torch_dtype (they are the same "
+                f"setting), got {init['dtype']!r} and {old!r}"
             )
         args.model_init_kwargs = init
 
 
 def check_inherited(args: TrainingArguments) -> None:
-    """Raise ValueError if transformers has set what cannot work here; warn of one without effect.
+    """Raise ValueError for settings of transformers that cannot work here; warn of unused ones.
 
-    Liger is kept from patching the head, whose forward computes our loss, and MLPs in tiles.
+    Liger must not patch the head, whose forward computes our loss, or tiled MLPs.
     """
     for tracker in args.report_to:
         check_name("report_to", tracker, INTEGRATION_TO_CALLBACK)
@@ -219,21 +221,21 @@ def check_inherited(args: TrainingArguments) -> None:
             f"got {', '.join(missing)}; pip install {' '.join(missing)}"
         )
     for name, reason in {
-        "dispatch_batches": "the main process can send tensors alone, and prompts are none",
-        "split_batches": "batch sizes are those of one process",
+        "dispatch_batches": "the main process can send only tensors, and prompts are not tensors",
+        "split_batches": "batch sizes are per process",
     }.items():
         if getattr(args.accelerator_config, name):
             raise ValueError(f"accelerator_config: expected {name}=False ({reason}), got True")
     if args.dataloader_num_workers:
         warnings.warn(
-            "dataloader_num_workers: no effect on training, whose prompts each process reads "
-            "itself when it needs them; evaluation has these workers",
+            "dataloader_num_workers: no effect on training, where each process reads prompts when "
+            "it needs them; evaluation uses these workers",
             stacklevel=4,
         )
     if args.use_liger_kernel:
         reasons = dict.fromkeys(
             ("fused_linear_cross_entropy", "cross_entropy"),
-            "the loss of this trainer is fused already",
+            "this trainer's loss is already fused",
         )
         if args.mlp_tile_tokens is not None:
             reasons |= dict.fromkeys(
@@ -248,7 +250,7 @@ def check_inherited(args: TrainingArguments) -> None:
 
 
 def set_generation_batch(args: TrainingArguments) -> None:
-    """Fill in whichever of generation_batch_size and steps_per_generation is missing."""
+    """Fill in generation_batch_size or steps_per_generation, whichever is missing."""
     step = args.per_device_train_batch_size * args.world_size
     size, steps = args.generation_batch_size, args.steps_per_generation
     if size is not None and steps is not None:
@@ -260,14 +262,14 @@ def set_generation_batch(args: TrainingArguments) -> None:
         size = step * (steps or args.gradient_accumulation_steps)
     if size % step:
         raise ValueError(
-            f"generation_batch_size: expected a multiple of {step}, the batch of one step over "
-            f"all processes, got {size}"
+            f"generation_batch_size: expected a multiple of {step}, the batch of one micro-step "
+            f"over all processes, got {size}"
         )
     if size % args.num_generations:
         valid = [n for n in range(2, size + 1) if size % n == 0]
         raise ValueError(
             f"num_generations: expected a divisor of the generation batch of {size} "
-            f"completions ({', '.join(map(str, valid)) or 'none: enlarge the batch'}), "
+            f"completions ({', '.join(map(str, valid)) or 'none: increase the batch size'}), "
             f"got {args.num_generations}"
         )
     args.generation_batch_size = size
@@ -275,7 +277,7 @@ def set_generation_batch(args: TrainingArguments) -> None:
 
 
 def set_padding(args: TrainingArguments) -> None:
-    """Turn ``auto`` and the command line's words into the multiple, or None.
+    """Turn ``auto`` and the command line's words into a multiple, or None.
 
     Raises:
         ValueError: it is none of these.
@@ -304,7 +306,7 @@ def _check_length_of_vllm(args: TrainingArguments) -> None:
 
 
 def _longest(args: TrainingArguments) -> int:
-    """Return the tokens of the longest completion with its prompt, as far as they are known."""
+    """Return the tokens of the longest completion plus its prompt, as far as they are known."""
     return (args.max_prompt_length or 1) + args.max_completion_length
 
 
@@ -327,8 +329,8 @@ def check_engine(args: TrainingArguments, loss: LossConfig) -> None:
         top_k = options("generation_kwargs", args.generation_kwargs).get("top_k", args.top_k)
         if top_k < 1:
             raise ValueError(
-                "use_sampling_mask: expected top_k >= 1 with it, which bounds how many ids are "
-                f"left for a token, got {top_k}"
+                "use_sampling_mask: expected top_k >= 1 with it, to limit how many ids each token "
+                f"has, got {top_k}"
             )
     if args.use_rollout_routing_replay:
         own = options("vllm_engine_kwargs", args.vllm_engine_kwargs)
@@ -347,13 +349,13 @@ def _check_ahead(args: TrainingArguments) -> None:
     """Raise ValueError unless completions can be sampled ahead with the other settings."""
     if "seed" in options("generation_kwargs", args.generation_kwargs):
         raise ValueError(
-            "generation_kwargs['seed']: expected none with generation_batches_ahead, which asks "
-            "for one completion at a time: those of a prompt would all be the same"
+            "generation_kwargs['seed']: expected none with generation_batches_ahead, which "
+            "requests one completion at a time: all completions of a prompt would be the same"
         )
     if args.use_vllm and args.vllm_mode == "colocate":
         raise ValueError(
-            "generation_batches_ahead: expected 0 with vllm_mode='colocate', whose vLLM runs in "
-            "the process that trains (a server can generate meanwhile: vllm_mode='server'), got "
+            "generation_batches_ahead: expected 0 with vllm_mode='colocate', since vLLM then runs "
+            "in the training process (vllm_mode='server' can generate during training), got "
             f"{args.generation_batches_ahead}"
         )
     if args.max_staleness is None:
@@ -362,19 +364,19 @@ def _check_ahead(args: TrainingArguments) -> None:
     least = math.ceil(micro_steps / args.gradient_accumulation_steps)
     if args.max_staleness < least:
         raise ValueError(
-            f"max_staleness: expected at least {least}, the optimizer steps that training takes "
-            f"for generation_batches_ahead = {args.generation_batches_ahead}: all completions are "
-            f"that old; got {args.max_staleness}"
+            f"max_staleness: expected at least {least}, the age in optimizer steps of all "
+            f"completions with generation_batches_ahead = {args.generation_batches_ahead}, got "
+            f"{args.max_staleness}"
         )
     if args.prompts_per_generation % args.world_size:
         raise ValueError(
-            "max_staleness: expected None, or as many prompts of a generation batch for each of "
-            f"{args.world_size} processes; got {args.prompts_per_generation} prompts"
+            "max_staleness: expected None, or a generation batch whose prompts divide evenly among "
+            f"{args.world_size} processes, got {args.prompts_per_generation} prompts"
         )
 
 
 def _check_unused(args: TrainingArguments) -> None:
-    """Raise for vLLM's settings that have no effect in the mode; warn of others."""
+    """Raise ValueError for vLLM settings of the other mode; warn of other unused ones."""
     unused = []
     for name, (_, marks) in annotated_fields(args.__class__).items():
         for mode in (mark for mark in marks if isinstance(mark, str)):
@@ -389,25 +391,25 @@ def _check_unused(args: TrainingArguments) -> None:
 
 
 def _check_generation(args: TrainingArguments) -> None:
-    own_names = args.use_vllm or args.rollout_engine is not None  # checked by that engine
+    own_names = args.use_vllm or args.rollout_engine is not None  # that engine checks them
     known = GenerationConfig(cache_implementation=args.cache_implementation)  # checks it
     for name in options("generation_kwargs", args.generation_kwargs):
         if name in _SHARED_WITH_THE_LOSS:
             raise ValueError(
-                f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
+                f"generation_kwargs[{name!r}]: set the field {_SHARED_WITH_THE_LOSS[name]} "
                 "instead, which the loss reads too"
             )
         if not own_names and name in ("stop", "stop_strings"):
             raise ValueError(
-                f"generation_kwargs[{name!r}]: expected no text where transformers generates; "
-                "token ids that end a completion are its 'stop_token_ids'"
+                f"generation_kwargs[{name!r}]: not supported by the transformers engine; pass the "
+                "ids of tokens that end a completion as 'stop_token_ids'"
             )
         if not own_names and name != "stop_token_ids" and not hasattr(known, name):
             raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")
 
 
 def _check_correction(args: TrainingArguments, loss: LossConfig) -> None:
-    """Check what corrects for the log-probabilities that the engine reports."""
+    """Check the correction for the log-probabilities that the engine reports."""
     mode = loss.correction_mode
     if mode is None:
         return
@@ -415,9 +417,9 @@ def _check_correction(args: TrainingArguments, loss: LossConfig) -> None:
     if any(filters.values()) and not args.use_sampling_mask:
         used = ", ".join(name for name, on in filters.items() if on)
         warnings.warn(
-            f"{used}: the engine reports log-probabilities after this filter, the policy's are of "
-            "the whole vocabulary; vllm_importance_sampling_correction corrects for that, too, "
-            "and use_sampling_mask makes them alike",
+            f"{used}: the engine reports log-probabilities after this filter, while the policy's "
+            "are over the whole vocabulary; vllm_importance_sampling_correction also corrects for "
+            "this, and use_sampling_mask removes the difference",
             stacklevel=5,
         )
     if loss.surrogate.uses_rollout_weight and mode.per_sequence:

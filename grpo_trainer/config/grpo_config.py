@@ -1,4 +1,4 @@
-"""GRPOConfig: transformers' TrainingArguments plus what GRPO adds, checked on construction."""
+"""GRPOConfig: transformers' TrainingArguments plus GRPO's arguments, checked on construction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from grpo_trainer.masking import masked
 
 _on_disk = ContextVar("_on_disk", default=False)
 
-# fields that say how tokens are drawn, and all that can change during a run
+# fields for sampling, and all fields that can change during a run
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 CHANGEABLE = (
     *OF_SAMPLING,
@@ -52,9 +52,9 @@ CHANGEABLE = (
 
 @contextmanager
 def pickled_without_secrets() -> Iterator[None]:
-    """Leave tokens and passwords out of what is pickled inside: transformers pickles its arguments.
+    """Leave secrets out of pickles made inside: transformers pickles its arguments.
 
-    Elsewhere a pickle has them, since it may be on its way to another process of the run.
+    Other pickles include them, since they may go to another process of the run.
     """
     before = _on_disk.set(True)
     try:
@@ -65,18 +65,18 @@ def pickled_without_secrets() -> Iterator[None]:
 
 @dataclass
 class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
-    """How to train.
+    """The settings of a run.
 
-    The arguments of :class:`~grpo_trainer.GRPOTrainer`: fields of GRPO, which
-    ``grpo-train --help-all`` describes, those of :class:`grpo_kernels.LossConfig` and those of
-    ``transformers.TrainingArguments``. Batch sizes count completions, not prompts.
+    It has the fields that GRPO adds, which ``grpo-train --help-all`` describes, and the fields of
+    :class:`grpo_kernels.LossConfig` and ``transformers.TrainingArguments``. Batch sizes count
+    completions, not prompts.
 
     Raises:
-        TypeError: there is no such argument; the message says which one was meant.
+        TypeError: an argument is unknown; the message suggests a similar name.
         ValueError: values are out of range or do not fit together.
     """
 
-    # dictionaries that may be JSON text; subclasses add theirs, as to transformers' and TRL's
+    # dictionaries that may be JSON text; subclasses may add more, as in transformers and TRL
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *dict.fromkeys([*TrainingArguments._VALID_DICT_FIELDS, *fields_with(options, GRPOFields)]),
     ]
@@ -107,7 +107,7 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
         check_engine(self, loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, and without secrets, those in dictionaries too."""
+        """Return the fields for JSON, without secrets, also in dictionaries."""
         path = {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
         return masked(super().to_dict() | path)
 
@@ -118,15 +118,15 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
     __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        # a checkpoint holds a pickle of the arguments, which a function may not have
+        # a checkpoint holds a pickle of the arguments, and not every function can be pickled
         state = self.__dict__ | {"dynamic_prompts_fn": import_path(self.dynamic_prompts_fn)}
         return masked(state, named=False) if _on_disk.get() else state
 
     def changed(self, name: str, value: Any) -> GRPOConfig:
-        """Return a copy with another value of a field of the loss or of sampling.
+        """Return a copy with another value for a field of the loss or of sampling.
 
         Raises:
-            ValueError: it is out of range, or does not go with the other fields.
+            ValueError: it is out of range, or does not fit the other fields.
         """
         args = copy.copy(self)
         setattr(args, name, value)
@@ -141,19 +141,19 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
 
     @property
     def prompts_per_generation(self) -> int:
-        """Different prompts of a generation batch, over all processes."""
+        """Distinct prompts per generation batch, over all processes."""
         assert self.generation_batch_size is not None  # set on construction
         return self.generation_batch_size // self.num_generations
 
     @property
     def micro_steps_per_generation(self) -> int:
-        """How many micro-batches a generation batch serves."""
+        """Micro-batches that use one generation batch."""
         assert self.steps_per_generation is not None  # set on construction
         return self.steps_per_generation * self.num_iterations
 
     @property
     def policy_moves_within_generation(self) -> bool:
-        """Whether a micro-batch can be used by a later policy than the one that generated it."""
+        """Whether a micro-batch can train a later policy than the one that generated it."""
         return self.gradient_accumulation_steps % self.micro_steps_per_generation != 0
 
     def check_eval_batch(self) -> None:
@@ -163,17 +163,17 @@ class GRPOConfig(GRPOFields, LossFields, TrainingArguments):
             step = group // math.gcd(group, self.world_size)
             around = ", ".join(map(str, range(step, size + 2 * step, step)[-3:]))
             raise ValueError(
-                f"per_device_eval_batch_size: expected a size such as {around} that "
-                f"over all processes ({self.world_size}) makes whole groups of {group} "
-                f"completions per prompt, got {size}"
+                f"per_device_eval_batch_size: expected a size such as {around} with whole "
+                f"groups of {group} completions per prompt over all processes "
+                f"({self.world_size}), got {size}"
             )
 
 
 def check_arguments(args: Any, processing_class: Any) -> None:
-    """Raise ValueError unless they are a configuration of this trainer, and what makes tokens."""
+    """Raise ValueError unless they are a GRPOConfig, and a tokenizer or a processor."""
     if not isinstance(args, GRPOConfig):
         raise ValueError(f"args: expected a grpo_trainer.GRPOConfig, got a {type(args)}")
-    # one may have been set since
+    # a field may have been set since construction
     check_checkpointing(args)
     join_newer_names(args)
     keep_not_reentrant(args)
@@ -185,10 +185,10 @@ def check_arguments(args: Any, processing_class: Any) -> None:
 
 
 def import_path(function: Callable[..., Any] | str | None) -> str | None:
-    """Return the import path of a function, where only text can stand."""
+    """Return the import path of a function, for places that hold only text."""
     if function is None or isinstance(function, str):
         return function
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # a partial's function
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{function.__module__}.{name}"
 
@@ -196,8 +196,8 @@ def import_path(function: Callable[..., Any] | str | None) -> str | None:
 class Settings:
     """The arguments of a run, and the loss that they describe.
 
-    What is changed takes effect with the next generation batch, so that completions are trained on
-    by the values that they were sampled by. A checkpoint holds it.
+    Changes take effect with the next generation batch, so that completions are trained on with the
+    values they were sampled with. Checkpoints store them.
     """
 
     def __init__(self, args: GRPOConfig) -> None:
@@ -209,10 +209,11 @@ class Settings:
         self._changed_in_effect: dict[str, Any] = {}
 
     def change(self, **values: Any) -> None:
-        """Change fields for the generation batches to come.
+        """Change fields, starting with the next generation batch.
 
         Raises:
-            ValueError: the run cannot go on with a value, or a field cannot change; then none does.
+            ValueError: the run cannot continue with a value, or a field cannot change; then none
+                changes.
         """
         args = self.args
         for name, value in values.items():
@@ -221,7 +222,7 @@ class Settings:
         self.args, self._changed = args, self._changed | values
 
     def take_effect(self) -> None:
-        """Go by what was changed, before a generation batch."""
+        """Apply the changes, before a generation batch."""
         if self.in_effect is not self.args:
             self.in_effect, self._changed_in_effect = self.args, self._changed
             self.loss = _loss_of(self.args)
@@ -243,20 +244,21 @@ class Settings:
             )
         if name in OF_SAMPLING and self.args.generation_batches_ahead:
             raise ValueError(
-                f"{name}: expected no other value with generation_batches_ahead, whose next "
-                f"completions are being sampled, got {value!r}"
+                f"{name}: cannot change with generation_batches_ahead, whose next completions are "
+                f"already being sampled, got {value!r}"
             )
         if name == "beta" and value != 0 and self._began.beta == 0:
             raise ValueError(
-                f"beta: expected 0 in a run that began with it, without a reference, got {value!r}"
+                "beta: expected 0, since the run started with 0 and has no reference, got "
+                f"{value!r}"
             )
         if name == "entropy_coef" and self.args.use_adaptive_entropy:
             raise ValueError(
-                f"entropy_coef: expected no other value with use_adaptive_entropy, got {value!r}"
+                f"entropy_coef: cannot change with use_adaptive_entropy, got {value!r}"
             )
 
 
 def _loss_of(args: GRPOConfig) -> LossConfig:
     loss = loss_config(args)
-    # with adaptive entropy the coefficient comes with each batch: no config changes
+    # with adaptive entropy each batch has its coefficient: the config stays the same
     return replace(loss, entropy_coef=1.0) if args.use_adaptive_entropy else loss

@@ -1,4 +1,4 @@
-"""The loss as GRPOConfig describes it: by the fields of LossConfig and of its surrogates."""
+"""The loss as GRPOConfig describes it: the fields of LossConfig and of its surrogates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from grpo_kernels.losses import LOSSES
 from grpo_trainer.common import setting
 from grpo_trainer.config.fields import options
 
-# fields of LossConfig, whatever the loss; GRPOConfig has other names for those of the correction
+# fields of LossConfig for every loss; GRPOConfig has other names for the correction's fields
 _GENERAL = {
     item.name
     for item in dataclasses.fields(LossConfig)
     if item.init and item.name != "surrogate" and not item.name.startswith("rollout_correction_")
 }
-# settings of single losses that TRL's GRPOConfig has for all of them, and its scripts set
+# settings of single losses that TRL's GRPOConfig has for all losses, and that its scripts set
 OF_TRL = (
     *("epsilon", "epsilon_high", "delta"),
     *("sapo_temperature_pos", "sapo_temperature_neg"),
@@ -32,9 +32,9 @@ OF_TRL = (
 
 
 def _mirrored() -> list[tuple[str, Any, Any]]:
-    """Return names, types and fields like those of LossConfig and of the surrogates.
+    """Return names, types and fields that mirror LossConfig and the surrogates.
 
-    Each is described as in the docstrings of the losses that have it.
+    Descriptions come from the docstrings of the losses that have the field.
     """
     mirrored: dict[str, tuple[Any, Any]] = {}  # type and default
     # the losses of each description, by field
@@ -54,7 +54,7 @@ def _mirrored() -> list[tuple[str, Any, Any]]:
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say of its arguments."""
+    """Return the descriptions of a class's arguments from its docstring and its bases'."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", cleandoc(base.__doc__ or ""), re.M)
@@ -63,7 +63,7 @@ def _descriptions(kind: type) -> dict[str, str]:
 
 
 def _joined(losses: dict[str, list[str]]) -> str:
-    """Return descriptions with the losses that each is about; a general one has none."""
+    """Return the descriptions, each with the losses it is about; a general one names none."""
     parts = [f"{', '.join(names)}: {text}".removeprefix(": ") for text, names in losses.items()]
     return " ".join(parts).replace("``", "`").replace("%", "%%")
 
@@ -71,7 +71,7 @@ def _joined(losses: dict[str, list[str]]) -> str:
 LossFields: Any = make_dataclass(
     "LossFields",
     _mirrored(),
-    namespace={"__doc__": "The loss, as LossConfig has it.", "__module__": __name__},
+    namespace={"__doc__": "The loss, as in LossConfig.", "__module__": __name__},
 )
 
 
@@ -79,7 +79,7 @@ def loss_config(args: TrainingArguments) -> LossConfig:
     """Return the loss that ``args`` describes.
 
     Raises:
-        ValueError: a value is out of range, or a setting is given that the loss does not have.
+        ValueError: a value is out of range, or the loss does not have a setting.
     """
     high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     if high is not None and low is not None and low >= high:
@@ -93,7 +93,7 @@ def loss_config(args: TrainingArguments) -> LossConfig:
         "rollout_correction_max": high,
         "rollout_correction_min": low,
     }
-    loss = LOSSES.get(str(args.loss_type))  # an unknown one is an error of LossConfig
+    loss = LOSSES.get(str(args.loss_type))  # LossConfig raises for an unknown one
     named = _GENERAL.union(loss.settings if loss else ())
     changed, unused = _changed(args), unused_settings(args)
     for item in dataclasses.fields(LossFields):
@@ -102,17 +102,19 @@ def loss_config(args: TrainingArguments) -> LossConfig:
     for name, value in options("loss_kwargs", args.loss_kwargs).items():
         if name in LossConfig.__dataclass_fields__:
             raise ValueError(
-                f"loss_kwargs: expected the loss's own settings, got {name!r}, which all losses "
-                "have and which is set beside it"
+                f"loss_kwargs: expected the loss's own settings, got {name!r}, a setting of all "
+                "losses; set it as an option of its own name"
             )
         if name in changed:
-            raise ValueError(f"loss_kwargs: expected no {name!r} beside the option, got both")
+            raise ValueError(
+                f"loss_kwargs: expected no {name!r}, since the option is set too, got both"
+            )
         settings[name] = value
     config = LossConfig(**settings)
     if config.exclude_zero_variance and config.aggregation.counts_tokens:
         raise ValueError(
-            f"exclude_zero_variance: expected False with {config.aggregation_name!r}, as the "
-            "trainer counts the tokens of all sequences"
+            f"exclude_zero_variance: expected False with {config.aggregation_name!r}, since "
+            "the trainer counts the tokens of all sequences"
         )
     return config
 
@@ -123,7 +125,8 @@ def _changed(args: TrainingArguments) -> set[str]:
 
 
 def unused_settings(args: TrainingArguments) -> list[str]:
-    """Return the settings of other losses that are set, as TRL's scripts do for every loss."""
+    """Return the settings of other losses that are set, as TRL's scripts set them for every
+    loss."""
     loss, changed = LOSSES.get(str(args.loss_type)), _changed(args)
     own = OF_TRL if loss is None else loss.settings
     return [name for name in OF_TRL if name in changed and name not in own]
@@ -133,25 +136,25 @@ def check_unused(args: TrainingArguments) -> None:
     """Warn of settings that the loss does not use.
 
     Raises:
-        ValueError: the losses that have one would not accept its value either.
+        ValueError: a value is invalid even for the losses that have the setting.
     """
     unused = unused_settings(args)
     for name in unused:
         owner = next(loss for loss in LOSSES.values() if name in loss.settings)
-        owner.surrogate(**{name: getattr(args, name)})  # which checks it
+        owner.surrogate(**{name: getattr(args, name)})  # checks the value
     if unused:
         warnings.warn(f"{', '.join(unused)}: not used by {args.loss_type}", stacklevel=4)
 
 
 def check_level(args: TrainingArguments, loss: LossConfig) -> None:
-    """Warn of a level of the ratio that is not what the loss, or the level, was made for."""
+    """Warn of a ratio level that the loss was not designed for."""
     level, own = args.importance_sampling_level, loss.loss.ratio_level
     if level is None or loss.ratio_level is own:
         return
     if loss.ratio_level.per_sequence and not loss.aggregation.by_sequence:
         warnings.warn(
             f"importance_sampling_level: with {level!r}, {loss.loss_type} sums over tokens, so "
-            "that a sequence counts by its length; gspo weights sequences alike, as its paper does",
+            "longer sequences count more; gspo weights all sequences equally, as in its paper",
             stacklevel=4,
         )
     if own.per_sequence and not loss.ratio_level.per_sequence:
@@ -163,14 +166,14 @@ def check_level(args: TrainingArguments, loss: LossConfig) -> None:
 
 
 def check_backward(args: TrainingArguments, loss: LossConfig) -> None:
-    """Raise ValueError for a sparse backward where only an exact one is possible, and for one pass
-    where a loss needs two."""
-    backward_options(args)  # which checks the seed
+    """Raise ValueError for a sparse backward if only an exact one is possible, and for one pass
+    if a loss needs two."""
+    backward_options(args)  # checks the seed
     scope = loss.scope(args.use_vllm or args.rollout_engine is not None)
     if args.schedule == "one_pass" and scope != "token":
         raise ValueError(
-            f"schedule: expected auto or two_pass, since a token's loss depends on its {scope} "
-            f"with {loss.loss_type} and these settings; got {args.schedule!r}"
+            f"schedule: expected auto or two_pass, since with {loss.loss_type} and these settings "
+            f"a token's loss depends on its {scope}; got {args.schedule!r}"
         )
     if args.backward == "exact" or loss.entropy_coef == 0:
         return

@@ -1,4 +1,4 @@
-"""Which optimizer ``optim`` and ``optim_args`` ask for, as transformers makes it."""
+"""The optimizer that ``optim`` and ``optim_args`` select, as transformers creates it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_trainer.common import hint
 
 
 class _Noted(dict[str, str]):
-    """Arguments of an optimizer; ``known`` are the names that it asks for."""
+    """Arguments of an optimizer; ``known`` collects the names that transformers looks up."""
 
     def __init__(self, values: dict[str, str]) -> None:
         super().__init__(values)
@@ -38,11 +38,11 @@ class _Noted(dict[str, str]):
 def optimizer_of(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
     """Return the class of the optimizer and its settings, without those of AdamW.
 
-    Those that look for layers by ``optim_target_modules`` are made from the model later: of them
-    this returns None, and no settings.
+    Optimizers that find layers by ``optim_target_modules`` are created from the model later: for
+    them it returns None and no settings.
 
     Raises:
-        ValueError: its package is not installed, or it has no such ``optim_args``.
+        ValueError: its package is not installed, or it does not know one of ``optim_args``.
     """
     try:
         values = _parse_optim_args(args.optim_args)
@@ -60,7 +60,7 @@ def optimizer_of(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
     except ImportError as error:
         raise ValueError(f"optim: {args.optim.value} needs a package: {error}") from error
     except ValueError as error:
-        if args.optim_target_modules is None:  # else it has found no layers in the empty module
+        if args.optim_target_modules is None:  # else it found no layers in the empty module
             name = "optim_args" if values else "optim"
             raise ValueError(f"{name}: {args.optim.value}: {error}") from error
     if unknown := sorted(values.keys() - noted.known):
@@ -71,19 +71,19 @@ def optimizer_of(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
         )
     if isinstance(settings.get("block_size"), str):
         raise ValueError(
-            "optim_args: expected no block_size, which this version of transformers hands to "
-            f"torchao as text; optimizer_cls_and_kwargs can set it, got {settings['block_size']}"
+            "optim_args: expected no block_size, which this version of transformers passes to "
+            f"torchao as text; set it in optimizer_cls_and_kwargs; got {settings['block_size']}"
         )
     check_weight_decay("optim_args", settings, args)
     return kind, settings
 
 
 def check_weight_decay(name: str, settings: dict[str, Any], args: TrainingArguments) -> None:
-    """Raise ValueError if an optimizer's settings have another ``weight_decay`` than ``args``, by
-    which transformers makes the groups of weights."""
+    """Raise ValueError if an optimizer's settings have another ``weight_decay`` than ``args``, from
+    which transformers forms the groups of weights."""
     own = settings.get("weight_decay", args.weight_decay)
     if own != args.weight_decay:
         raise ValueError(
-            f"{name}: expected no weight_decay, which groups of weights have from the field of "
-            f"that name, got {own}; set weight_decay={own} in GRPOConfig"
+            f"{name}: expected no weight_decay, got {own}; set weight_decay={own} in GRPOConfig, "
+            "which applies to all groups of weights"
         )

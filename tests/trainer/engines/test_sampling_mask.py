@@ -104,7 +104,7 @@ def test_in_vllms_words(make_args, tokenizer):
     for top_k, logprobs in ((3, 11), (100, len(tokenizer))):  # room for ties
         args = make_args(use_vllm=True, top_k=top_k, use_sampling_mask=True)
         assert vllm_params(Sampling.from_config(args, tokenizer))["logprobs"] == logprobs
-    with pytest.warns(UserWarning, match="top_k: .*use_sampling_mask makes them alike"):
+    with pytest.warns(UserWarning, match="top_k: .*use_sampling_mask removes the difference"):
         make_args(use_vllm=True, top_k=5)
 
 

@@ -279,7 +279,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optim": "sgd", "optim_args": "momentum=much"}, "optim_args: sgd: .*'much'"),
     (
         ROUNDED_8BIT | {"optim_args": "block_size=128"},
-        "optim_args: expected no block_size, .*optimizer_cls_and_kwargs can set it, got 128",
+        "optim_args: expected no block_size, .*set it in optimizer_cls_and_kwargs; got 128",
     ),
     (ROUNDED_8BIT, r"bf16_stochastic_round: .*dtype=bfloat16.*float32"),
     (
