@@ -1,4 +1,4 @@
-"""A thin GRPO trainer on top of the fused losses of ``grpo_kernels``."""
+"""A small GRPO trainer built on the fused losses of ``grpo_kernels``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: a server needs one small module alone."""
+    """Import each name on first use: a server needs only one small module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = _ELSEWHERE.get(name, "cli.arguments")

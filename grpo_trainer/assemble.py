@@ -1,7 +1,6 @@
-"""What a trainer is made of: inputs that are checked before a model is loaded, then the models,
-then the rollouts.
+"""The parts of a trainer: inputs, checked before a model is loaded, then models, then rollouts.
 
-Each part comes from one function of its own package, and exists only if the run needs it.
+A function of its package creates each part, and only if the run needs it.
 """
 
 from __future__ import annotations
@@ -92,13 +91,13 @@ from grpo_trainer.rewards import (
 )
 from grpo_trainer.vllm import VLLMClient
 
-# makes the run's prompts of those of the dataset
+# turns the dataset's prompts into the run's prompts
 MakePrompts = Callable[[Prompts | None], Prompts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the user passed besides the model, checked."""
+    """The user's arguments in addition to the model, checked."""
 
     args: GRPOConfig
     train_dataset: PromptDataset | None
@@ -113,7 +112,7 @@ class Inputs:
     prompts: MakePrompts | None
     columns: list[Column]
     terms: list[Term]
-    hooks: dict[str, Any]  # what a resumed run has to have as well
+    hooks: dict[str, Any]  # must be the same in a resumed run
 
 
 def check_inputs(
@@ -133,7 +132,7 @@ def check_inputs(
     columns: Sequence[Column],
     terms: Sequence[Term],
 ) -> Inputs:
-    """Return what the trainer is made from; ValueError for what is wrong."""
+    """Return the trainer's checked inputs; ValueError if one is wrong."""
     if train_dataset is None and environment_factory is not None:
         train_dataset = prompts_by_reset(environment_factory, args)
     train_dataset, eval_dataset = unopened(train_dataset, args), unopened(eval_dataset, args)
@@ -147,7 +146,7 @@ def check_inputs(
     _check_extensions(prompts, columns, terms, args)
     if prompts is not None and train_dataset is None and args.max_steps < 1:
         raise ValueError(
-            "max_steps: expected how many steps to take, since prompts without a train_dataset "
+            "max_steps: expected the number of steps, since prompts without a train_dataset "
             f"have no length, got {args.max_steps}"
         )
     teacher = args.teacher if teacher is None else teacher
@@ -175,7 +174,7 @@ def check_inputs(
             "environment_factory": environment_factory,
             "rollout_func": rollout_func,
             "advantages": advantages,
-            "teacher": getattr(teacher, "name_or_path", teacher),  # of a model
+            "teacher": getattr(teacher, "name_or_path", teacher),  # a model's name
             "prompts": prompts,
             "columns": [import_path(column) for column in columns] or None,
             "terms": [import_path(type(term)) for term in terms] or None,
@@ -187,8 +186,8 @@ def _check_routing_replay(args: GRPOConfig, rollout_engine: RolloutEngine | None
     named = args.use_vllm or args.rollout_engine not in (None, "transformers")
     if args.use_rollout_routing_replay and rollout_engine is None and not named:
         raise ValueError(
-            "use_rollout_routing_replay: expected use_vllm=True with it, or a rollout engine that "
-            "reports routed experts; transformers generates here, which does not"
+            "use_rollout_routing_replay: expected use_vllm=True or a rollout engine that reports "
+            "routed experts; the transformers engine, used here, does not report them"
         )
 
 
@@ -197,13 +196,13 @@ def _check_extensions(
 ) -> None:
     if prompts is not None and not callable(prompts):
         raise ValueError(
-            "prompts: expected a class or function that takes the dataset's Prompts and returns "
+            "prompts: expected a class or function that accepts the dataset's Prompts and returns "
             f"the run's, got {prompts!r}"
         )
     if prompts is not None and args.generation_batches_ahead:
         raise ValueError(
-            "generation_batches_ahead: expected 0 with prompts, whose next ones may depend on how "
-            f"this batch is scored, got {args.generation_batches_ahead}"
+            "generation_batches_ahead: expected 0 with prompts=, since the next prompts may depend "
+            f"on this batch's scores, got {args.generation_batches_ahead}"
         )
     for name, values in {"columns": columns, "terms": terms}.items():
         if not isinstance(values, list | tuple):
@@ -225,20 +224,20 @@ def _check_extensions(
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """What runs forward in a step, and what it computes."""
+    """The models of a step, and what the step computes with them."""
 
     placement: Placement  # of the policy's parameters
     reference: Reference | None
     teacher: Teacher | None
-    columns: list[Column]  # in this order
+    columns: list[Column]  # run in this order
     terms: list[Term]
 
 
 def assemble_models(trainer: Trainer, inputs: Inputs, peft_config: Any | None) -> Models:
-    """Return the models of ``trainer`` and what its loss needs of them.
+    """Return the models of ``trainer`` and what its loss needs from them.
 
     Raises:
-        ValueError: one does not fit the settings, the policy or its processor.
+        ValueError: a model does not fit the settings, the policy or its processor.
     """
     args, policy, settings = inputs.args, trainer.model, trainer.settings
     check_placement(args, trainer.accelerator)
@@ -288,8 +287,8 @@ def _teacher(
 
 
 def check_policy(trainer: Trainer, models: Models) -> list[Column]:
-    """Check the policy's head, its part for images and its positions once it can run; return the
-    columns of a micro-batch, packing among them where that works.
+    """Check the policy's head, image part and positions once it can run; return the columns of a
+    micro-batch, including packing if it works.
 
     Raises:
         ValueError: its head is not supported, or ``packing`` is ``packed`` and does not work.
@@ -311,7 +310,7 @@ def check_policy(trainer: Trainer, models: Models) -> list[Column]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What turns prompts into advantages, and these into micro-batches."""
+    """Turns prompts into advantages, and advantages into micro-batches."""
 
     sampler: Sampler
     complete: Source  # completes samples
@@ -320,11 +319,11 @@ class Rollouts:
 
 
 def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollouts:
-    """Return the engine of ``trainer`` and what is made of its completions.
+    """Return the engine of ``trainer``, and the parts that process its completions.
 
     Raises:
-        ValueError: there is no such engine, no token ends a completion, none can fill up, or the
-            weights are not those of the reward functions.
+        ValueError: the engine is unknown, no token ends a completion, no token can be used for
+            padding, or reward weights and reward functions differ in number.
     """
     args, accelerator, teacher = inputs.args, trainer.accelerator, models.teacher
     policy: PreTrainedModel = trainer.model
@@ -342,7 +341,7 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
     if not sampler.eos_token_ids:
         raise ValueError(
             "processing_class: expected an eos_token (or an eos_token_id in the model's "
-            "generation_config or in generation_kwargs), got none, so that no completion would end"
+            "generation_config or in generation_kwargs), got none, so no completion would end"
         )
     names = [reward.name for reward in inputs.rewards]
     compare = Comparison(names, args, accelerator, inputs.advantages)
@@ -357,7 +356,7 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
         budget=args.max_tokens_per_micro_batch,
         accumulated=args.gradient_accumulation_steps,
     )
-    # completions may be made on other threads, where padding by a reward function would show
+    # completions may be processed on other threads, which must not see padding by a reward function
     apart = replace(context, processing_class=copy.deepcopy(context.processing_class))
     complete: Source = SingleTurn(sampler, apart)
     if (function := inputs.rollout_func) is not None:
@@ -368,7 +367,7 @@ def assemble_rollouts(trainer: Trainer, inputs: Inputs, models: Models) -> Rollo
 
 
 def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
-    """Return what looks at a run, or moves its reference, between steps."""
+    """Return the callbacks that watch a run, or move its reference, between steps."""
     args = trainer.args
     callbacks: list[TrainerCallback] = []
     if models.reference is not None and args.sync_ref_model:
@@ -379,7 +378,7 @@ def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
         weighted = loss.correction_mode or loss.bypasses
         if weighted or loss.off_policy_mask_threshold is not None:
             return trainer.rollouts.sampling.most_gain
-        return math.inf  # the loss reads none
+        return math.inf  # the loss does not read them
 
     callbacks.append(LogprobDoubt(most_gain))
     if args.world_size > 1 and not models.placement.late:
@@ -392,10 +391,11 @@ def make_callbacks(trainer: Trainer, models: Models) -> list[TrainerCallback]:
 def make_prompts(
     trainer: Trainer, inputs: Inputs, rollouts: Rollouts, batches_left: Callable[[], int]
 ) -> Prompts | None:
-    """Return what decides what a run trains on, at its beginning; None: there is nothing.
+    """Return the run's Prompts, at its start; None if there are none.
 
     Raises:
-        ValueError: ``dynamic_prompts_fn`` leads to no function, or ``prompts`` returns no Prompts.
+        ValueError: ``dynamic_prompts_fn`` is not a function, or ``prompts`` does not return
+            Prompts.
     """
     args, prompts, dataset = inputs.args, None, trainer.train_dataset
     if dataset is not None:
@@ -409,7 +409,7 @@ def make_prompts(
     own = inputs.prompts(prompts)
     if not isinstance(own, Prompts):
         raise ValueError(
-            "prompts: expected an object with next, scored, state and restore, as of a class that "
-            f"inherits Prompts, got {own!r}"
+            "prompts: expected an object with next, scored, state and restore, such as an instance "
+            f"of a subclass of Prompts, got {own!r}"
         )
     return own

@@ -1,8 +1,8 @@
-"""BaseTrainer: the one class that touches private methods of ``transformers.Trainer``.
+"""BaseTrainer: the only class that touches private methods of ``transformers.Trainer``.
 
-It counts completions in place of rows, loads prompts and evaluation rows, logs what was collected,
-and writes checkpoints that are whole and resume to the bit. A test pins the signatures of what it
-overrides and calls.
+It counts completions instead of rows, loads prompts and evaluation rows, logs collected metrics,
+and writes complete checkpoints that resume bit for bit. A test pins the signatures of the methods
+it overrides and calls.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from grpo_trainer.policy import Placement, load_saved
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint must hold: numbers, text, tensors, lists and dictionaries
+    """A part of a run that checkpoints store: numbers, text, tensors, and lists and dictionaries
     of them."""
 
     def state(self) -> Any: ...
@@ -62,40 +62,39 @@ class Stateful(Protocol):
 
 
 class BaseTrainer(Trainer):
-    """``transformers.Trainer`` with prompts in place of labeled rows, and exact checkpoints.
+    """``transformers.Trainer`` with prompts instead of labeled rows, and exact checkpoints.
 
-    Trainer itself saves parameters, optimizer, schedule, random states and its counters; the
-    subclass names what else a checkpoint holds.
+    Trainer saves parameters, optimizer, schedule, random states and its counters; the subclass
+    names the rest of a checkpoint.
     """
 
     args: GRPOConfig
     _placement: Placement
-    _prompts: Prompts | None = None  # what decides what a run trains on, once that began
-    _metrics: dict[bool, MetricLog]  # of training (True) and of evaluations (False)
-    _states: dict[str, Stateful]  # what a checkpoint holds, by name, and differs between processes
-    _shared_states: dict[str, Stateful]  # what is the same on all, and saved once
-
-    _aside: Path | None = None  # the folder that stands for the run's while a checkpoint is written
+    _prompts: Prompts | None = None  # the run's prompts, once it has started
+    _metrics: dict[bool, MetricLog]  # for training (True) and evaluations (False)
+    _states: dict[str, Stateful]  # parts of a checkpoint that differ between processes
+    _shared_states: dict[str, Stateful]  # parts that are the same on all processes, saved once
+    _aside: Path | None = None  # replaces the run's folder while a checkpoint is written
     _interrupted = threading.Event()  # set once this process has noted a Ctrl-C
     _last_saved = _last_ended = 0  # steps
-    _has_saved = False  # whether what is in the run's folder may be this trainer's own
+    _has_saved = False  # whether files in the run's folder may be this trainer's
 
     def _start(self) -> None:
-        """Make everything that a run changes as it is before the first step."""
+        """Create everything that a run changes, as it is before the first step."""
 
     def _stop(self) -> None:
-        """End what runs in the background, after the last step and after an error."""
+        """End background work, after the last step and after an error."""
 
     def _placed(self) -> None:
-        """Look at the policy after it was placed, or weights were loaded into it."""
+        """Check the policy after it was placed, or after weights were loaded into it."""
 
     def _batches_of(self, inputs: Any) -> Any:
-        """Return what a training or prediction step computes the loss of."""
+        """Return the batches whose loss a training or prediction step computes."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self._batches_of(inputs)
 
-    # How long a run is, and what it reads.
+    # The length of a run, and the rows it reads.
 
     def _steps(self) -> int:
         """Return the optimizer steps of a whole run, as transformers counts them."""
@@ -106,7 +105,7 @@ class BaseTrainer(Trainer):
         return math.ceil(args.num_train_epochs * steps_per_epoch)
 
     def _generation_batches(self) -> int:
-        """Return those of a whole run. The last step of a pass may have fewer micro-batches."""
+        """Return the generation batches of a whole run. The last step of a pass may be shorter."""
         args, of_pass = self.args, self._micro_steps()
         steps_of_pass = math.ceil(of_pass / args.gradient_accumulation_steps)
         passes, steps = divmod(self._steps(), steps_of_pass)
@@ -114,14 +113,14 @@ class BaseTrainer(Trainer):
         return math.ceil((passes * of_pass + rest) / args.micro_steps_per_generation)
 
     def _micro_steps(self) -> int:
-        """Return those of a pass over the training prompts; of a stream all that there are."""
+        """Return the micro-steps of a pass over the prompts; of the whole run for a stream."""
         args, dataset = self.args, self.train_dataset
         if dataset is None or isinstance(dataset, IterableDataset):
             return args.max_steps * args.gradient_accumulation_steps
         return len(dataset) // args.prompts_per_generation * args.micro_steps_per_generation
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return one item per completion in the loss and epoch.
+        """Return a loader with one item per completion in the loss, for one epoch.
 
         Raises:
             ValueError: there is no dataset to train on.
@@ -129,7 +128,7 @@ class BaseTrainer(Trainer):
         if self._prompts is None:
             raise ValueError(
                 "train_dataset: expected prompts to train on (or, with max_steps, one "
-                "environment_factory or prompts), got None"
+                "environment_factory or prompts=), got None"
             )
         size = self.args.per_device_train_batch_size * self.args.world_size
         items: Any = range(self._micro_steps() * size)
@@ -137,17 +136,17 @@ class BaseTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def _get_dataloader(self, dataset: PromptDataset, *args: Any, **kwargs: Any) -> DataLoader:
-        """Return the rows of an evaluation, a group of each."""
+        """Return the rows of an evaluation, each repeated for its group."""
         self.args.check_eval_batch()
         rows: Any = unopened(dataset, self.args)
         if isinstance(rows, IterableDataset):
-            # each process reads for itself: one that reads for all could only send tensors
+            # each process reads its own rows: one that reads for all could send only tensors
             self.accelerator.dataloader_config.dispatch_batches = False
             rows = RepeatedStream(rows, self.args.eval_group_size)
         else:
             rows = Numbered(rows)
         loader = super()._get_dataloader(rows, *args, **kwargs)
-        loader.device = None  # to move rows, accelerate copies them without their number
+        loader.device = None  # accelerate would copy rows to move them, and lose their number
         return loader
 
     def _get_eval_sampler(self, eval_dataset: Numbered) -> list[int]:
@@ -159,8 +158,8 @@ class BaseTrainer(Trainer):
     # The log.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a row with what was collected since the one before."""
-        # a training step's row, or the summary, which has what came after the last of these
+        """Log a row with everything collected since the previous row."""
+        # a training step's row, or the summary, which has the rest
         if ("loss" in logs or "train_loss" in logs) and (drained := self._metrics[True].drain()):
             logs |= drained | {"num_tokens": self.state.num_input_tokens_seen}
         super().log(logs, start_time)
@@ -174,25 +173,25 @@ class BaseTrainer(Trainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in drained.items()})
         return output
 
-    # A run from its beginning, or a checkpoint, to its end.
+    # A run, from its start or a checkpoint to its end.
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train as ``transformers.Trainer`` does; True resumes from the newest checkpoint.
+        """Train like ``transformers.Trainer``; True resumes from the newest checkpoint.
 
-        From the last checkpoint of a run that has taken all of its steps only the model and the
-        trainer's state are loaded; nothing is logged or written, and the result has no metrics.
+        If the checkpoint is the last one of a finished run, only the model and the trainer's state
+        are loaded: nothing is logged or written, and the result has no metrics.
 
-        After Ctrl-C the step ends and a checkpoint is written, from which a run goes on exactly;
-        after another one training ends at once.
+        After Ctrl-C the step ends and a checkpoint is written, from which a run continues exactly.
+        A second Ctrl-C ends training at once.
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended training; the message names step and checkpoint.
-            StartError: another run trains in ``output_dir``, or has left its model or checkpoints
-                there, and it is not ``overwrite_output_dir``; or the checkpoint is damaged or lacks
-                a file, or belongs to a run that this one cannot continue exactly; the message
-                names the file or the setting. A ValueError.
+            StartError: another run trains in ``output_dir``, or left its model or checkpoints there
+                and ``overwrite_output_dir`` is not set; or the checkpoint is damaged, lacks a file,
+                or belongs to a run that this one cannot continue exactly. The message names the
+                file or the setting. A StartError is a ValueError.
             CheckpointError: a checkpoint could not be written.
         """
         with only_run(Path(self.args.output_dir), self.accelerator):
@@ -216,12 +215,12 @@ class BaseTrainer(Trainer):
                 self._stop()
 
     def _checkpoint(self, asked: str | Path | bool | None) -> Path | None:
-        """Return what training resumes from. Every process calls it; all raise what one finds."""
+        """Return the checkpoint to resume from. All processes call it, and raise if one raises."""
         checkpoint = None
         overwrite = self.args.overwrite_output_dir or self._has_saved
         with raised_together(self.accelerator):
             checkpoint = find_checkpoint(Path(self.args.output_dir), asked, overwrite)
-            if checkpoint and self.accelerator.is_local_main_process:  # one of each disk
+            if checkpoint and self.accelerator.is_local_main_process:  # one per machine
                 check_checkpoint(checkpoint, self.args, settings_of(self), self._steps())
         if self.accelerator.is_local_main_process:
             delete_unfinished(Path(self.args.output_dir))
@@ -233,23 +232,23 @@ class BaseTrainer(Trainer):
         checkpoint = resume_from_checkpoint
         if checkpoint is not None:
             state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
-            if state.global_step >= self._steps():  # Trainer's loop looks after a step only
+            if state.global_step >= self._steps():  # Trainer's loop checks only after a step
                 return self._finished(state, checkpoint)
         return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """End a step, and an epoch, whose last step has ended before."""
+        """End a step, or an epoch, whose last step has already ended."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         step, state = self.state.global_step, self.state
         epoch_ends = float(state.epoch or 0).is_integer() and step != self._last_ended
         self._last_ended = step
-        if not epoch_ends and step < state.max_steps:  # else there is more to log and to save
+        if not epoch_ends and step < state.max_steps:  # else there is more to log and save
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        """Save and end the run if a process has noted a Ctrl-C. All call it, after a step."""
+        """Save and end the run if any process noted a Ctrl-C. All call it, after a step."""
         interrupted = self._interrupted.is_set()
-        if self.accelerator.num_processes > 1:  # they go on together, or none does
+        if self.accelerator.num_processes > 1:  # all continue, or none does
             own = torch.tensor([interrupted], device=self.accelerator.device)
             interrupted = bool(self.accelerator.gather(own).any())
         if not interrupted:
@@ -260,14 +259,14 @@ class BaseTrainer(Trainer):
         raise KeyboardInterrupt
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._placement.at_rest(self.model)  # the optimizer gets the parameters that are trained
+        self._placement.at_rest(self.model)  # so that the optimizer gets the trained parameters
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._placed()
         return prepared
 
     def _finished(self, state: TrainerState, checkpoint: str) -> TrainOutput:
-        """End a run without a step left."""
-        if self._placement.late:  # else its model is loaded already
+        """End a run that has no steps left."""
+        if self._placement.late:  # else the model is loaded already
             loader = self.get_train_dataloader()
             self._prepare_for_training(state.max_steps, loader, checkpoint)
         state.is_local_process_zero = self.is_local_process_zero()
@@ -306,10 +305,10 @@ class BaseTrainer(Trainer):
             self._push_from_checkpoint(str(run_dir / name))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model, so that ``from_pretrained`` loads it. Every process calls it.
+        """Save the whole model so that ``from_pretrained`` can load it. Every process calls it.
 
-        A checkpoint of a sharded model has the shards alone, unless the settings of FSDP or
-        DeepSpeed ask for the whole model as well.
+        A checkpoint of a sharded model has only the shards, unless the settings of FSDP or
+        DeepSpeed request the whole model as well.
         """
         if not self._placement.late:
             super().save_model(output_dir, _internal_call)
@@ -332,8 +331,8 @@ class BaseTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self._has_saved = True
         folder = Path(output_dir or self.args.output_dir)
-        is_ours = may_write(folder / CARD_NAME)  # asked first: peft leaves a card of its own
-        if self._aside is not None or not self.args.should_save:  # a checkpoint is aside already
+        is_ours = may_write(folder / CARD_NAME)  # before peft writes its own card
+        if self._aside is not None or not self.args.should_save:  # a checkpoint is already aside
             super()._save(output_dir, state_dict)
         else:
             with model_aside(folder) as aside:
@@ -348,12 +347,12 @@ class BaseTrainer(Trainer):
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ) -> None:
-        """Write the card before an upload; ``push_to_hub`` passes its arguments on.
+        """Write the model card before an upload; ``push_to_hub`` passes its arguments on.
 
         Args:
             model_name: the title. Default: the name of ``output_dir``.
-            dataset_name: hub ids of what was trained on. Default: the dataset as it was named.
-            tags: more tags.
+            dataset_name: hub ids of the training data. Default: the dataset's name as given.
+            tags: additional tags.
         """
         if not self.is_world_process_zero():
             return
@@ -372,11 +371,11 @@ class BaseTrainer(Trainer):
 
     @pickled_without_secrets()
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._aside is None:  # an upload reads the folder later, from where it stays
+        if self._aside is None:  # an upload reads the folder later, at its final place
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _files(self, folder: Path) -> dict[Path, dict[str, Stateful]]:
-        """Return what goes into files of ``folder``: this process's own, and what all share."""
+        """Return the contents of files in ``folder``: this process's own, and the shared ones."""
         own = folder / f"process_state_{self.accelerator.process_index}.pt"
         return {own: self._states, folder / "shared_state.pt": self._shared_states}
 
@@ -394,9 +393,9 @@ class BaseTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        # when to log, evaluate and save: Trainer has taken that from the checkpoint
+        # Trainer has already read from the checkpoint when to log, evaluate and save
         self.state.compute_steps(self.args, self.state.max_steps)
-        where = self.accelerator.device.type  # the current one: torch cannot load to cpu:0
+        where = self.accelerator.device.type  # the current device: torch cannot load to cpu:0
         for path, parts in self._files(Path(checkpoint)).items():
             if not path.exists():
                 raise ValueError(f"resume_from_checkpoint: expected {path.name} in {path.parent}")
@@ -405,7 +404,7 @@ class BaseTrainer(Trainer):
                 begun = states.pop("ahead")
                 states["prompts"] = {"prompts": states["prompts"], "begun": begun}
             for name, part in parts.items():
-                if name in states:  # what is only logged may be switched on later
+                if name in states:  # parts that only log may be switched on later
                     part.restore(states[name])
 
 
@@ -414,6 +413,6 @@ def _listed(names: str | list[str] | None) -> list[str]:
 
 
 def _is_saved(model: Any) -> Callable[[str], bool]:
-    """Return which weights ``save_pretrained`` writes: of an adapted model the adapters alone."""
+    """Return which weights ``save_pretrained`` writes: only the adapters of an adapted model."""
     adapters = [f".{name}." for name in model.peft_config] if is_peft_model(model) else [""]
     return lambda name: any(adapter in f"{name}." for adapter in adapters)

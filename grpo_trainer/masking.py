@@ -1,4 +1,4 @@
-"""Settings and messages without secrets: what files, trackers and terminals get."""
+"""Removes secrets from settings and messages before files, trackers and terminals get them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECRET = re.compile(
     "pwd|auth|authorization|bearer|cookies?|credentials?|jwt|sas|session"
     "|.*(password|passwd|passphrase|secret|apikey|accesskey|privatekey)s?"
 )
-# the words before it: with these a token or a key is no secret
+# with one of these words before it, a token or a key is not secret
 _OF_TEXT = re.compile(
     "[bes]os|eod|pad|unk|sep|cls|mask|bo[ia]|eo[ia]|image|img|video|audio|vision|start|end|stop"
     "|special|blank|think|per"
@@ -22,7 +22,7 @@ _OF_DATA = re.compile(
     "|output|column|row|image|text|content|message|reward|metric|state|query|dataset|data|id|role"
     "|name|field|dict|json|map|lookup|att|attention|prng|rng|random"
 )
-# and with these several of them are
+# with one of these, tokens or keys in the plural are secret
 _OF_ACCESS = re.compile("api|access|auth|bearer|refresh|secret|private|ssh|hub|hf")
 
 _URL = re.compile(r"""(?<=://)([^/?#\s]*@)?([^?#\s'"<>]*)([?#][^\s'"<>]*)?""")
@@ -31,7 +31,7 @@ _PAIR = re.compile(r"""\b([A-Za-z][\w-]*)=([^\s&;,'"]+)""")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether what has this name is a password, a key or the like."""
+    """Return whether a value of this name is a password, a token, a key or another secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     while words and words[-1] in _LATER:
         words.pop()
@@ -46,19 +46,19 @@ def is_secret(name: str) -> bool:
 
 
 def masked(value: Any, name: str = "", named: bool = True) -> Any:
-    """Return ``value`` with ``<NAME>`` in place of what is called a token, a password or the like.
+    """Return ``value`` with ``<NAME>`` in place of values with a secret's name (:func:`is_secret`).
 
-    Dictionaries, lists and tuples are copied, and texts are those of :func:`masked_text`. Without
-    ``named`` None takes the place, as if it had not been given: for settings that somebody may
-    load.
+    Dictionaries, lists and tuples are copied, and texts go through :func:`masked_text`. Without
+    ``named``, None replaces secrets, as if they had not been given: for settings that are loaded
+    again.
     """
-    if isinstance(value, dict):  # all that is in a secret is one
+    if isinstance(value, dict):  # everything inside a secret is secret
         names = {key: name if is_secret(name) else str(key) for key in value}
         return {key: masked(item, names[key], named) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [masked(item, name, named) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    if value is None or isinstance(value, bool):  # token=True: the one that is stored
+    if value is None or isinstance(value, bool):  # token=True means the stored one
         return value
     if is_secret(name):
         return f"<{name.upper()}>" if named else None
@@ -66,8 +66,8 @@ def masked(value: Any, name: str = "", named: bool = True) -> Any:
 
 
 def masked_text(text: str) -> str:
-    """Return ``text`` without users, passwords and query values of its URLs, without bearer tokens,
-    and without the values of pairs ``password=...``."""
+    """Return ``text`` without the users, passwords and query values in its URLs, bearer tokens, and
+    the values of pairs like ``password=...``."""
     text = _BEARER.sub(r"\1 ***", _URL.sub(_masked_parts, text))
     return _PAIR.sub(lambda pair: f"{pair[1]}=***" if is_secret(pair[1]) else pair[0], text)
 
@@ -79,13 +79,13 @@ def _masked_parts(url: re.Match[str]) -> str:
 
 
 def masked_url(url: str) -> str:
-    """Return one URL without what may be secret in it, also if it is not written as URLs are."""
+    """Return one URL without parts that may be secret, even if it is not a valid URL."""
     url = re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
     return re.sub(r"(?<=[?#]).+", "***", url, flags=re.DOTALL)
 
 
 def cut_at_secret(text: str) -> str:
-    """Return settings that could not be read, cut off where they begin to name a secret."""
+    """Return settings that could not be parsed, cut off before the first name of a secret."""
     names = re.finditer(r"[A-Za-z][\w-]*", text)
     end = next((found.end() for found in names if is_secret(found[0])), None)
     return masked_text(text if end is None else f"{text[:end]}...")

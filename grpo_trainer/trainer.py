@@ -87,54 +87,57 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         reward_funcs: callables ``(prompts, completions, completion_ids, **columns,
             trainer_state, log_extra, log_metric) -> list of numbers or None``, plain or ``async``,
             reward models (modules, folders, hub ids), names of built-in rewards, import paths
-            ``package.module.function``, or several of them. None: environments have them.
+                ``package.module.function``, or a list of these. None: the environments' rewards.
         args: the configuration.
         train_dataset: rows with a ``prompt`` (text, or messages for the chat template); reward
-            functions get the other columns. A streaming dataset needs ``max_steps`` and comes again
-            and again; ``shuffle_dataset`` shuffles it in a buffer. Environments need no
-            ``prompt``, and with ``max_steps`` those of one kind no dataset.
-        eval_dataset: the same, or a dictionary of them.
-        processing_class: the tokenizer, or the processor of a model that takes images. Default:
-            the one that belongs to the model.
+            functions get the other columns. A streaming dataset needs ``max_steps`` and is read
+            repeatedly; ``shuffle_dataset`` shuffles it in a buffer. With environments, ``prompt``
+            is optional; with one kind of environment and ``max_steps``, so is the dataset.
+        eval_dataset: the same for evaluation, or a dictionary of datasets.
+        processing_class: the tokenizer, or the processor of a model that accepts images. Default:
+            the model's.
         reward_processing_classes: tokenizers of reward models, one per reward function. Default,
-            and None among them: the one that belongs to the model.
-        callbacks, optimizers, optimizer_cls_and_kwargs: as in ``transformers.Trainer``; the
-            optimizer of the last has ``learning_rate`` unless it names an ``lr``.
+            and for each None: the reward model's own.
+        callbacks, optimizers, optimizer_cls_and_kwargs: as in ``transformers.Trainer``; the last
+            one uses ``learning_rate`` unless it sets ``lr``.
         quantization_config: how a model given by name is quantized; needs ``peft_config``.
-        peft_config: a new adapter, such as ``peft.LoraConfig``: only that is trained and saved.
-        tools: functions, plain or ``async``, that the model can call; with type hints, and a
+        peft_config: a new adapter, such as ``peft.LoraConfig``; only the adapter is trained and
+            saved.
+        tools: functions, plain or ``async``, that the model can call; with type hints and a
             docstring that describes each argument.
-        rollout_func: makes the completions: ``(prompts, trainer)`` to a dictionary.
-        environment_factory: makes an environment for each completion: an object with a method
-            ``reset``, whose other public methods the model can call; or a dictionary of such.
-        rollout_engine: samples the completions. Default: what ``args`` asks for.
-        advantages: compares the completions, in place of ``scale_rewards`` and
+        rollout_func: a function ``(prompts, trainer)`` that returns the completions in a
+            dictionary.
+        environment_factory: creates an environment for each completion: an object with a method
+            ``reset`` and public methods that the model can call; or a dictionary of factories.
+        rollout_engine: samples the completions. Default: the engine that ``args`` selects.
+        advantages: compares the completions, instead of ``scale_rewards`` and
             ``multi_objective_aggregation``: a name (``rloo``, ``reinforce_plus_plus``, ``maxrl``,
-            ``pass_at_4`` and the like), or a function, or an object to call, of ``rewards``
-            (N, F), ``weights`` (F,) and ``group_size``, and, if it takes them, of ``prompts``,
-            ``completions`` and ``completion_ids``, lists of N; groups are consecutive. It returns
-            N numbers, or for each completion a list of one number per token.
-        teacher: what ``args.distillation`` learns from, in place of ``args.teacher``: a model, its
+                or
+            ``pass_at_K`` with a number K), or a callable of ``rewards`` (N, F), ``weights`` (F,)
+            and ``group_size``, plus, if it accepts them, ``prompts``, ``completions`` and
+            ``completion_ids``, lists of N. Groups are consecutive. It returns N numbers, or one
+            list per completion with a number per token.
+        teacher: the teacher for ``args.distillation``, instead of ``args.teacher``: a model, its
             name or folder, the name of an adapter of the policy, the address of a vLLM server, or
-            a function of lists of token ids that gives log-probabilities of all but the first.
-            With one no reward function is needed.
-        prompts: decides what is trained on next: a class or function that is called with the
-            dataset's :class:`Prompts` (None without a dataset) when training begins, and returns
+            a function of lists of token ids that returns the log-probability of every token except
+            the first. With a teacher, reward functions are optional.
+        prompts: chooses the training prompts: a class or function that is called with the
+            dataset's :class:`Prompts` (None without a dataset) when training starts, and returns
             the run's.
-        columns: functions of a :class:`MicroBatch` and the policy, called before its loss, that
-            set fields of it; see :class:`Column`.
-        terms: objects of classes that inherit :class:`Term`, whose losses are added.
+        columns: functions of a :class:`MicroBatch` and the policy that set fields of the batch
+            before its loss; see :class:`Column`.
+        terms: instances of subclasses of :class:`Term`; their losses are added.
 
     Raises:
-        ValueError: an argument is wrong, or an unsupported combination is asked for.
+        ValueError: an argument is wrong, or a combination is not supported.
     """
 
-    _buffer: RolloutBuffer  # of the current generation batch
-    _columns: list[Column] | None = None  # in this order; None: the policy was not checked yet
+    _buffer: RolloutBuffer  # holds the current generation batch
+    _columns: list[Column] | None = None  # in order; None until the policy is checked
     _entropy: AdaptiveEntropy | None = None
     _completions: CompletionLog | None = None
-    _completed_at: float | None = None  # when the last generation batch was there
-    _reward_log: RewardLog  # of the completions that are being scored
+    _completed_at: float | None = None  # when the last generation batch was complete
+    _reward_log: RewardLog  # for the completions that are being scored
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         )
         optimizer_class = with_learning_rate(optimizer_cls_and_kwargs, optimizers, args)
         self.settings = Settings(args)
-        set_seed(args.seed)  # Trainer does so too, but only after an adapter has its random weights
+        set_seed(args.seed)  # Trainer also does, but only after an adapter has its random weights
         policy = load_policy(model, args, peft_config, quantization_config)
         super().__init__(
             model=policy,
@@ -193,7 +196,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class,
-            # our loss is already scaled for gradient accumulation; Trainer takes that from here
+            # tells Trainer that our loss is already scaled for gradient accumulation
             compute_loss_func=linear_policy_loss,
         )
         self._models = models = assemble_models(self, inputs, peft_config)
@@ -202,7 +205,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             self._columns = check_policy(self, models)
         self._rollouts = assemble_rollouts(self, inputs, models)
         self.rollouts = self._rollouts.sampler
-        # as they are loaded: under FSDP2 and DeepSpeed mixed precision casts what is placed
+        # as loaded: under FSDP2 and DeepSpeed, mixed precision casts weights when they are placed
         dtypes = sorted({str(weight.dtype) for weight in policy.parameters()})
         self.recipe = Recipe(
             rewards=self._rollouts.compare.weight_of,
@@ -224,23 +227,23 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return self.settings.loss
 
     def change(self, **values: Any) -> None:
-        """Change settings while a run goes on, such as ``trainer.change(beta=0.02)``.
+        """Change settings during a run: ``trainer.change(beta=0.02)``.
 
-        Settings of sampling (``temperature``, ``top_p``, ``top_k``, ``min_p``,
+        You can change settings of sampling (``temperature``, ``top_p``, ``top_k``, ``min_p``,
         ``repetition_penalty``) and of the loss (``beta``, ``epsilon``, ``epsilon_high``,
-        ``entropy_coef``, ``off_policy_mask_threshold``, ``top_entropy_quantile``) can change. They
-        take effect with the next generation batch, and a checkpoint holds them.
+        ``entropy_coef``, ``off_policy_mask_threshold``, ``top_entropy_quantile``). Changes take
+        effect with the next generation batch, and checkpoints store them.
 
         Raises:
-            ValueError: the run cannot go on with a value, or a setting cannot change.
+            ValueError: the run cannot continue with a value, or a setting cannot change.
         """
         self.settings.change(**{ALIASES.get(name, name): value for name, value in values.items()})
 
-    # The experience: next prompts, completions, rewards, advantages, micro-batches. A generation
-    # batch is made once; its micro-batches are used num_iterations times.
+    # Experience: prompts, completions, rewards, advantages, micro-batches. A generation batch is
+    # computed once; its micro-batches are used num_iterations times.
 
     def _batches_of(self, inputs: Any) -> Any:
-        """Return the micro-batches of a micro-step, or that of an evaluation; one is ready."""
+        """Return the micro-batches of a training or evaluation step."""
         if isinstance(inputs, MicroBatch):
             return inputs
         if self.model.training:
@@ -250,7 +253,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
     def _generation_batch(self) -> list[MicroBatch]:
         """Return the micro-batches of the next prompts."""
         args, metrics, prompts = self.args, self._metrics[True], self._prompts
-        assert prompts is not None  # there is a dataset, or the loop had not begun
+        assert prompts is not None  # without prompts the loop would not have started
         self._follow_settings()
 
         def next_scored(count: int) -> Scored:
@@ -273,7 +276,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return self._micro_batches(batch, self._rollouts.plan)
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
-        """Return one micro-batch of this process's rows, a prompt's group in a row over all."""
+        """Return one micro-batch of this process's rows; groups are consecutive over all."""
         if not self.is_in_train:
             self._follow_settings()
         size = self.args.eval_group_size
@@ -287,11 +290,11 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         self.rollouts.follow(self.settings.in_effect)
 
     def _scored(self, samples: list[Sample], group_size: int) -> Scored:
-        """Complete the samples that need it, score all, and compare each with its group."""
+        """Complete the samples that are not complete, score all, and compare within groups."""
         accelerator, metrics = self.accelerator, self._metrics[self.model.training]
         new = [sample for sample in samples if not sample.completion_ids]
         for sample in samples:
-            if not sample.inputs and sample.row is not None:  # it is the user's, or replayed
+            if not sample.inputs and sample.row is not None:  # the user's own sample, or replayed
                 sample.inputs = own_copy(sample.row) | sample.columns
         if any_process(bool(new), accelerator):
             metrics.add(self._rollouts.complete(new))
@@ -326,8 +329,8 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         completions: list[Any],
         completion_ids_list: list[list[int]],
     ) -> Tensor:  # (N, F)
-        """Return the rewards of all processes' completions by each function; NaN: it does not
-        apply. A subclass may change them; its arguments are this process's."""
+        """Return the rewards of all processes' completions by each function; NaN: not applicable.
+        A subclass may change them. The arguments belong to this process."""
         arguments = columns_of(inputs) | {
             "prompts": prompts,
             "completions": completions,
@@ -340,11 +343,11 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return self.accelerator.gather(rewards.to(self.accelerator.device))
 
     def _micro_batches(self, batch: Scored, plan: Plan) -> list[MicroBatch]:
-        """Deal a scored batch to micro-batches, and compute their columns."""
+        """Split a scored batch into micro-batches, and compute their columns."""
         metrics = self._metrics[self.model.training]
         if self._completions is not None:
             self._completions.add(batch, self.reward_func_names, self.model.training)
-        assert self._columns is not None  # the policy is checked before it runs
+        assert self._columns is not None  # set when the policy is checked
         packing = next((one for one in self._columns if isinstance(one, Packing)), None)
         with phase("score"):
             batches, dealt = deal(batch, plan, self.accelerator, packing)
@@ -356,7 +359,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return batches
 
     def _rate(self, samples: list[Sample]) -> Metrics:
-        """Return the completions' tokens per second since the generation batch before."""
+        """Return the completions' tokens per second since the previous generation batch."""
         before, self._completed_at = self._completed_at, time.perf_counter()
         if before is None:
             return Metrics({})
@@ -378,7 +381,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        """Return the loss of a micro-batch, scaled for gradient accumulation. A subclass may add to
+        """Return the loss of a micro-batch, scaled for gradient accumulation; subclasses may add to
         it."""
         training = model.training
         steps = self.current_gradient_accumulation_steps if training else 1
@@ -401,7 +404,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         self, model: nn.Module, inputs: list[int], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         metrics, step = self._metrics[True], super().training_step
-        model.train()  # as Trainer does, but before completions are sampled
+        model.train()  # like Trainer, but before completions are sampled
         self.optimizer.train()
         with metrics.timing(), phase("loss"):
             *others, last = self._prepare_inputs(inputs)
@@ -409,7 +412,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
                 losses = [step(model, batch, num_items_in_batch) for batch in others]
             loss = torch.stack([*losses, step(model, last, num_items_in_batch)]).sum()
         self._buffer.position += 1
-        stepping = self.accelerator.sync_gradients  # the optimizer steps now
+        stepping = self.accelerator.sync_gradients  # whether the optimizer steps now
         metrics.add(value_metric("loss", loss, loss.device, count=int(stepping)))
         if stepping:
             metrics.end_step()
@@ -426,7 +429,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
-        # Trainer's own mean takes the dataset's length for the number of completions
+        # Trainer's own mean uses the dataset's length as the number of completions
         self._metrics[False].add(value_metric("loss", loss, loss.device))
         return loss, None, None
 
@@ -456,13 +459,13 @@ class GRPOTrainer(TrlNames, BaseTrainer):
             self._states["prompts"] = self._prompts
 
     def _batches_left(self) -> int:
-        """Return how many generation batches come after the current one."""
+        """Return the number of generation batches after the current one."""
         current = self._buffer.position // self.args.micro_steps_per_generation
         return self._generation_batches() - current - 1
 
     def _stop(self) -> None:
         close_progress(self)
-        self.rollouts.cancel()  # what was begun is not trained on
+        self.rollouts.cancel()  # pending completions are not trained on
 
     def _placed(self) -> None:
         self.rollouts.outdated()

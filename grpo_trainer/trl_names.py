@@ -1,4 +1,4 @@
-"""Names of TRL's trainer that ours answers to."""
+"""Names of TRL's trainer that also work on this one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ALIASES = {"epsilon_low": "epsilon"}  # TRL's attribute: the field
 
 
 class TrlNames:
-    """Fields of the configuration, and what TRL's trainer has besides, as attributes to read."""
+    """Fields of the configuration, and more names of TRL's trainer, as readable attributes."""
 
     settings: Settings
     _entropy: AdaptiveEntropy | None
     _inputs: Inputs
     _models: Models
 
-    def __getattr__(self, name: str) -> Any:  # called only where there is no attribute
+    def __getattr__(self, name: str) -> Any:  # called only for missing attributes
         if isinstance(getattr(type(self), name, None), property):
-            return object.__getattribute__(self, name)  # what its code lacks is the error
+            return object.__getattribute__(self, name)  # raises the property's own error
         field = ALIASES.get(name, name)
         if field in GRPOConfig.__dataclass_fields__ and "settings" in vars(self):
             return getattr(self.settings.args, field)
@@ -35,10 +35,10 @@ class TrlNames:
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = ALIASES.get(name, name)
-        if field in CHANGEABLE:  # nothing would read it
+        if field in CHANGEABLE:  # nothing would read the attribute
             raise AttributeError(
-                f"{name}: expected trainer.change({field}={value!r}), which takes effect with the "
-                "next generation batch, got an assignment"
+                f"{name}: use trainer.change({field}={value!r}), which takes effect with the "
+                "next generation batch, instead of an assignment"
             )
         super().__setattr__(name, value)
 
@@ -56,24 +56,24 @@ class TrlNames:
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The second model of beta != 0; None if an adapter is switched instead."""
+        """The second model for beta != 0; None if an adapter is switched instead."""
         reference = self._models.reference
         return None if reference is None else reference.model
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any] | nn.Module]:
-        """Reward functions and models; those of environments come last."""
+        """Reward functions and models; the environments' rewards come last."""
         functions = [reward.function for reward in self._inputs.rewards]
         return [each.model if isinstance(each, RewardModel) else each for each in functions]
 
     @property
     def reward_func_names(self) -> list[str]:
-        """The names that they are logged with."""
+        """The names that rewards are logged under."""
         return [reward.name for reward in self._inputs.rewards]
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """What completions can call: functions, then methods of environments."""
+        """The tools that completions can call: functions, then methods of environments."""
         boxes = [self._inputs.toolbox]
         if self._inputs.environments is not None:
             boxes += self._inputs.environments.toolboxes
@@ -82,25 +82,25 @@ class TrlNames:
 
     @property
     def environments(self) -> list[Any] | None:
-        """Those of the last batch, one per completion of this process; None without any."""
+        """The environments of the last batch, one per completion of this process, or None."""
         environments = self._inputs.environments
         return None if environments is None else environments.scored
 
 
-# method -> its arguments; these are called
+# methods that are called -> their arguments
 CALLED = {
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
 }
 _COMPLETIONS = "pass rollout_func, which completes prompts, or rollout_engine, which samples"
-_LOSS = "pass terms, define _compute_loss, or register a loss of your own"
+_LOSS = "pass terms, define _compute_loss, or register your own loss"
 _ORDER = "pass prompts, or a train_dataset in the order to train in and shuffle_dataset=False"
 _TEMPLATE = "pass a processing_class with another chat template, or rollout_func"
 _INSTEAD = {
     "_generate": _COMPLETIONS,
     "_generate_single_turn": _COMPLETIONS,
     "_generate_and_score_completions": (
-        "pass prompts, which decides what is trained on, columns, which computes something for a "
+        "pass prompts, which chooses the training prompts, columns, which compute values for a "
         "micro-batch, or rollout_func; or define _calculate_rewards"
     ),
     "_tokenize_prompts": _TEMPLATE,
@@ -116,10 +116,11 @@ _INSTEAD = {
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raise ValueError if ``kind``, a subclass of ``base``, defines what nobody would call."""
+    """Raise ValueError if ``kind``, a subclass of ``base``, defines a method that is never
+    called."""
     for name, advice in _INSTEAD.items():
         if getattr(kind, name, None) is not getattr(base, name, None):
-            raise ValueError(f"{kind.__name__}.{name}: expected no such method; {advice}")
+            raise ValueError(f"{kind.__name__}.{name}: this method is never called; {advice}")
     for name, arguments in CALLED.items():
         method = getattr(kind, name)
         if method is getattr(base, name):

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole, checked, and gone on from exactly."""
+"""Checkpoints: written completely, checked, and resumed exactly."""
 
 from grpo_trainer.checkpoint.files import (
     SETTINGS_FILE,

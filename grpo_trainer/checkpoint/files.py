@@ -1,4 +1,4 @@
-"""Checkpoints and models that are whole or not there: written aside, then renamed."""
+"""Checkpoints and models that are complete or absent: written aside, then renamed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "SHA256SUMS"
 SETTINGS_FILE = "grpo_settings.json"
-_EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card: it may be edited
-_LINE = re.compile(r"([0-9a-f]{64})  (.+)")  # of the manifest: `sha256sum -c` reads it
-_LOCK_NAME = "_training.lock"  # uploads to the hub leave out what begins so
-_INCOMPLETE = "incomplete-"  # no tool takes a folder of such a name for a checkpoint
+_EDITABLE = (MANIFEST_NAME, CARD_NAME)  # no run reads the card, so users may edit it
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")  # a line of the manifest: `sha256sum -c` reads it
+_LOCK_NAME = "_training.lock"  # uploads to the hub skip names that begin like this
+_INCOMPLETE = "incomplete-"  # no tool mistakes a folder of this name for a checkpoint
 _REPLACED = "replaced"  # the checkpoint of the same name, in the folder of the new one
-# without these nobody takes a folder for a model
+# without these files a folder is not a model
 MODEL_ENTRIES = ("config.json", "adapter_config.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -41,22 +41,22 @@ class CheckpointError(RuntimeError):
 
 
 class StartError(ValueError):
-    """Training cannot begin as it was asked for."""
+    """Training cannot start as requested."""
 
 
 def write_manifest(folder: Path) -> None:
     """List the checksums of all files below ``folder``."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths}.difference(_EDITABLE)
-    # the settings come last: nothing goes on from a list that was cut off and lacks them
+    # the settings come last: a list that was cut off lacks them, and no run resumes from it
     ordered = sorted(names, key=lambda name: (name == SETTINGS_FILE, name))
     lines = [f"{digest}  {name}\n" for name, digest in _digests(folder, ordered).items()]
     (folder / MANIFEST_NAME).write_text("".join(lines))
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Return the checksums of the files of ``folder`` by name, or raise ValueError if one or the
-    list is missing, or that is damaged."""
+    """Return the checksums of the files of ``folder`` by name; ValueError if a file or the list is
+    missing, or the list is damaged."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has no {MANIFEST_NAME}")
@@ -73,15 +73,15 @@ def read_manifest(folder: Path) -> dict[str, str]:
 
 
 def check_contents(folder: Path, checksums: dict[str, str]) -> None:
-    """Raise ValueError unless the files of ``folder`` that are named are what was written."""
+    """Raise ValueError unless the named files of ``folder`` are as they were written."""
     for name, digest in _digests(folder, checksums).items():
         if digest != checksums[name]:
             path = folder / name
-            raise ValueError(f"{path} is damaged: its checksum is not that in {MANIFEST_NAME}")
+            raise ValueError(f"{path} is damaged: its checksum differs from {MANIFEST_NAME}")
 
 
 def _digests(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Hash several files at once: that lets other threads run."""
+    """Hash several files at once; other threads can run meanwhile."""
 
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
@@ -93,7 +93,7 @@ def _digests(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 @contextmanager
 def raised_together(accelerator: Accelerator) -> Iterator[None]:
-    """Raise StartError on all processes if one raises ValueError inside. Every process calls it."""
+    """Raise StartError on all processes if one raises ValueError inside. All processes call it."""
     problem = None
     try:
         yield
@@ -106,9 +106,9 @@ def raised_together(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep other runs out of ``run_dir``, or raise StartError if one is there.
+    """Keep other runs out of ``run_dir``; StartError if another run is there.
 
-    The main process locks for all; when it is killed the system ends that, too.
+    The main process holds the lock for all; if it is killed, the system releases the lock.
     """
     path = run_dir / _LOCK_NAME
     lock = FileLock(path)
@@ -120,12 +120,12 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             except Timeout:
                 raise StartError(
-                    f"output_dir: expected a folder without a run in it, got {str(run_dir)!r}, "
+                    f"output_dir: expected a folder that no other run uses, got {str(run_dir)!r}, "
                     f"where {path.read_text() or 'another process'} trains; its {_LOCK_NAME} is "
                     "locked"
                 ) from None
-            except (OSError, NotImplementedError) as error:  # no locks there, or nothing is written
-                message = "%s cannot be locked, so nothing keeps other runs out: %s"
+            except (OSError, NotImplementedError) as error:  # no locks there, or read-only
+                message = "%s cannot be locked, so other runs could write to it: %s"
                 logger.warning(message, run_dir, error)
     try:
         yield
@@ -137,44 +137,44 @@ def only_run(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def written_aside(run_dir: Path, name: str, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield a folder for all processes to write ``name``, which then appears in ``run_dir``, whole;
-    earlier checkpoints are untouched, also by an error."""
+    """Yield a folder for all processes to write ``name``, which then appears in ``run_dir``,
+    complete. Earlier checkpoints are untouched, also by an error."""
     aside = run_dir / f"{_INCOMPLETE}{name}"
     with _freed(aside, run_dir / name):
         (aside / name).mkdir(parents=True, exist_ok=True)
         yield aside
-        accelerator.wait_for_everyone()  # some writers rename files of theirs
+        accelerator.wait_for_everyone()  # some writers rename their files
         _sync(*(aside / name).rglob("*"), aside / name)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _publish(aside, run_dir / name)
         accelerator.wait_for_everyone()
         if accelerator.is_local_main_process and (aside / name).exists():
-            _publish(aside, run_dir / name)  # of a machine with a disk of its own
+            _publish(aside, run_dir / name)  # on each machine with its own disk
 
 
 def delete_unfinished(run_dir: Path) -> None:
-    """Free the disk of what runs left that were ended while they wrote or deleted a checkpoint.
+    """Delete the leftovers of runs that ended while they wrote or deleted a checkpoint.
 
-    One that was about to be replaced comes back.
+    A checkpoint that was about to be replaced is restored.
     """
     for folder in sorted(run_dir.glob(f"{_INCOMPLETE}{PREFIX_CHECKPOINT_DIR}-*")):
         replaced, final = folder / _REPLACED, run_dir / folder.name.removeprefix(_INCOMPLETE)
         if replaced.exists() and not final.exists():
             replaced.rename(final)
-        logger.warning("%s is an unfinished checkpoint and is deleted", folder)
+        logger.warning("deleting %s, an unfinished checkpoint", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def model_aside(folder: Path) -> Iterator[Path]:
-    """Yield a folder in which to save a model, which on leaving replaces the one in ``folder``;
-    an error leaves that untouched."""
+    """Yield a folder to save a model in; on leaving, it replaces the model in ``folder``, which an
+    error leaves untouched."""
     aside = folder / f"{_INCOMPLETE}model"
     shutil.rmtree(aside, ignore_errors=True)
     with _freed(aside, folder):
         aside.mkdir(parents=True)
-        if (folder / CARD_NAME).is_file():  # an edited one stays, and peft adds its lines to it
+        if (folder / CARD_NAME).is_file():  # an edited card stays, and peft adds its lines to it
             shutil.copy(folder / CARD_NAME, aside)
         yield aside
         if (folder / CARD_NAME).is_dir():
@@ -184,9 +184,9 @@ def model_aside(folder: Path) -> Iterator[Path]:
     entries = [name for name in names if name.name in MODEL_ENTRIES]
     stale = [folder / name for name in entries]
     if any(_WEIGHTS.fullmatch(str(name)) for name in names):
-        # those of another number of files would be read in place of the new
+        # weights split into another number of files would be read instead of the new ones
         stale += [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
-    for path in stale:  # at no time is there a model of new and of old files
+    for path in stale:  # a model never consists of both new and old files
         path.unlink(missing_ok=True)
     for name in sorted(names, key=entries.__contains__):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -197,10 +197,10 @@ def model_aside(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _freed(aside: Path, final: Path) -> Iterator[None]:
-    """Raise CheckpointError if it cannot be completed, and free the disk of what is aside."""
+    """Raise CheckpointError if writing fails, and delete the folder that is aside."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk has all three names
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of the three
         run_dir = aside.parent
         there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
         free = shutil.disk_usage(there).free
@@ -208,19 +208,19 @@ def _freed(aside: Path, final: Path) -> Iterator[None]:
         kept = ", ".join(folder.name for folder in checkpoints(run_dir)) or "none"
         raise CheckpointError(
             f"{final} could not be written: {error} ({free / 2**20:.1f} MiB were free). "
-            f"Checkpoints there: {kept}"
+            f"Existing checkpoints: {kept}"
         ) from error
 
 
 def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
-    """Delete the oldest complete checkpoints beyond ``limit``, none of those named in ``keep``."""
+    """Delete the oldest complete checkpoints beyond ``limit``, except those named in ``keep``."""
     if not limit or limit < 1:
         return
-    # an incomplete one is no reason to delete a complete one
+    # incomplete checkpoints do not count
     folders = [folder for folder in checkpoints(run_dir) if (folder / TRAINER_STATE_NAME).exists()]
     spare = [folder for folder in folders if folder.name not in keep]
     for folder in spare[: max(len(folders) - limit, 0)]:
-        # a run that is ended meanwhile leaves nothing that looks like a checkpoint
+        # if the run is killed here, nothing left behind looks like a checkpoint
         doomed = folder.with_name(f"{_INCOMPLETE}{folder.name}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -229,7 +229,7 @@ def rotate(run_dir: Path, limit: int | None, keep: set[str | None]) -> None:
 def _publish(aside: Path, final: Path) -> None:
     write_manifest(aside / final.name)
     _sync(aside / final.name / MANIFEST_NAME)
-    if final.exists():  # written again, by a run that started over
+    if final.exists():  # written again by a run that started over
         final.rename(aside / _REPLACED)
     (aside / final.name).rename(final)
     _sync(final.parent)
@@ -237,7 +237,7 @@ def _publish(aside: Path, final: Path) -> None:
 
 
 def _sync(*paths: Path) -> None:
-    """Wait until the disk has it all: a rename could outlive a crash that the data does not."""
+    """Wait until everything is on disk: after a crash the rename could survive without the data."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -247,7 +247,7 @@ def _sync(*paths: Path) -> None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return folders that look like checkpoints, oldest step first."""
+    """Return the folders that look like checkpoints, oldest step first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     paths = {path.name.removeprefix(prefix): path for path in run_dir.glob(f"{prefix}*")}
     steps = [step for step, path in paths.items() if step.isdigit() and path.is_dir()]

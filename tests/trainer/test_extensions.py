@@ -263,7 +263,7 @@ def test_a_term_is_a_mean_over_the_tokens_of_a_step(make_trainer, steps):
         ),
         (
             {"prompts": OwnPrompts, "train_dataset": None, "max_steps": -1},
-            "max_steps: expected how many steps to take",
+            "max_steps: expected the number of steps",
         ),
         (
             {"columns": ["kl"]},
@@ -336,11 +336,11 @@ def test_the_loss_is_computed_by_the_subclass(make_trainer):
 def test_what_nobody_would_call_is_refused(make_trainer, name):
     kind = type("Mine", (GRPOTrainer,), {name: lambda self, one, *, two: None})
     said = (
-        "no such method"
+        "this method is never called"
         if name in _INSTEAD
-        else rf"a method that takes \({CALLED.get(name, ())[0]}"
+        else rf"expected a method that takes \({CALLED.get(name, ())[0]}"
     )
-    with pytest.raises(ValueError, match=rf"Mine\.{name}: expected {said}"):
+    with pytest.raises(ValueError, match=rf"Mine\.{name}: {said}"):
         make_trainer(kind=kind)
 
 

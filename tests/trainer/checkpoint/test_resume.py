@@ -199,7 +199,7 @@ def test_every_file_of_a_checkpoint_is_needed_as_it_was(make, checkpoint):
             path.write_bytes(damage)
             # of the list itself the line that is damaged says which file is not what it names
             listed = "(is damaged: |has no )" if name == MANIFEST_NAME else f"{name} is damaged: "
-            assert_refused(f"whole checkpoint, .*{listed}")
+            assert_refused(f"complete checkpoint, .*{listed}")
         path.unlink()
         assert_refused(f"checkpoint-2 has no {name}")
         path.write_bytes(content)
@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_locked(make, monkeypatch, caplog):
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     make(max_steps=1, save_strategy="no").train()
-    assert "cannot be locked, so nothing keeps other runs out" in caplog.text
+    assert "cannot be locked, so other runs could write to it" in caplog.text
 
 
 def test_a_checkpoint_that_was_to_be_replaced_comes_back(make, checkpoint):

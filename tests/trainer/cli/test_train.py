@@ -115,8 +115,8 @@ def test_a_run_that_is_ended_goes_on(capfd):
     assert end.value.code == 130
     assert capfd.readouterr().err.splitlines()[-1] == (
         "grpo-train: stopped after step 1; newest checkpoint: out/checkpoint-1; "
-        "--resume_from_checkpoint true, in Python train(resume_from_checkpoint=True), "
-        "goes on from it"
+        "to continue from it, pass --resume_from_checkpoint true, or in Python "
+        "train(resume_from_checkpoint=True)"
     )
     main([*run, "--resume_from_checkpoint", "true"])
     names = ("model.safetensors", "trainer_state.json", "report.html")
@@ -207,7 +207,7 @@ def test_arguments_of_the_launcher(started, monkeypatch, capsys):
     assert launcher == ["--config_file", file, "--num_processes", "4", "--multi_gpu"]
     assert yaml.safe_load(Path(file).read_text())["fsdp_config"]["fsdp_version"] == 2
     assert own == run
-    with pytest.raises(ValueError, match="--config_file .* expected no arguments of `accelerate"):
+    with pytest.raises(ValueError, match="--config_file .* expected arguments of `accelerate"):
         parse(run)
     monkeypatch.setenv(parser._LAUNCHED, "1")
     assert parse(run)[1].num_generations == 4  # what the started processes do
@@ -247,7 +247,7 @@ def test_a_wider_address_with_a_key(started, monkeypatch, capsys):
     program, given, environment = started(words)
     assert given[0] == program and environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert given[given.index("--api-key") + 1 :][:2] == ["secret", "other"]
-    assert "warning: --host 0.0.0.0: whoever has the API key" in capsys.readouterr().err
+    assert "warning: --host 0.0.0.0: anyone with the API key" in capsys.readouterr().err
     for host in ("localhost", "127.1.2.3", "::1"):
         serve.serve_command(["--model", "m", "--host", host])
         assert capsys.readouterr().err == ""

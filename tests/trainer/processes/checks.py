@@ -301,7 +301,7 @@ def found_by_one(placement: str, folder: str) -> Found:
     (out / "checkpoint-2" / "process_state_0.pt").unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     part = refusal(partial(trainer.train, resume_from_checkpoint=True))
-    assert "expected a folder without a run in it" in locked
+    assert "expected a folder that no other run uses" in locked
     assert "checkpoint-2 has no process_state_0.pt" in part
     return {}
 
