@@ -1,4 +1,4 @@
-"""A policy that learns to reverse digits by reinforcement learning alone, in a few minutes on CPU.
+"""A policy that learns to reverse digits purely by reinforcement learning, in minutes on a CPU.
 
 ``python -m grpo_trainer.demo``
 """

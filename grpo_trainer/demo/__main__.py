@@ -1,4 +1,4 @@
-"""Train a tiny policy by ``grpo-train``, and print its reward before and after."""
+"""Train a tiny policy with ``grpo-train``, and print its reward before and after."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m grpo_trainer.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for results.")
     parser.add_argument("--steps", type=count, default=200, help="Optimizer steps.")
-    parser.add_argument("--seed", type=int, default=0, help="Of weights, data split and sampling.")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Seed for weights, data split and sampling."
+    )
     engines = ("transformers", "vllm")
     parser.add_argument("--rollout", choices=engines, default="transformers", help="Engine.")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)  # the policy is too small to share: more threads would mostly wait
-    # reading and writing the demo's files takes no time
+    torch.set_num_threads(1)  # so small a policy gains nothing from more threads
+    # the demo's files are read and written in no time
     disable_progress_bar()
     disable_progress_bars()
 
     with_vllm = options.rollout == "vllm"
     model, trained = options.out / "model", options.out / "trained"
-    # on a CPU, vLLM's heads have a multiple of 32 channels
+    # on a CPU, vLLM needs head sizes that are a multiple of 32
     policy = write_policy(model, options.seed, heads=2 if with_vllm else 4)
     train_file, eval_file = write_dataset(options.out, options.seed)
     print(
@@ -72,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     history = load_run(trained).history
     rewards = [row["eval_reward"] for row in history if "eval_reward" in row]
     print(
-        f"Mean reward on held-out prompts, where 1 is right: {rewards[0]:.3f} before, "
+        f"Mean reward on held-out prompts (1 = correct): {rewards[0]:.3f} before, "
         f"{rewards[-1]:.3f} after"
     )
 

@@ -13,10 +13,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-UNKNOWN = "?"  # a character like the others: one that the policy writes is seen
-END = "<eos>"  # also fills up: there is no other token that a text does not show
+UNKNOWN = "?"  # a normal character, so it is visible if the policy writes it
+END = "<eos>"  # also the padding token: no other token is left out of texts
 CHARACTERS = ".0123456789="
-# what the tokenizer for tools has in addition to its words, and how it writes conversations
+# the extra tokens of the tokenizer for tools, and its chat template
 _MARKS = ("<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>")
 _TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
@@ -29,7 +29,7 @@ _TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return one token per character of ``CHARACTERS``, the unknown one and the end."""
+    """Return a tokenizer with a token per character of ``CHARACTERS``, UNKNOWN and END."""
     symbols = [UNKNOWN, END, *CHARACTERS]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -39,10 +39,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tool_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return one token per word, with a chat template for tools.
+    """Return a tokenizer with one token per word and a chat template for tools.
 
     Args:
-        words: in which tools, their calls and their answers can be written. A call is written
+        words: enough to write the tools, their calls and their answers. A call is written as
             ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``; it may be one word.
     """
     words = [*_MARKS, *words]
@@ -58,7 +58,7 @@ def make_tool_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> Qwen3ForCausalLM:
-    """Return two layers of width 64 with random weights."""
+    """Return a model with two layers of width 64 and random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -78,7 +78,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -
 
 
 def write_policy(folder: Path, seed: int, heads: int = 4) -> Qwen3ForCausalLM:
-    """Save tokenizer and policy to ``folder``, where ``from_pretrained`` finds them."""
+    """Save tokenizer and policy to ``folder``, for ``from_pretrained``."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     policy = make_policy(tokenizer, seed, heads)

@@ -15,21 +15,21 @@ _PARTIAL, _LENGTH = 0.6, 0.4  # shares of the reward: digits in place, right len
 
 
 def digits_reversal_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return 0.6 times the share of digits in their place, plus 0.4 for ending after the last one.
+    """Return 0.6 times the share of correct digits, plus 0.4 for ending after the last digit.
 
-    1 means right. Random tokens get about 0.07.
+    A correct answer gets 1, random tokens about 0.07.
     """
     return [_score(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
 def _score(text: str, right: str) -> float:
-    # an answer cut off by the length limit is longer than `right`: it did not end in time
+    # an answer that the length limit cut off is longer than `right`
     hits = sum(a == b for a, b in zip(text, right, strict=False))
     return _PARTIAL * hits / len(right) + _LENGTH * (len(text) == len(right))
 
 
 def write_dataset(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Return ``train.jsonl`` and ``eval.jsonl``: all numbers of DIGITS digits, split at random."""
+    """Write ``train.jsonl`` and ``eval.jsonl``: all numbers with DIGITS digits, split at random."""
     numbers = ["".join(digits) for digits in itertools.product("0123456789", repeat=DIGITS)]
     random.Random(seed).shuffle(numbers)
     parts = {"eval": numbers[:EVAL_PROMPTS], "train": numbers[EVAL_PROMPTS:]}

@@ -1,4 +1,4 @@
-"""Reward functions: how they are found, called and checked."""
+"""Reward functions: finding, calling and checking them."""
 
 from grpo_trainer.rewards.builtin import (
     BUILTIN_REWARDS,

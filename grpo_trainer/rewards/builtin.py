@@ -1,4 +1,4 @@
-"""Rewards on format, length and mathematical answers. A ``get_...`` function makes one."""
+"""Rewards for format, length and math answers. A ``get_...`` function returns a reward."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LogExtra = Callable[[str, list[Any]], None]
 
 _THINK_THEN_ANSWER = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
 _PARSE_SECONDS, _VERIFY_SECONDS = 10, 5
-_NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # as _compare returns
+_NO_ANSWER = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")  # the format of _compare
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:
     """Return the text of a completion: itself, or the content of its last message.
 
-    With it a reward works for prompts of text and of messages alike.
+    With it, a reward works for both text prompts and message prompts.
     """
     return completion if isinstance(completion, str) else content_of(completion[-1])
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """Return the text of a message, also of one in parts, some of them images."""
+    """Return the text of a message, also if its content is in parts, some of them images."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -36,7 +36,7 @@ def content_of(message: dict[str, Any]) -> str:
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for one ``<think>...</think>`` block and then the answer, else 0."""
+    """Return 1 for one ``<think>...</think>`` block followed by the answer, else 0."""
 
     def whole(completion: Any) -> str:
         thought, text = _parts(completion)
@@ -46,7 +46,7 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def _parts(completion: str | list[dict[str, Any]]) -> tuple[str | None, str]:
-    """Return the thought that was told from the answer, and the text of the (last) message."""
+    """Return the separate reasoning, if there is any, and the text of the (last) message."""
     thought = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
     return thought, text_of(completion)
 
@@ -76,9 +76,9 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Reward:
-    """Return a reward of ``max_penalty`` times the share of n-grams that occurred before.
+    """Return a reward of ``max_penalty`` times the share of repeated n-grams.
 
-    Appendix C.2 of arXiv:2502.03373, on n-grams of tokens. A completion shorter than an n-gram
+    Appendix C.2 of arXiv:2502.03373, with n-grams of tokens. A completion shorter than an n-gram
     gets 0.
 
     Raises:
@@ -105,7 +105,7 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return 1 if the completion's answer is mathematically equal to ``solution``, else 0.
 
-    None, not applicable, where the solution itself cannot be parsed. The answer has to be LaTeX, in
+    None (not applicable) if the solution cannot be parsed. The answer must be LaTeX: in
     ``\\boxed{}`` or a formula. The completions table gets the columns ``solution``, ``gold_parsed``
     and ``answer_parsed``.
 
@@ -122,15 +122,15 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return what :func:`accuracy_reward` says of the answer behind the reasoning.
+    """Return :func:`accuracy_reward` of the answer after the reasoning.
 
-    The answer follows the last of the first delimiter that occurs, ``</think>`` by default, or is
-    the ``content`` of a message that has its reasoning as ``reasoning_content``. Reasoning that
-    does not end gets 0.
+    The answer is the text after the last occurrence of the first delimiter that occurs (default:
+    ``</think>``), or the ``content`` of a message with ``reasoning_content``. Unfinished reasoning
+    gets 0.
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
 
-    def answer(completion: Any) -> str | None:  # None: its reasoning does not end
+    def answer(completion: Any) -> str | None:  # None: unfinished reasoning
         thought, text = _parts(completion)
         return text if thought else next((text.rpartition(e)[2] for e in ends if e in text), None)
 
@@ -146,11 +146,11 @@ def get_cosine_scaled_reward(
 ) -> Callable[..., list[float | None]]:
     """Return a reward that falls with length for correct answers, and rises with it for wrong ones.
 
-    Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the one at
+    Appendix C.1 of arXiv:2502.03373: half a cosine from the value at length 0 to the value at
     ``max_len`` tokens, and constant beyond. A correct completion goes from ``max_value_correct`` to
-    ``min_value_correct``, a wrong one from ``min_value_wrong`` to ``max_value_wrong``: a wrong
-    answer that was thought about longer is punished less. Correct is what
-    :func:`accuracy_reward` says.
+    ``min_value_correct``, a wrong completion from ``min_value_wrong`` to ``max_value_wrong``, so
+    longer thinking is penalized less if the answer is wrong. :func:`accuracy_reward` decides
+    whether it is correct.
 
     Raises:
         ValueError: ``max_len`` is below 1.
@@ -178,16 +178,16 @@ def get_cosine_scaled_reward(
 
 
 def require_math_verify() -> None:
-    """Raise ImportError, saying how to install it, unless math-verify is there."""
+    """Raise ImportError, with the install command, unless math-verify is installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
-            "accuracy_reward and those like it: expected the package math-verify, which is not "
+            "accuracy_reward and related rewards: expected the package math-verify, which is not "
             f"installed; {install_command('math')}"
         )
 
 
 def _accuracies(
-    answers: list[str | None],  # None: there is none
+    answers: list[str | None],  # None: no answer
     solution: list[str],
     log_extra: LogExtra | None,
 ) -> list[float | None]:
@@ -204,11 +204,11 @@ def _accuracies(
 
 
 def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
-    """Return reward, and solution and answer as they were parsed."""
+    """Return the reward, the parsed solution and the parsed answer."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # math-verify stops by a signal, which only the main thread receives
+    # math-verify's timeout uses a signal, which only the main thread receives
     limited = threading.current_thread() is threading.main_thread()
     parse_limit = {"parsing_timeout": _PARSE_SECONDS if limited else None}
     gold = parse(solution, **parse_limit)
@@ -216,7 +216,7 @@ def _compare(text: str, solution: str) -> tuple[float | None, str, str]:
         return None, "[unparseable]", "[skipped]"
     extraction = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True),
-        boxed_match_priority=0,  # what is boxed is the answer
+        boxed_match_priority=0,  # a boxed expression is the answer
         try_extract_without_anchor=False,
     )
     answer = parse(

@@ -1,4 +1,4 @@
-"""Call reward functions, check their results, and keep what they log."""
+"""Call reward functions, check their results, and store what they log."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from grpo_trainer.monitor import OWN_COLUMNS, REWARD_PREFIX, is_own_metric, valu
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 300
-# errors of a reward that expects text and gets messages
+# errors raised by rewards that expect text and get messages
 _MESSAGE_ERRORS = (AttributeError, KeyError, TypeError)
-_MAX_REWARD = 1e30  # so that fp32 holds weighted sums and standard deviations
+_MAX_REWARD = 1e30  # so that weighted sums and standard deviations fit in fp32
 
-# passed to reward functions under other names
+# reward functions get these under other names
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class RewardError(RuntimeError):
-    """A reward function raised: which one, on which line, and what it was called with."""
+    """A reward function raised; says which one, on which line, and with which arguments."""
 
 
 class RewardLog:
@@ -43,15 +43,15 @@ class RewardLog:
     def __init__(self, count: int) -> None:
         self._count = count
         self._metrics: dict[str, list[float]] = {}
-        self.columns: dict[str, list[Any]] = {}  # each of ``count`` values
+        self.columns: dict[str, list[Any]] = {}  # lists of ``count`` values
 
     def log_extra(self, column: str, values: list[Any]) -> None:
         """Add a column to the table of completions, one value per completion.
 
-        What is no number, text, list or dictionary is kept as its text.
+        Values other than numbers, text, lists and dictionaries are stored as text.
 
         Raises:
-            ValueError: the column is the table's own, or has the wrong number of values.
+            ValueError: the table already has this column, or the number of values is wrong.
         """
         if column in OWN_COLUMNS or column.startswith(REWARD_PREFIX):
             raise ValueError(f"log_extra: expected a new column, got {column!r}, which exists")
@@ -60,18 +60,17 @@ class RewardLog:
                 f"log_extra: expected {self._count} values of {column!r}, one per completion, "
                 f"got {len(values)}"
             )
-        self.columns[column] = [plain(value) for value in values]  # a checkpoint holds them, too
+        self.columns[column] = [plain(value) for value in values]  # checkpoints store them, too
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a sample to a metric, which is logged as the mean of its samples.
 
         Raises:
-            ValueError: the value is not a finite number, or the name is that of a metric of the
-                trainer's.
+            ValueError: the value is not a finite number, or the trainer has a metric of this name.
         """
         if is_own_metric(name):
             raise ValueError(
-                f"log_metric: expected a new name, got {name!r}, which the trainer itself logs"
+                f"log_metric: expected a new name, got {name!r}, which the trainer logs"
             )
         if not isinstance(value, numbers.Real) and hasattr(value, "item"):
             value = value.item()
@@ -90,11 +89,11 @@ class RewardLog:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function under the name that it is logged with.
+    """A reward function and the name it is logged under.
 
-    It is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids``, one
-    list per further dataset column, ``trainer_state``, ``log_extra`` and ``log_metric``, and
-    returns one number per completion; None or NaN where it does not apply.
+    Its keyword arguments are ``prompts``, ``completions``, ``completion_ids``, one list per other
+    dataset column, ``trainer_state``, ``log_extra`` and ``log_metric``. It returns one number per
+    completion, or None or NaN if it does not apply.
     """
 
     name: str
@@ -103,7 +102,7 @@ class RewardFunction:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return what reward functions get of rows, by column.
+    """Return the columns that reward functions get from rows.
 
     Raises:
         ValueError: rows have different columns.
@@ -118,14 +117,14 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) -> Tensor:
-    """Return rewards (count, F) fp32 on the CPU; NaN where a function does not apply.
+    """Return rewards (count, F) fp32 on the CPU; NaN if a function does not apply.
 
-    Asynchronous functions run together in an event loop in another thread, so that a caller may
-    itself run a loop, as a notebook does. Meanwhile the others run one after the other.
+    Asynchronous functions run together in an event loop on another thread, because the caller may
+    already run a loop, as a notebook does. Meanwhile the other functions run one by one.
 
     Raises:
-        ValueError: a function does not take what it is called with, or returned the wrong number
-            or type of values.
+        ValueError: a function does not accept its arguments, or returned the wrong number or type
+            of values.
         RewardError: a function raised.
     """
     asynchronous = [reward for reward in rewards if reward.is_async]
@@ -144,8 +143,8 @@ def score(rewards: list[RewardFunction], count: int, arguments: dict[str, Any]) 
     unscored = scores.isnan().all(1).nonzero().flatten().tolist()
     if unscored:
         logger.warning(
-            "reward functions: %s returned None or NaN for %d of %d completions, which get "
-            "advantage 0; the first prompt is %s",
+            "reward functions: %s returned None or NaN for %d of %d completions, so their "
+            "advantage is 0; the first prompt is %s",
             ", ".join(repr(reward.name) for reward in rewards),
             len(unscored),
             count,
@@ -169,14 +168,14 @@ def _explaining_errors(reward: RewardFunction, arguments: dict[str, Any]) -> Ite
         frames = list(traceback.walk_tb(error.__traceback__))
         entered = not (isinstance(error, TypeError) and len(frames) == 2)
         if not entered:
-            message += f"expected it to take **kwargs, or each of {', '.join(arguments)}; "
+            message += f"expected it to accept **kwargs, or each of {', '.join(arguments)}; "
         elif len(frames) > 2:  # in Python
             frame, line = frames[2]
             message += f"in {Path(frame.f_code.co_filename).name}, line {line}; "
         messages = not isinstance(next(iter(arguments.get("completions", ())), ""), str)
         if entered and messages and isinstance(error, _MESSAGE_ERRORS):
             message += (
-                "with prompts of messages a completion is a list of messages: its text is "
+                "if prompts are messages, a completion is a list of messages: its text is "
                 'completion[-1]["content"], or grpo_trainer.rewards.text_of(completion); '
             )
         first = [
@@ -186,7 +185,7 @@ def _explaining_errors(reward: RewardFunction, arguments: dict[str, Any]) -> Ite
         ]
         count = len(arguments.get("completions", ()))
         message += f"it was called with {count} completions, the first of them: {', '.join(first)}"
-        error_class = RewardError if entered else ValueError  # the latter: a wrong signature
+        error_class = RewardError if entered else ValueError  # ValueError: a wrong signature
         raise error_class(message) from error
 
 
@@ -196,7 +195,7 @@ def _column(name: str, values: Any, count: int) -> list[float]:
     def unexpected(expected: str, got: Any) -> ValueError:
         return ValueError(f"reward function {name!r}: expected {expected}, got {got}")
 
-    if hasattr(values, "tolist"):  # of torch or numpy
+    if hasattr(values, "tolist"):  # torch or numpy
         values = values.tolist()
     if not isinstance(values, list | tuple):
         raise unexpected(f"a list of {count} numbers", type(values).__name__)
@@ -206,7 +205,7 @@ def _column(name: str, values: Any, count: int) -> list[float]:
     for value in values:
         if value is None:
             value = math.nan
-        if hasattr(value, "item") and math.prod(value.shape) == 1:  # a number of numpy or torch
+        if hasattr(value, "item") and math.prod(value.shape) == 1:  # a numpy or torch number
             value = value.item()
         if not isinstance(value, numbers.Real):
             raise unexpected("numbers or None", type(value).__name__)

@@ -1,4 +1,4 @@
-"""Reward functions from what a user passes: callables, names, and classifiers with one label."""
+"""Turn what the user passes into reward functions: callables, names, one-label classifiers."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def resolve_rewards(
 
     A name is one of :data:`BUILTIN_REWARDS`, an import path ``package.module.function``, or a
     reward model: a folder, or a hub id ``owner/name``. With settings in parentheses, as in
-    ``get_cosine_scaled_reward(max_len=512)``, the function named is called with them and returns
-    the reward function. Two functions of one name are told apart in the log by a number: ``name``,
-    ``name_2``.
+    ``get_cosine_scaled_reward(max_len=512)``, the function is called with them and returns the
+    reward function. Functions with the same name get numbers in the log: ``name``, ``name_2``.
 
     Args:
-        sources: one, or several.
-        processing_classes: tokenizers of reward models, one per source (None for the model's own,
-            and where the source is no model).
-        args: the device and the batch size of reward models.
+        sources: one, or a list.
+        processing_classes: tokenizers of reward models, one per source (None: the model's own, or
+            the source is not a model).
+        args: the device and the batch size for reward models.
 
     Raises:
-        ValueError: there is no source, a name is unknown or does not lead to a callable, a reward
-            model has more than one label, or tokenizers and sources differ in number.
+        ValueError: there is no source, a name is unknown or not a callable, a reward model has
+            more than one label, or tokenizers and sources differ in number.
         ImportError: a package that a built-in reward needs is not installed.
     """
     if isinstance(sources, str) or callable(sources):
@@ -55,7 +54,7 @@ def resolve_rewards(
     if not sources:
         raise ValueError("reward_funcs: expected at least one reward function, got none")
     tokenizers = processing_classes
-    if not isinstance(tokenizers, list | tuple):  # one, or none
+    if not isinstance(tokenizers, list | tuple):  # one tokenizer, or None
         tokenizers = [tokenizers] * (len(sources) if tokenizers is None else 1)
     if len(tokenizers) != len(sources):
         raise ValueError(
@@ -98,7 +97,7 @@ def _resolve(
 
 
 def _by_name(text: str) -> Callable[..., Any]:
-    """Return the function named, or what it returns for the settings given in parentheses."""
+    """Return the named function, or its result for the settings in parentheses."""
     path, settings = text, None
     if text.endswith(")"):
         path, settings = _parsed(text)
@@ -119,14 +118,14 @@ def _by_name(text: str) -> Callable[..., Any]:
         inspect.signature(function).bind(**settings)
     except TypeError as error:
         raise ValueError(
-            f"reward_funcs: expected settings as in {path}{inspect.signature(function)}, "
+            f"reward_funcs: expected settings of {path}{inspect.signature(function)}, "
             f"got {text!r}: {error}"
         ) from error
     return function(**settings)
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the parts of ``name(key=value, ...)`` with Python literals as values."""
+    """Return name and settings of ``name(key=value, ...)``, with Python literals as values."""
     try:
         call: Any = ast.parse(text, mode="eval").body
         settings = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
@@ -134,7 +133,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError("expected a name for each value")
     except (AttributeError, SyntaxError, ValueError) as error:
         raise ValueError(
-            f"reward_funcs: expected name(key=value, ...) with plain values, got {text!r}"
+            f"reward_funcs: expected name(key=value, ...) with Python literals, got {text!r}"
         ) from error
     return ast.unparse(call.func), settings
 
@@ -144,15 +143,15 @@ def _inner(function: Any) -> Any:
 
 
 class RewardModel:
-    """Scores ``prompt + completion`` by the one logit of a classifier.
+    """Scores ``prompt + completion`` with the single logit of a classifier.
 
     Args:
-        model: the classifier. It is put on the device of ``args``, in evaluation mode and frozen.
-        tokenizer: the classifier's own, with its own chat template for conversational prompts.
-        args: for the device, the batch size (that of a training step) and the template's arguments.
+        model: the classifier. It is moved to the device of ``args``, frozen, and set to evaluation.
+        tokenizer: the classifier's tokenizer, with its own chat template for message prompts.
+        args: give the device, the batch size (as in training) and the template's arguments.
 
     Raises:
-        ValueError: the classifier has not exactly one label, or the tokenizer cannot pad.
+        ValueError: the classifier does not have exactly one label, or the tokenizer cannot pad.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class RewardModel:
     ) -> None:
         config = getattr(model, "config", None)
         source = getattr(config, "_name_or_path", "")
-        self.__name__ = Path(source).name or type(model).__name__  # for logs
+        self.__name__ = Path(source).name or type(model).__name__  # the name in logs
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
             raise ValueError(
@@ -174,16 +173,18 @@ class RewardModel:
                     f"{self.__name__!r}, got neither"
                 )
             tokenizer.pad_token = tokenizer.eos_token
-        if config is not None:  # classifiers read the reward off the last token that is no padding
+        if (
+            config is not None
+        ):  # classifiers read the reward from the last token that is not padding
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        if not hasattr(model, "hf_device_map"):  # such a model is placed already
+        if not hasattr(model, "hf_device_map"):  # else the model is already placed
             model.to(args.device)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self._args = args
 
     def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> Tensor:
-        """Return rewards (n,), computed in batches that are padded to their own longest text."""
+        """Return rewards (n,), computed in batches, each padded to its longest text."""
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
         size = self._args.per_device_train_batch_size
         parts = [texts[start : start + size] for start in range(0, len(texts), size)]
@@ -192,11 +193,11 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        # a reward model sees no images
+        # reward models see no images
         messages = [one | {"content": content_of(one)} for one in (*prompt, *completion)]
         template = options("chat_template_kwargs", self._args.chat_template_kwargs)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
-        assert isinstance(text, str)  # with tokenize=False
+        assert isinstance(text, str)  # because of tokenize=False
         return text
 
     @torch.inference_mode()
@@ -214,10 +215,10 @@ class RewardModel:
 
 
 def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
-    """Return the classifier in the folder or of the hub id ``name``, and its revision.
+    """Return the classifier ``name`` (a folder or hub id), and its revision.
 
-    It is loaded with ``model_init_kwargs``, in the dtype of its checkpoint if they name none. Warns
-    if the head is not trained, as that of a base or language model.
+    It is loaded with ``model_init_kwargs``, by default in the checkpoint's dtype. Warns if the
+    head is untrained, as in a base or language model.
     """
     settings = {"dtype": "auto"} | options("model_init_kwargs", args.model_init_kwargs)
     with loading_whole():
@@ -231,13 +232,13 @@ def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    for _, shape, _ in loading_info["mismatched_keys"]:  # of the head
-        model.config.num_labels = shape[0]  # which a RewardModel refuses
+    for _, shape, _ in loading_info["mismatched_keys"]:  # the head's weights
+        model.config.num_labels = shape[0]  # so that RewardModel raises an error
     if loading_info["missing_keys"]:
         missing = ", ".join(sorted(loading_info["missing_keys"]))
         warnings.warn(
             f"reward_funcs: expected a trained reward model, got {name!r} without weights for "
-            f"{missing}, which are random now, and so are its rewards",
+            f"{missing}: they are random, and so are the rewards",
             stacklevel=2,
         )
     return model, settings.get("revision")
@@ -246,7 +247,7 @@ def _load_model(name: str, args: GRPOConfig) -> tuple[nn.Module, str | None]:
 def _load_tokenizer(
     model: nn.Module, args: GRPOConfig, revision: str | None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the checkpoint that ``model`` was loaded from."""
+    """Return the tokenizer from the checkpoint that ``model`` was loaded from."""
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not source:
         raise ValueError(

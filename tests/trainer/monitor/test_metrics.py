@@ -131,7 +131,7 @@ def test_the_trainers_names_are_taken(make_trainer, name):
         log_metric(name, 7.0)
         return [0.0] * len(completions)
 
-    message = f"log_metric: expected a new name, got '{name}', which the trainer itself logs"
+    message = f"log_metric: expected a new name, got '{name}', which the trainer logs"
     with pytest.raises(RuntimeError, match=message):
         make_trainer(reward, max_steps=1).train()
 

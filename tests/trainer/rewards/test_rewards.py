@@ -142,7 +142,7 @@ def narrow(completions):
         (raises(KeyError("x")), "'broken' raised KeyError", "take "),
         (raises(TypeError("of its own")), "'broken' raised TypeError", "kwargs"),
         (raises(MuteError()), "'broken' raised MuteError: MuteError; in test_rewards", "take "),
-        (narrow, "take **kwargs, or each of prompts, comp", "raised KeyError"),
+        (narrow, "accept **kwargs, or each of prompts, comp", "raised KeyError"),
     ],
 )
 def test_exceptions_name_the_function_and_what_it_was_called_with(function, said, unsaid, later):
@@ -184,7 +184,7 @@ def test_a_reward_that_takes_messages_for_text_is_told():
 
     assert call(right, completions=["?", "no"]).flatten().tolist() == [1, 0]
     said = (
-        r"in test_rewards.py, line \d+; with prompts of messages .* completion\[-1\]\[\"content\"\]"
+        r"in test_rewards.py, line \d+; if prompts are messages, .* completion\[-1\]\[\"content\"\]"
     )
     with pytest.raises(RewardError, match=said):
         call(right, completions=[TALK, TALK])
@@ -242,7 +242,7 @@ ERRORS = [
     ("my_rewards.two", "has no 'two'"),
     ("my_rewards.onee", "has no 'onee' (is it one?)"),
     ("acuracy_reward", "got 'acuracy_reward' (is it accuracy_reward?)"),
-    ("get_soft_overlong_punishment", "settings as in get_soft_overlong_punishment"),
+    ("get_soft_overlong_punishment", "settings of get_soft_overlong_punishment"),
     ("get_soft_overlong_punishment()", "'max_completion_len'"),
     ("get_soft_overlong_punishment(max_completion_len=1, soft_punish_cache=2)", "soft_punish_cach"),
     ("get_cosine_scaled_reward(max_len=0)", "max_len: expected"),
