@@ -1,4 +1,4 @@
-"""What is trained on: prompts and their order, completions, micro-batches."""
+"""Training data: prompts and their order, completions, micro-batches."""
 
 from grpo_trainer.data.batch import (
     Advantages,

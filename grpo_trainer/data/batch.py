@@ -1,4 +1,4 @@
-"""Completions, what they were worth, and micro-batches of them."""
+"""Completions, their rewards and advantages, and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from grpo_trainer.data.rows import DatasetRow, Row, check_plain
 
 @dataclass
 class Sample:
-    """One completion. It begins as a prompt, which an engine, tools or a function of the user's
-    complete; scoring adds to it."""
+    """One completion. It starts as a prompt; an engine, tools or the user's function complete it,
+    and scoring adds the rest."""
 
     prompt: Prompt
     prompt_ids: list[int] = field(default_factory=list)
     completion: Any = None  # text, or messages for a conversational prompt
     completion_ids: list[int] = field(default_factory=list)
     truncated: bool = False  # ended without an end-of-sequence token
-    logprobs: list[float] | None = None  # of the tokens, by the engine that drew them
-    sampling_mask: list[list[int]] | None = None  # ids that its filters left, by token
-    # of each token, how many optimizer steps the weights that drew it had seen
+    logprobs: list[float] | None = None  # of the tokens, from the engine that sampled them
+    sampling_mask: list[list[int]] | None = None  # ids that its filters kept, per token
+    # per token: the optimizer steps before the weights that sampled it
     rollout_versions: list[int] | None = None
-    # (tokens, layers, K) integers: the experts that the engine sent prompt and completion through,
-    # except the last token, which it did not run; -1: not known
+    # (tokens, layers, K) integers: the experts that the engine used for prompt and completion,
+    # except the last token, which it did not run; -1: unknown
     routed_experts: Tensor | None = None
-    env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all are its own
-    images: ImageInputs | None = None  # of the prompt and of what tools answered
-    row: Row | None = None  # of the dataset
-    # a copy of it for functions to edit, with what made the completion; empty once it is scored
+    env_mask: list[int] | None = None  # 1: the policy's token, 0: a tool's; None: all the policy's
+    images: ImageInputs | None = None  # of the prompt and of tools' answers
+    row: Row | None = None  # the dataset's row
+    # a copy of the row that functions may edit, plus the environment; empty after scoring
     inputs: Row = field(default_factory=dict)
-    columns: dict[str, Any] = field(default_factory=dict)  # of a rollout_func, for rewards
-    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions log beside it
-    left_out: bool = False  # of the loss
-    oldest_version: int = 0  # tokens of older weights are left out of the loss
+    columns: dict[str, Any] = field(default_factory=dict)  # from a rollout_func, for rewards
+    extra: dict[str, Any] = field(default_factory=dict)  # columns logged by reward functions
+    left_out: bool = False  # excluded from the loss
+    oldest_version: int = 0  # tokens from older weights are excluded from the loss
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint can hold of it.
+        """Return the parts that a checkpoint can hold.
 
         Raises:
-            ValueError: it has images, or its row something that is not plain.
+            ValueError: it has images, or its row has values that are not plain data.
         """
         if self.images is not None:
             raise ValueError("Sample.state: expected a prompt without a processor, got images")
@@ -72,27 +72,27 @@ class Sample:
         return sample
 
     def completed_state(self) -> dict[str, Any]:
-        """Return what completing it has added."""
+        """Return everything that completing it has added."""
         return {name: getattr(self, name) for name in _COMPLETED}
 
     def restore_completed(self, state: dict[str, Any]) -> None:
-        """Complete it as :meth:`completed_state` says."""
+        """Complete it from a :meth:`completed_state`."""
         for name in _COMPLETED:
             setattr(self, name, state[name])
 
     def completed(self, completion: Any, ids: list[int], eos_token_ids: Collection[int]) -> None:
-        """Add the completion, and what it was read as."""
+        """Add the completion and its tokens."""
         self.completion, self.completion_ids = completion, ids
         self.truncated = ids[-1] not in eos_token_ids
 
     @property
     def by_policy(self) -> list[int]:
-        """1 for each token that the policy drew, 0 for those of tools and environments."""
+        """1 for each token that the policy sampled, 0 for tokens of tools and environments."""
         return [1] * len(self.completion_ids) if self.env_mask is None else self.env_mask
 
     @property
     def in_loss(self) -> list[int]:
-        """1 for each token that is trained on."""
+        """1 for each token in the loss, else 0."""
         if self.left_out:
             return [0] * len(self.completion_ids)
         if self.rollout_versions is None or min(self.rollout_versions) >= self.oldest_version:
@@ -101,7 +101,7 @@ class Sample:
         return [own * (version >= self.oldest_version) for own, version in pairs]
 
 
-# fields of a sample that are set when it is completed, and that a checkpoint holds
+# fields that are set when a sample is completed, and stored in checkpoints
 _COMPLETED = (
     *("prompt_ids", "completion", "completion_ids", "truncated", "logprobs", "sampling_mask"),
     *("routed_experts", "rollout_versions", "env_mask", "columns"),
@@ -109,26 +109,26 @@ _COMPLETED = (
 
 
 class Advantages(NamedTuple):
-    """What the comparison within groups yields for N completions."""
+    """The result of comparing N completions within their groups."""
 
     advantages: Tensor  # (N,) finite; (N, C) one per completion token, right-padded
-    rewards: Tensor  # (N,) weighted sum of the rewards; NaN where none applies
-    zero_std: Tensor  # (N,) bool: equal rewards, and no advantages by a function
+    rewards: Tensor  # (N,) weighted sum of the rewards; NaN if none applies
+    zero_std: Tensor  # (N,) bool: equal rewards, and no advantages from a function
     signal: Tensor  # (N / group_size,) bool: the group's completions get different advantages
 
 
 class Scored(NamedTuple):
-    """A generation batch: n completions of this process, and what all N completions of all
-    processes are worth. Groups are consecutive."""
+    """A generation batch: this process's n completions, and the rewards and advantages of all N
+    completions on all processes. Groups are consecutive."""
 
     samples: list[Sample]  # n
     rewards: Tensor  # (N, F) NaN: the reward does not apply
-    compared: Advantages  # of N completions
-    num_tokens: Tensor  # () of prompts and completions, all processes'
-    own: slice  # which of the N are this process's
+    compared: Advantages  # of all N completions
+    num_tokens: Tensor  # () tokens of prompts and completions, on all processes
+    own: slice  # this process's part of N
 
     def groups(self) -> list[tuple[list[Sample], bool]]:
-        """Return this process's groups, and whether their completions have different advantages.
+        """Return this process's groups, each with whether its advantages differ.
 
         Raises:
             ValueError: a group is split between processes.
@@ -145,13 +145,13 @@ class Scored(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What sums and means over a micro-batch divide by. A window is the micro-steps of an optimizer
-    step, and gradients are averaged over processes."""
+    """The divisors of sums and means over a micro-batch. A window is the micro-steps of one
+    optimizer step, and gradients are averaged over processes."""
 
-    num_items: Tensor  # () token sums: tokens in the loss, per micro-step of the window
-    num_tokens: Tensor  # () means over tokens of this micro-step
-    num_sequences: Tensor | float | None = None  # means over sequences; None: the batch's
-    num_prompts: Tensor | None = None  # () means over prompts, per micro-step of the window
+    num_items: Tensor  # () for token sums: tokens in the loss, per micro-step of the window
+    num_tokens: Tensor  # () for means over tokens of this micro-step
+    num_sequences: Tensor | float | None = None  # for means over sequences; None: the batch's
+    num_prompts: Tensor | None = None  # () for means over prompts, per micro-step of the window
     share: float = 1.0  # the micro-batch's share of its micro-step
 
 
@@ -159,14 +159,14 @@ class Divisors(NamedTuple):
 class MicroBatch:
     """B prompts with their completions, right-padded to L tokens.
 
-    ``target[b, t]`` is the token that position t predicts, ``input_ids[b, t + 1]``, if it belongs
-    to a completion in the loss, else -100. So the hidden states need no slicing.
+    ``target[b, t]`` is the token that position t predicts, ``input_ids[b, t + 1]``, if it is in the
+    loss, else -100. So the hidden states need no slicing.
     """
 
     input_ids: Tensor  # (B, L) int64
     attention_mask: Tensor  # (B, L) int64
     target: Tensor  # (B, L) int64
-    advantages: Tensor  # (B,) fp32; (B, L) one per element of `target`
+    advantages: Tensor  # (B,) fp32, or (B, L): one per element of `target`
     # as in Divisors
     num_items: Tensor
     num_tokens: Tensor
@@ -175,26 +175,26 @@ class MicroBatch:
     share: float = 1.0
     old_logprobs: Tensor | None = None  # (B, L)
     ref_logprobs: Tensor | None = None  # (B, L)
-    rollout_logprobs: Tensor | None = None  # (B, L) by the engine that drew the tokens
-    sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters left
-    # (B, L, layers, K) int16: experts that the policy replays; -1: it routes the token by itself
+    rollout_logprobs: Tensor | None = None  # (B, L) from the engine that sampled the tokens
+    sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters kept
+    # (B, L, layers, K) int16: experts that the policy replays; -1: the policy's own choice
     routed_experts: Tensor | None = None
-    inputs: dict[str, Tensor] = field(default_factory=dict)  # more that the model takes: images
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # more model inputs: images
     prompt_tokens: Tensor | None = None  # (B,) int64 tokens in the loss of each row's prompt
-    # (R, W) int64: which of the B * L elements a model's body runs on, in which places
+    # (R, W) int64: which of the B * L elements the body runs on, and at which places
     packed: Tensor | None = None
-    # (B, L) int16: the row whose packed token stands for each element; None: its own
+    # (B, L) int16: the row whose packed token represents each element; None: its own
     owners: Tensor | None = None
-    # B numbers each, so that a step reads none from a device: tokens of each row in the loss, and
-    # those of them whose advantage is not 0; None: the host does not know
+    # B numbers each, so a step need not read them from a device: each row's tokens in the loss, and
+    # how many of them have an advantage other than 0; None: unknown on the CPU
     lengths: list[int] | None = None
     active_lengths: list[int] | None = None
-    samples: Sequence[Sample] | None = None  # of its rows, while columns run
+    samples: Sequence[Sample] | None = None  # one per row, while columns run
 
     def at_targets(self, rows: Sequence[Sequence[float]]) -> Tensor:  # (B, L) fp32
-        """Put a number for each completion token of each row where ``target`` has the token; 0
-        elsewhere. Columns can call it."""
-        assert self.samples is not None  # while columns run
+        """Place each completion token's number where ``target`` has that token; 0 elsewhere.
+        Columns can call it."""
+        assert self.samples is not None  # columns are running
         placed = torch.zeros(self.target.shape)
         for place, sample, values in zip(placed, self.samples, rows, strict=True):
             if len(values) != len(sample.completion_ids):
@@ -207,22 +207,22 @@ class MicroBatch:
         return placed.to(self.target.device)
 
     def token_mean(self, name: str, values: Tensor, places: Tensor | None = None) -> Metrics:
-        """Return what logs the mean of ``values``, (B, L), over the tokens in the loss, or over
+        """Return Metrics with the mean of ``values``, (B, L), over the tokens in the loss, or over
         ``places``, (B, L) bool."""
         places = self.target != IGNORE_INDEX if places is None else places
         total = values.detach().where(places, 0.0).double().sum()
         return Metrics({name: Stat("mean", total, places.double().sum())})
 
     def add_to_advantages(self, values: Tensor) -> None:  # (B, L), at the places of `target`
-        """Add a number to the advantage of each token in the loss."""
+        """Add ``values`` to the advantages of the tokens in the loss."""
         if self.advantages.dim() == 1:
             self.advantages = self.advantages[:, None].expand(self.target.shape)
         self.advantages = self.advantages + values.where(self.target != IGNORE_INDEX, 0.0)
-        self.lengths = self.active_lengths = None  # counted what was active before
+        self.lengths = self.active_lengths = None  # the old counts are no longer valid
 
     def num_active(self) -> Tensor:  # (2,) fp64
-        """Count the completions with a token in the loss whose advantage is not 0, and their
-        prompts: of a prompt, the share of its tokens that these completions have."""
+        """Count the completions with a nonzero advantage in the loss, and their prompts. A prompt
+        counts by the share of its tokens that these completions have."""
         in_loss = self.target != IGNORE_INDEX
         advantages = self.advantages.view(len(self.target), -1)
         active = (in_loss & (advantages != 0)).any(1).double()
@@ -255,7 +255,7 @@ class MicroBatch:
 
 
 def padded_length(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
-    """Return how many tokens wide the micro-batch of these rows is."""
+    """Return the width in tokens of the micro-batch of these rows."""
     return max(lengths) + -max(lengths) % (pad_to_multiple_of or 1)
 
 
@@ -267,7 +267,7 @@ def collate(
     pad_to_multiple_of: int | None = None,
     prompt_tokens: Tensor | None = None,  # (B,)
 ) -> MicroBatch:
-    """Join and pad B completions; the result is on the device of ``advantages``, which is read."""
+    """Join and pad B completions, on the device of ``advantages``; reads its values."""
     device, known = advantages.device, advantages.cpu()
     rows = [sample.prompt_ids + sample.completion_ids for sample in samples]
     lengths = [len(row) for row in rows]
@@ -306,8 +306,8 @@ def collate(
 
 
 def _at_targets(rows: Sequence[Sequence[float]], completion: Tensor) -> Tensor:  # (B, L)
-    """Put a value for each token of a ``completion``, (B, L) bool, where ``target`` has it; 0
-    elsewhere."""
+    """Place the value of each token of ``completion``, (B, L) bool, where ``target`` has the token;
+    0 elsewhere."""
     placed = torch.zeros(completion.shape)
     placed[:, :-1][completion[:, 1:]] = torch.tensor([*chain(*rows)], dtype=torch.float32)
     return placed
@@ -316,7 +316,7 @@ def _at_targets(rows: Sequence[Sequence[float]], completion: Tensor) -> Tensor: 
 def _sampling_mask(
     samples: Sequence[Sample], width: int, device: torch.device
 ) -> SamplingMask | None:
-    """Make a row for each element of ``target``: of a token that was drawn its ids, else none."""
+    """Return a row for each element of ``target``: a sampled token's ids, else none."""
     rows: list[list[int]] = []
     for number, sample in enumerate(samples, 1):
         if sample.sampling_mask is None:
@@ -327,11 +327,11 @@ def _sampling_mask(
 
 
 class RolloutBuffer:
-    """Gives out a generation batch's micro-batches in turn, and asks for the next when it is used.
+    """Returns a generation batch's micro-batches in turn, and requests the next batch when used up.
 
     Args:
-        slices: micro-steps that a generation batch serves once; they share its micro-batches.
-        iterations: how often each is used.
+        slices: micro-steps per pass over a generation batch; they share its micro-batches.
+        iterations: passes over each generation batch.
     """
 
     def __init__(self, slices: int, iterations: int) -> None:
@@ -343,7 +343,7 @@ class RolloutBuffer:
     def current(self, make: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
         """Return the micro-batches of this micro-step."""
         if not self.batches or self.position % self._uses == 0:
-            self.batches = []  # before vLLM wakes
+            self.batches = []  # free the memory before vLLM wakes
             self.batches = make()
         step, count = self.position % self._slices, len(self.batches)
         return self.batches[step * count // self._slices : (step + 1) * count // self._slices]
@@ -357,7 +357,7 @@ class RolloutBuffer:
 
 
 def _plain(batch: MicroBatch) -> dict[str, Any]:
-    """Return the fields of a batch, as a checkpoint can hold them."""
+    """Return the fields of a batch in a form that checkpoints can hold."""
     mask = batch.sampling_mask
     csr = None if mask is None else {"indices": mask.indices, "offsets": mask.offsets}
     return vars(batch) | {"sampling_mask": csr}

@@ -1,4 +1,4 @@
-"""Images of prompts: where they may come from, how they are opened, what a model takes."""
+"""Images of prompts: where they may come from, opening them, and a model's inputs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from transformers.image_utils import load_image
 from grpo_trainer.common import in_thread, shortened
 from grpo_trainer.config import GRPOConfig
 
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")  # a chain of them is datasets' way
-_SECONDS = 30.0  # for a URL to send all of an image
-_BYTES = 2**28  # of a file that a URL sends
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")  # datasets also accepts chains of URLs
+_SECONDS = 30.0  # time limit for a download
+_BYTES = 2**28  # size limit for a download
 
 
 class ImageError(ValueError):
@@ -41,8 +41,8 @@ class Media:
 
     Args:
         remote: whether they may name URLs.
-        folder: whose files they may name, beside those that the hub's datasets came with; None:
-            any files.
+        folder: files under it may be named, in addition to files of the hub's datasets; None: any
+            file.
     """
 
     remote: bool = True
@@ -50,29 +50,29 @@ class Media:
 
     @classmethod
     def of(cls, args: GRPOConfig) -> Media:
-        """Return what ``args`` allows."""
+        """Return the Media that ``args`` allows."""
         return cls(remote=args.allow_remote_images is not False, folder=args.allowed_media_path)
 
     def open(self, source: Any) -> Image.Image:
-        """Return an image in RGB: one that is open, or of bytes, a file, a URL or base64.
+        """Return an RGB image from an open image, bytes, a file, a URL or base64.
 
         Raises:
-            ImageError: it cannot be read, whatever the reason is.
+            ImageError: it cannot be read, for any reason.
             ValueError: it may not be opened.
         """
-        if isinstance(source, Mapping):  # a dataset's image that was not decoded
+        if isinstance(source, Mapping):  # a dataset's image, not decoded
             data = source.get("bytes")
             source = source.get("path") if data is None else data
         if isinstance(source, str):
             self._check(source)
         try:
             if isinstance(source, str) and _REMOTE.match(source):
-                # load_image would wait for it for any time
+                # load_image would wait without a time limit
                 source = in_thread(partial(_fetched, source), "image").result(_SECONDS)
             if isinstance(source, bytes):
                 source = Image.open(io.BytesIO(source))
             return load_image(source)
-        except Exception as error:  # decoders raise whatever comes to them
+        except Exception as error:  # decoders raise all kinds of errors
             reason = shortened(str(error)) if str(error) else ""
             raise ImageError(f"{type(error).__name__} {reason}") from error
 
@@ -80,31 +80,31 @@ class Media:
         if _REMOTE.match(source):
             if not self.remote:
                 raise ValueError(
-                    "allow_remote_images: expected True for images that are named by URLs, got "
+                    "allow_remote_images: expected True for images given as URLs, got "
                     f"False and {shortened(source)}"
                 )
         elif self.folder is not None and os.path.isfile(source):
-            path = Path(source).resolve()  # of what a link leads to
+            path = Path(source).resolve()  # follows links
             folders = self.folder, constants.HF_HUB_CACHE, config.DOWNLOADED_DATASETS_PATH
             if not any(path.is_relative_to(Path(folder).resolve()) for folder in folders):
                 raise ValueError(
-                    f"allowed_media_path: expected files of images under {self.folder}, got "
+                    f"allowed_media_path: expected image files under {self.folder}, got "
                     f"{shortened(str(path))}"
                 )
 
 
 def distrust_rows(args: GRPOConfig) -> None:
-    """Allow what rows of the hub's datasets need, and what ``args`` says: others wrote the rows."""
+    """Limit the images of hub datasets, which others wrote, to their own files and to ``args``."""
     args.allow_remote_images = bool(args.allow_remote_images)
     args.allowed_media_path = args.allowed_media_path or constants.HF_HUB_CACHE
 
 
 def _fetched(url: str) -> bytes:
-    if url.rpartition("::")[2].startswith("hf://"):  # of a dataset that is streamed
+    if url.rpartition("::")[2].startswith("hf://"):  # from a streamed dataset
         with xopen(url, "rb") as file:
             return file.read(_BYTES)
     data = bytearray()
-    # only http and https are known here, and where a server leads to is no other
+    # only http and https are supported here, also for redirects
     with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as response:
         response.raise_for_status()
         for part in response.iter_bytes():
@@ -114,35 +114,35 @@ def _fetched(url: str) -> bytes:
     return bytes(data)
 
 
-IMAGE_COLUMNS = ("images", "image")  # of several images, and of one
-PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)  # what the model sees of a row
-_SOURCES = ("image", "url", "path", "base64")  # of an image part of a message
-# kinds of pixels that a PNG holds
+IMAGE_COLUMNS = ("images", "image")  # several images, or one
+PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)  # the columns that the model sees
+_SOURCES = ("image", "url", "path", "base64")  # keys of an image part of a message
+# pixel formats that PNG supports
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
-_PER_TOKEN = "token_type_ids"  # what the names of inputs end with that have a value per token
+_PER_TOKEN = "token_type_ids"  # inputs whose names end like this have a value per token
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a prompt, and what the model takes of it beside token ids.
+    """The images of a prompt, and the model inputs in addition to token ids.
 
-    The prompt may be followed by the turns and answers of a conversation, with images of their own.
-    Two are equal if their images are. ``inputs`` are there without images as well: some models
-    want to know what kind each token is of.
+    The prompt may be followed by the turns of a conversation with more images. Two instances are
+    equal if their images are. ``inputs`` exist without images as well: some models need the type
+    of each token.
     """
 
     images: tuple[Image.Image, ...]
-    inputs: dict[str, Tensor] = field(compare=False)  # as the processor made them of this prompt
-    short_ids: list[int]  # the prompt with one token per image, as vLLM takes it
-    length: int  # of the prompt as the model takes it
+    inputs: dict[str, Tensor] = field(compare=False)  # from the processor, for this prompt
+    short_ids: list[int]  # the prompt with one token per image, for vLLM
+    length: int  # tokens of the prompt for the model
 
     def shortened(self, ids: list[int]) -> list[int]:
         """Return ``ids``, which begin with the prompt, with one token per image."""
         return self.short_ids + ids[self.length :]
 
     def followed(self, ids: list[int], other: ImageInputs, start: int) -> ImageInputs:
-        """Return those of ``ids``, which begin with the prompt, and behind them of what ``other``
-        has behind its first ``start`` tokens, which hold no image."""
+        """Return the images of ``ids``, which begin with the prompt, followed by the images of
+        ``other`` after its first ``start`` tokens, which hold no image."""
         inputs = {}
         for name in {**self.inputs, **other.inputs}:
             first, second = (each.inputs.get(name) for each in (self, other))
@@ -173,10 +173,10 @@ def model_inputs(
     device: torch.device,
     left: bool = False,
 ) -> dict[str, Tensor]:
-    """Join what B rows of ``lengths`` tokens need beside ids: the model's own names.
+    """Join the model inputs, except ids, of B rows of ``lengths`` tokens, under the model's names.
 
-    What is per token is padded to (B, width), with the rows at the ``left`` or right end of the
-    padding; the rest is joined along its first dimension, the images'.
+    Inputs per token are padded to (B, width), with padding on the left if ``left``, else on the
+    right. The others are joined along their first dimension, the images.
     """
     names = dict.fromkeys(name for one in images if one is not None for name in one.inputs)
     joined = {}
@@ -194,23 +194,23 @@ def model_inputs(
 
 
 def open_images(row: dict[str, Any], media: Media | None = None) -> dict[str, Any]:
-    """Return a copy of ``row`` with its images read, those of its columns also in its prompt.
+    """Return a copy of ``row`` with its images opened and placed in its prompt.
 
-    Images are parts ``{"type": "image", "image": ...}`` of the prompt's messages, or in the columns
-    ``image`` or ``images``; these go where parts without an image stand, or else in front of the
-    first message of the user. A prompt without images stays as it is, but for keys that are None in
-    its parts: a dataset's rows have all keys in each, and templates may ask for them. ``media``
-    says where images may come from; None: from anywhere.
+    Images are parts ``{"type": "image", "image": ...}`` of the prompt's messages, or are in the
+    columns ``image`` or ``images``. Images of columns fill the image parts that have no image, or,
+    if there are none, go before the user's first message. A prompt without images is unchanged,
+    except that keys with the value None are removed from its parts: a dataset's rows have all keys
+    in every part, and templates may check for them. ``media`` limits where images may come from;
+    None: anywhere.
 
     Raises:
         ImageError: an image cannot be read.
-        ValueError: it comes from where it may not, the prompt of a row with images is no list of
-            messages, both columns have images, or the places for images are not as many as there
-            are images.
+        ValueError: an image's source is not allowed, the prompt of a row with images is not a list
+            of messages, both columns have images, or the numbers of places and images differ.
     """
     media = media or Media()
     opened = copy.copy(row)
-    columns: list[list[Image.Image]] = []  # those with images
+    columns: list[list[Image.Image]] = []  # columns with images
     for name in IMAGE_COLUMNS:
         value: Any = row.get(name)
         several = isinstance(value, list | tuple)
@@ -228,8 +228,8 @@ def _with_images(row: Mapping[str, Any], columns: list[list[Image.Image]], media
     prompt = row["prompt"]
     if len(columns) > 1:
         raise ValueError(
-            f"images: expected them in one column, got {' and '.join(IMAGE_COLUMNS)} in "
-            f"{_named(row)}; remove one of them from the dataset"
+            f"images: expected one column with images, got {' and '.join(IMAGE_COLUMNS)} in "
+            f"{_named(row)}; remove one of the columns from the dataset"
         )
     images = columns[0] if columns else []
     if not images and not any(image_parts(prompt)):
@@ -265,7 +265,7 @@ def images_of(prompt: Any) -> tuple[Image.Image, ...]:
 
 
 def data_url(image: Image.Image) -> str:
-    """Return an image as a URL that holds it, without loss of what models see of it."""
+    """Return an image as a data URL, lossless for models."""
     buffer = io.BytesIO()
     image = image if image.mode in _PNG_MODES else image.convert("RGB")
     image.save(buffer, format="PNG")
@@ -273,21 +273,21 @@ def data_url(image: Image.Image) -> str:
 
 
 def image_parts(prompt: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of type image of the messages of ``prompt``."""
+    """Yield the image parts in the messages of ``prompt``."""
     for part in parts_of(prompt):
         if isinstance(part, dict) and part.get("type") == "image":
             yield part
 
 
 def parts_of(prompt: Any) -> Iterator[Any]:
-    """Yield the parts of the messages of ``prompt``."""
+    """Yield the parts in the messages of ``prompt``."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         yield from content if isinstance(content, list) else ()
 
 
 def content_blocks(content: Any) -> Any:
-    """Return a message's parts of text and image: a dataset's rows have all keys in each."""
+    """Return a message's text and image parts without unused keys, which a dataset's rows have."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -296,12 +296,12 @@ def content_blocks(content: Any) -> Any:
 
 
 def in_blocks(messages: Any) -> list[Any]:
-    """Return messages whose content is parts: not every processor takes plain text."""
+    """Return messages with parts as their content: not every processor accepts plain text."""
     return [{**message, "content": content_blocks(message.get("content"))} for message in messages]
 
 
 def image_source(part: Mapping[str, Any]) -> Any:
-    """Return where the image of a part of a message is, or itself; None: it has none."""
+    """Return the source of the image of a message part, or the image; None if it has none."""
     return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
 
 
@@ -318,19 +318,19 @@ def _open(source: Any, media: Media, row: Mapping[str, Any], column: str) -> Ima
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    number = getattr(row, "number", None)  # of a dataset's
+    number = getattr(row, "number", None)  # its number in the dataset
     return f"{'the row' if number is None else f'row {number},'} {shortened(dict(row))}"
 
 
 def _widened(part: Tensor | None, width: int, before: int = 0) -> Tensor:  # (1, width)
-    """Put values of tokens behind ``before`` zeros, and fill up with zeros."""
+    """Put values of tokens after ``before`` zeros, and pad with zeros."""
     if part is None:
         return torch.zeros(1, width, dtype=torch.int64)
     return functional.pad(part, (before, width - before - part.shape[1]))
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
-    """Join along the first dimension; the others, such as tiles of an image, may differ."""
+    """Join along the first dimension; other dimensions, such as an image's tiles, may differ."""
     sizes = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist()
     padded = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Prompts to tokens and completions to what reward functions read."""
+"""Turn prompts into tokens, and completions into what reward functions read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 
 class Encoded(NamedTuple):
-    """A prompt as a model takes it."""
+    """A prompt as model inputs."""
 
     ids: list[int]
-    images: ImageInputs | None = None  # with a processor; also of a prompt without images
+    images: ImageInputs | None = None  # set with a processor, even without images
 
 
 def tokenizer_of(processing_class: ProcessingClass) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, a processor's with the processor's chat template."""
+    """Return the tokenizer; a processor's tokenizer gets the processor's chat template."""
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return processing_class
     tokenizer = processing_class.tokenizer
@@ -41,22 +41,22 @@ def encode_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     tools: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[Encoded]:
-    """Return token ids of each prompt, the last ``max_length`` of them, and its images' inputs.
+    """Return each prompt's token ids, the last ``max_length`` of them, and its image inputs.
 
-    ``tools`` are the schemas of what each of them may call.
+    ``tools`` has the schemas of the tools that each prompt may call.
 
     Raises:
-        ValueError: a prompt is neither text nor messages, the chat template fails on it or leaves
-            its images out, it has half of a surrogate pair or no tokens, or one with images has
-            more than ``max_length``.
+        ValueError: a prompt is neither text nor messages, the chat template fails on it or omits
+            its images, it has half of a surrogate pair or no tokens, or a prompt with images has
+            more than ``max_length`` tokens.
     """
     encoded: dict[str, Encoded] = {}
     keys = []
     for prompt, shown in zip(prompts, tools or [[]] * len(prompts), strict=True):
-        # a group repeats its prompt, with the same images, which the text of each tells apart
+        # a group repeats its prompt and images; the images' reprs tell prompts apart
         keys.append(repr((prompt, [tool["function"]["name"] for tool in shown])))
         if keys[-1] not in encoded:
-            # some templates write an introduction to an empty list
+            # some templates write an introduction even for an empty list
             options = {"tools": shown or None} | (chat_template_kwargs or {})
             one = _encode(prompt, processing_class, options)
             encoded[keys[-1]] = _cut(prompt, one, max_length)
@@ -64,10 +64,10 @@ def encode_prompts(
 
 
 def check_prompt(row: Mapping[str, Any], name: str = "prompt") -> None:
-    """Raise ValueError unless the prompt of ``row``, if it has one, is text, or messages of text
-    and images.
+    """Raise ValueError if ``row`` has a prompt that is neither text nor messages of text and
+    images.
 
-    The chat template would write a placeholder for anything else, and the model would not see it.
+    For anything else the chat template would write a placeholder, and the model would not see it.
     """
     wrong = _wrong(row["prompt"]) if "prompt" in row else None
     if wrong is not None:
@@ -89,7 +89,7 @@ def check_prompt(row: Mapping[str, Any], name: str = "prompt") -> None:
 
 
 def _wrong(prompt: Any) -> str | None:
-    """Say what a prompt is that is none."""
+    """Return what is wrong with a prompt, or None."""
     if isinstance(prompt, str):
         return None
     if not isinstance(prompt, list):
@@ -98,7 +98,7 @@ def _wrong(prompt: Any) -> str | None:
         if not isinstance(message, dict):
             return f"{type(message).__name__} among messages"
         missing = [] if isinstance(message.get("role"), str) else ["role"]
-        # a turn that only calls tools says nothing
+        # a turn that only calls tools has no content
         if message.get("content") is None and not message.get("tool_calls"):
             missing.append("content")
         if missing:
@@ -111,7 +111,7 @@ def decode_completions(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Any]:
-    """Return text for a plain prompt, an assistant message for a conversational one."""
+    """Return text for a text prompt, and an assistant message for a message prompt."""
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -126,13 +126,13 @@ def _encode(prompt: Prompt, processing_class: ProcessingClass, template: dict[st
     if images and not sees:
         raise ValueError(
             "processing_class: expected a processor for prompts with images, got "
-            f"{type(processing_class).__name__}, which leaves them out"
+            f"{type(processing_class).__name__}, which ignores them"
         )
     if isinstance(prompt, str):
         text, special = prompt, True
     else:
         text = _rendered(in_blocks(prompt) if sees else prompt, processing_class, template)
-        # as transformers has it: a template that writes the first token itself is the last word
+        # as in transformers: no special tokens are added to the text of a template
         bos = processing_class.tokenizer.bos_token if sees else None
         special = sees and (bos is None or not text.startswith(bos))
     try:
@@ -158,7 +158,7 @@ def _rendered(
         name = tokenizer_of(processing_class).name_or_path
         raise ValueError(
             f"prompt: expected text, since the tokenizer of {name!r} has no chat template, got "
-            f"{shortened(messages)}; take an instruct model, or set tokenizer.chat_template"
+            f"{shortened(messages)}; use an instruct model, or set tokenizer.chat_template"
         )
     answered = messages[-1]["role"] == "assistant"
     options = {"add_generation_prompt": not answered, "continue_final_message": answered}
@@ -171,12 +171,12 @@ def _rendered(
 
 
 def _check_places(prompt: Prompt, text: str, images: int, token: str) -> None:
-    """Raise ValueError if a prompt's own words have what stands for an image."""
+    """Raise ValueError if a prompt's text contains the token of an image."""
     parts = [{"text": prompt}] if isinstance(prompt, str) else parts_of(in_blocks(prompt))
     mentioned = any(token in str(part.get("text")) for part in parts)
     if mentioned and text.count(token) > images:
         raise ValueError(
-            f"prompt: expected no {token} in a text (an image goes where a message has a part "
+            f"prompt: expected no {token} in a text (for an image, add a message part "
             f"{{'type': 'image'}}), got {shortened(text)}"
         )
 
@@ -184,14 +184,14 @@ def _check_places(prompt: Prompt, text: str, images: int, token: str) -> None:
 def encode_text(
     text: str, images: tuple[Any, ...], processing_class: ProcessingClass, special: bool = False
 ) -> Encoded:
-    """Encode by a tokenizer, or by a processor: it writes as many tokens for an image as the model
-    needs.
+    """Encode with a tokenizer, or with a processor, which writes as many tokens per image as the
+    model needs.
 
     Args:
-        special: add the tokens that a text begins or ends with.
+        special: whether to add the tokens that a text begins or ends with.
 
     Raises:
-        ValueError: ``text`` has not one place for each of ``images``.
+        ValueError: ``text`` does not have one place for each of ``images``.
     """
     if not isinstance(processing_class, ProcessorMixin):
         return Encoded(list(processing_class(text, add_special_tokens=special)["input_ids"]))
@@ -223,7 +223,7 @@ def _cut(prompt: Prompt, encoded: Encoded, max_length: int | None) -> Encoded:
             f"got {max_length} for {shortened(prompt)}"
         )
     ids = ids[-max_length:]
-    if images is not None:  # without an image all of it is per token
+    if images is not None:  # without an image, all inputs are per token
         inputs = {name: value[:, -max_length:] for name, value in images.inputs.items()}
         images = ImageInputs((), inputs, ids, len(ids))
     return Encoded(ids, images)

@@ -1,9 +1,9 @@
-"""Datasets of prompts: loaded and checked, and their rows in the order in which they are drawn.
+"""Datasets of prompts: loading and checking them, and the order in which rows are drawn.
 
-The training loop, transformers', counts the items of a loader, and a resumed run skips those that
-were counted. A generation batch draws as many rows as it needs, with dynamic sampling more than are
-trained on. So what the loop counts are mere numbers, one per completion in the loss, and the rows
-come from a stream of their own, whose place a checkpoint holds.
+transformers' training loop counts the items of a loader, and a resumed run skips that many. But a
+generation batch draws as many rows as it needs, with dynamic sampling more than are trained on.
+So the loop only counts numbers, one per completion in the loss, and the rows come from a separate
+stream. Checkpoints store the stream's position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_trainer.data.images import IMAGE_COLUMNS, PROMPT_COLUMNS, Media, image
 from grpo_trainer.data.prompts import ProcessingClass, Prompt, check_prompt
 
 PromptDataset: TypeAlias = Dataset | IterableDataset  # rows with a `prompt`
-Row = dict[str, Any]  # of a dataset: "prompt" and what reward functions read
+Row = dict[str, Any]  # "prompt", and columns for reward functions
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -41,11 +41,11 @@ def load_prompts(
 ) -> PromptDataset:
     """Load a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or a hub dataset.
 
-    A file is the split that is asked for, of which ``split`` may take a part (``"train[:100]"``).
+    A file has only the requested split; ``split`` may select a part of it (``"train[:100]"``).
 
     Raises:
-        ValueError: there is no such file, folder or dataset, or no such split, it cannot be read
-            or has no rows, or a file has a ``config``.
+        ValueError: the file, folder, dataset or split does not exist, cannot be read or has no
+            rows, or ``config`` is given for a file.
     """
     path = Path(name)
     if path.suffix in _FORMATS:
@@ -68,19 +68,19 @@ def _load(name: str, *source: str | None, **options: Any) -> PromptDataset:
     try:
         with hub_or_cache(name):
             return load_dataset(*source, **options)
-    except StopIteration as error:  # in a file without a byte it looks for the first row
+    except StopIteration as error:  # an empty file has no first row
         raise ValueError(f"dataset {name!r}: expected rows, got an empty file") from error
     except RecursionError as error:
         raise ValueError(f"dataset {name!r} cannot be loaded: it is nested too deep") from error
-    # not found, no connection, no such split, no rows; datasets' own says that something went
-    # wrong, and its cause what
+    # not found, no connection, no such split, no rows; the cause of datasets' own error has the
+    # details
     except (OSError, ValueError, DatasetsError) as error:
         cause = error.__cause__ if isinstance(error, DatasetsError) else None
         raise ValueError(f"dataset {name!r} cannot be loaded: {cause or error}") from error
 
 
 def looks_local(name: str) -> bool:
-    """Return whether ``name`` cannot be a hub id, which is ``name`` or ``owner/name``."""
+    """Return whether ``name`` cannot be a hub id (``name`` or ``owner/name``)."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -90,9 +90,9 @@ def check_datasets(
     args: GRPOConfig,
     environments: bool = False,
 ) -> None:
-    """Raise ValueError unless they are datasets of prompts, enough of them for training.
+    """Raise ValueError unless they are datasets of prompts, with enough rows for training.
 
-    With ``environments``, which can make the prompts, rows need none.
+    With ``environments``, which can provide the prompts, rows need no ``prompt``.
     """
     needed = args.dynamic_prompts_fn is not None or args.remove_unused_columns
     for name, dataset in _named(train, evaluation):
@@ -107,12 +107,12 @@ def check_datasets(
                 f"{name}: expected a `prompt` column, got columns {', '.join(columns)}; rename the "
                 "one that has the prompts, in the file or by dataset.rename_column(NAME, 'prompt')"
             )
-        for row in islice(dataset, 1):  # each of them is checked when it is drawn
+        for row in islice(dataset, 1):  # the others are checked when they are drawn
             check_prompt(row, name)
     if isinstance(train, IterableDataset):
         if args.max_steps < 1:
             raise ValueError(
-                "max_steps: expected how many steps to take, since a streaming train_dataset has "
+                "max_steps: expected the number of steps, since a streaming train_dataset has "
                 f"no length, got {args.max_steps}"
             )
     elif train is not None and len(train) < args.prompts_per_generation:
@@ -148,12 +148,12 @@ def _named(
 
 
 def _columns(dataset: PromptDataset) -> list[str]:
-    # a stream may not know its columns until a row is read
+    # a stream may not know its columns before a row is read
     return dataset.column_names or list(next(iter(dataset), {"prompt": None}))
 
 
 def prompt_columns(dataset: PromptDataset) -> list[str]:
-    """Return the columns that the model sees something of: ``remove_unused_columns`` keeps them."""
+    """Return the columns that the model sees, which ``remove_unused_columns`` keeps."""
     return [name for name in _columns(dataset) if name in PROMPT_COLUMNS]
 
 
@@ -161,11 +161,11 @@ class DatasetRow(dict[str, Any]):
     """A row of a dataset.
 
     Args:
-        number: where it stands there; None: nobody knows.
-        original: the dataset's prompt, if this one has another.
+        number: its position in the dataset; None: unknown.
+        original: the dataset's prompt, if this row has another one.
     """
 
-    opened: Row | None = None  # itself with its images open, once they are
+    opened: Row | None = None  # a copy with open images, once they are opened
 
     def __init__(self, row: Row, number: int | None = None, original: Prompt | None = None) -> None:
         super().__init__(row)
@@ -191,10 +191,10 @@ class Numbered(TorchDataset[DatasetRow]):
 
 
 def unopened(dataset: Any, args: GRPOConfig) -> Any:
-    """Return a dataset, or a dictionary of datasets, that leaves the images of prompts as they are
-    stored, so that who opens them can say where they may come from.
+    """Return a dataset, or a dictionary of datasets, that does not decode the images of prompts, so
+    that the code that opens them can limit where they come from.
 
-    Where not all are allowed, ``datasets`` opens those of other columns neither.
+    If not all sources are allowed, ``datasets`` does not decode images of other columns either.
     """
     if isinstance(dataset, dict):
         return {name: unopened(one, args) for name, one in dataset.items()}
@@ -209,10 +209,10 @@ def unopened(dataset: Any, args: GRPOConfig) -> Any:
     )
     if features == dataset.features:
         return dataset
-    # a stream of the hub's may open them ahead, in threads
+    # a stream from the hub may open them ahead, in threads
     streams = isinstance(dataset, IterableDataset)
     dataset = dataset.decode(False) if streams else copy.copy(dataset)
-    # a cast would write all of the dataset anew
+    # a cast would rewrite the whole dataset
     dataset._info = dataset.info.copy()
     dataset._info.features = features
     return dataset
@@ -225,14 +225,14 @@ def _stored(feature: Any) -> Any:
 class PromptStream:
     """The training prompts, pass after pass, in one order on every process and after a resume.
 
-    A dataset is shuffled by ``seed`` and the number of the pass, and its passes are cut to whole
-    generation batches; the rest has its turn in another order. A streaming dataset is shuffled by
-    its ``shuffle``, in a buffer of 1,000 rows, and gets a new epoch with every pass.
+    A dataset is shuffled by ``seed`` and the number of the pass. A pass has only whole generation
+    batches; the rows left over appear in other passes. A streaming dataset is shuffled by its
+    ``shuffle``, in a buffer of 1,000 rows, with a new epoch for every pass.
 
     Args:
         dataset: rows with a ``prompt``.
-        prompts_per_batch: different prompts of a generation batch.
-        seed: of the shuffling; None: dataset order.
+        prompts_per_batch: distinct prompts per generation batch.
+        seed: for shuffling; None: dataset order.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class PromptStream:
         self._dataset = dataset
         self._per_batch = prompts_per_batch
         self._seed = seed
-        self._shuffled = seed is not None  # whether a streaming dataset is
+        self._shuffled = seed is not None  # for streaming datasets
         self._go_to(0, 0)
 
     def take(self, count: int) -> list[Row]:
@@ -262,12 +262,12 @@ class PromptStream:
             self._go_to(self._epoch + 1, 0)
 
     def state(self) -> dict[str, int]:
-        """Return where the stream stands."""
+        """Return the position of the stream."""
         return {"epoch": self._epoch, "offset": self._offset, "shuffled": self._shuffled}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where a stream of the same dataset stood. A streaming dataset is read again."""
-        self._shuffled = bool(state.get("shuffled", False))  # version 1.0 shuffled no stream
+        """Go to the saved position. A streaming dataset is read again up to it."""
+        self._shuffled = bool(state.get("shuffled", False))  # version 1.0 did not shuffle streams
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -275,7 +275,7 @@ class PromptStream:
         self._rows: Iterator[Row] = self._pass(epoch, offset)
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Row]:
-        """Return the rows of a pass from the one at ``offset`` on."""
+        """Return the rows of a pass, starting at ``offset``."""
         dataset = self._dataset
         if isinstance(dataset, IterableDataset):
             numbers: Iterator[int | None] = count(offset)
@@ -310,7 +310,7 @@ def repeated(items: Iterable[Any], times: int) -> Iterator[Any]:
 
 
 def own_copy(value: Any) -> Any:
-    """Return ``value`` with lists and dictionaries of its own. What they hold is shared."""
+    """Return ``value`` with its lists and dictionaries copied, but not their other contents."""
     if isinstance(value, dict):
         return {key: own_copy(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -413,7 +413,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train_dataset": asking(["?"])}, r"train_dataset: expected parts of .*, got '\?'"),
     (
         {"train_dataset": asking("<image>\n?", image=picture(0))},
-        "prompt: expected no <image> in a text .an image goes where a message has",
+        "prompt: expected no <image> in a text .for an image, add a message part",
     ),
     ({"train_dataset": questions("<image>?")}, "prompt: expected no <image> in a text"),
     ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func: expected prompts of text"),
