@@ -1,4 +1,4 @@
-"""Engines: they turn prompts into completions."""
+"""Engines, which turn prompts into completions."""
 
 from grpo_trainer.engines.answers import (
     NEVER,

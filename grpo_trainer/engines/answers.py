@@ -1,4 +1,4 @@
-"""What an engine answers: completions, and one check of them for engines, servers and functions."""
+"""Completions, and one check of them for engines, servers and functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_trainer.common import shortened
 
 TokenIds = list[int]
 
-NEVER = -9999.0  # vLLM's stand-in for minus infinity, which JSON does not have
+NEVER = -9999.0  # vLLM's replacement for minus infinity, which JSON does not have
 _ROUNDING = 1e-2  # a log-probability may exceed 0 by this much
 
 
@@ -23,29 +23,29 @@ class Completion(NamedTuple):
     """One completion, up to and including its first end-of-sequence token."""
 
     token_ids: TokenIds
-    # of each token, under the distribution it was drawn from; None: the engine does not say
+    # per token, under the distribution it was sampled from; None: not reported
     logprobs: list[float] | None = None
-    # of each token, the ids that the sampling filters left to choose from; None: not asked for
+    # per token, the ids that the sampling filters kept; None: not requested
     sampling_mask: list[TokenIds] | None = None
-    # of each token, which weights drew it: an engine says how many updates had come, a sampler how
-    # many optimizer steps they had seen; None: the same weights drew all of them
+    # per token, which weights sampled it: an engine reports the number of updates before, a sampler
+    # the number of optimizer steps; None: the same weights for all tokens
     versions: list[int] | None = None
-    # (tokens, layers, K) integers: the experts of prompt and completion, except those of the last
-    # token, which was not run; -1: not known; None: the engine does not say
+    # (tokens, layers, K) integers: the experts of prompt and completion, except for the last
+    # token, which was not run; -1: unknown; None: not reported
     routed_experts: Tensor | None = None
 
     def checked(
         self, *, max_tokens: int, vocab_size: int | None, eos_token_ids: Collection[int] = ()
     ) -> Completion:
-        """Return it as Python's numbers.
+        """Return it as Python numbers.
 
         Args:
             max_tokens: its largest length.
-            vocab_size: ids are below it; None: it is not known.
+            vocab_size: ids must be below it; None: unknown.
             eos_token_ids: it ends with the first of these; empty: it may have several turns.
 
         Raises:
-            ValueError: it is out of bounds; the message says what was expected and what came.
+            ValueError: it is out of bounds; the message says what was expected and what it got.
         """
         ids, logprobs, mask = checked_ids(self.token_ids, vocab_size), self.logprobs, None
         if not 0 < len(ids) <= max_tokens:
@@ -80,7 +80,7 @@ class Completions(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Completion]) -> Completions:
-        """Return completions as columns. A column is None where a completion lacks it."""
+        """Return completions as columns. A column is None if any completion lacks it."""
         columns: dict[str, Any] = {
             name: [getattr(row, name) for row in rows] for name in cls._fields
         }
@@ -93,10 +93,11 @@ class Completions(NamedTuple):
         return (Completion(*row) for row in zip(*columns, strict=False))
 
     def checked(self, count: int, **limits: Any) -> Completions:
-        """Return them as Python's numbers. ``limits`` are those of :meth:`Completion.checked`.
+        """Return them as Python numbers. ``limits`` are the arguments of
+        :meth:`Completion.checked`.
 
         Raises:
-            ValueError: they are not those of ``count`` prompts, or one of them is out of bounds.
+            ValueError: there are not ``count`` completions, or one of them is out of bounds.
         """
         for name, column in self._asdict().items():
             if column is None and name != "token_ids":
@@ -104,7 +105,7 @@ class Completions(NamedTuple):
             if not isinstance(column, list | tuple):
                 raise ValueError(f"expected a list of {name}, got {shortened(column)}")
             if len(column) != count:
-                raise ValueError(f"expected {name} of {count} completions, got {len(column)}")
+                raise ValueError(f"expected {name} for {count} completions, got {len(column)}")
         rows = []
         for number, row in enumerate(self.rows()):
             try:
@@ -122,12 +123,12 @@ def check_length(what: str, column: Any, count: int) -> None:
 
 
 def checked_ids(ids: Any, vocab_size: int | None, what: str = "token ids") -> TokenIds:
-    """Return token ids as Python's integers; ValueError unless all are ids below ``vocab_size``."""
+    """Return token ids as Python integers; ValueError unless all are ids below ``vocab_size``."""
     if not isinstance(ids, list | tuple):
         raise ValueError(f"expected a list of {what}, got {shortened(ids)}")
     end = math.inf if vocab_size is None else vocab_size
     for token in ids:
-        # True is an int to Python; arrays that were made a list have integers of numpy
+        # True is an int in Python; lists made from arrays may have numpy integers
         whole = type(token) is int or isinstance(token, np.integer)
         if not whole or not 0 <= token < end:
             below = "" if vocab_size is None else f" < {vocab_size}"
@@ -146,7 +147,7 @@ def checked_experts(experts: Any) -> Tensor:
         or array.min() < -1
     ):
         raise ValueError(
-            "expected routed_experts as integers from -1 on, (tokens, layers, experts of a token), "
+            "expected routed_experts as integers >= -1, (tokens, layers, experts per token), "
             f"got {shortened(experts)}"
         )
     small = array.min() >= 0 and array.max() <= np.iinfo(np.uint8).max
@@ -154,7 +155,7 @@ def checked_experts(experts: Any) -> Tensor:
 
 
 def checked_logprob(value: Any) -> float:
-    """Return a log-probability, NaN for an unknown one; raise ValueError if it is above 0."""
+    """Return a log-probability, NaN for an unknown one; ValueError if it is above 0."""
     if value is None:
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""What every rollout engine does, and how completions are drawn: the same for every engine."""
+"""The interface of rollout engines, and sampling settings that are the same for every engine."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from grpo_trainer.policy import WHOLE, Placement, base_policy
 
 logger = logging.getLogger(__name__)
 
-Images = Sequence[ImageInputs | None] | None  # of prompts, one each
-# Called once per update: yields checkpoint names and tensors, one after the other. A tensor may be
-# the policy's own memory, so it is copied before the next optimizer step and never written to.
+Images = Sequence[ImageInputs | None] | None  # one entry per prompt
+# Called once per update: yields checkpoint names and tensors, one by one. A tensor may share the
+# policy's memory: copy it before the next optimizer step, and never write to it.
 Weights = Iterator[tuple[str, Tensor]]
 WeightSource = Callable[[], Weights]
 
-MAX_LOGPROBS = 1024  # ids per token that an engine may be asked about
+MAX_LOGPROBS = 1024  # the most ids per token that an engine is asked for
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-_NEVER = -100.0  # added to a logit: the least that vLLM takes
-_WALK = "walk"  # the first process tells the others: gather the weights with me
-_TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits make them frequent
+_NEVER = -100.0  # added to a logit: the smallest value that vLLM accepts
+_WALK = "walk"  # from the first process to the others: gather the weights with me
+_TIES = 8  # top_k keeps all ids as likely as its last one; rounded logits often tie
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn, for every engine alike."""
+    """How completions are sampled, the same for every engine."""
 
-    eos_token_ids: frozenset[int]  # end a completion, which keeps the one it ends with
-    max_tokens: int  # of the longest completion
-    temperature: float = 1.0  # this and the next four as in GRPOConfig
+    eos_token_ids: frozenset[int]  # each ends a completion, and is part of it
+    max_tokens: int  # for the longest completion
+    temperature: float = 1.0  # this and the next four: as in GRPOConfig
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    # never drawn: they stand for parts of images, which a forward over a completion would look for,
-    # or fill up the policy's embedding beyond that of a teacher, which could not read them
+    # never sampled: they represent parts of images, which a forward over a completion would look
+    # for, or are ids beyond a teacher's vocabulary
     suppressed: frozenset[int] = frozenset()
-    structured_outputs_regex: str | None = None  # what a completion's text matches; None: anything
-    # report what the filters left of so many of each token's likeliest ids; 0: do not
+    structured_outputs_regex: str | None = None  # a completion's text must match; None: anything
+    # report which of this many likeliest ids the filters kept, per token; 0: do not report
     sampling_mask_size: int = 0
     # the rest of generation_kwargs, in the engine's own names
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -70,11 +70,12 @@ class Sampling:
         model: PreTrainedModel | None = None,
         vocab_size: int | None = None,
     ) -> Sampling:
-        """Return what ``args`` asks for. generation_kwargs override the other fields.
+        """Return the sampling of ``args``; generation_kwargs override the other fields.
 
-        Of the ids of ``model`` those below ``vocab_size`` are drawn; None: all of them.
-        Completions end with the tokens that tokenizer and ``model`` name. An ``eos_token_id`` in
-        generation_kwargs replaces them, ``stop_token_ids`` there come in addition.
+        Only ids of ``model`` below ``vocab_size`` are sampled; None: all of them.
+
+        Completions end with the tokens that the tokenizer and ``model`` name. An ``eos_token_id``
+        in generation_kwargs replaces them; ``stop_token_ids`` there are added.
         """
         base = None if model is None else base_policy(model)
         config = getattr(base, "config", None)
@@ -87,7 +88,7 @@ class Sampling:
         more = _checked("stop_token_ids", extra.pop("stop_token_ids", None), size)
         if "eos_token_id" in extra:
             ends = _checked("eos_token_id", extra.pop("eos_token_id"), size)
-        else:  # a chat model ends its turn with another token than a document ends with
+        else:  # a chat model ends its turn with another token than a document
             generation = getattr(base, "generation_config", None)
             of_model = _listed(getattr(generation, "eos_token_id", None))
             of_model = of_model or _listed(getattr(text, "eos_token_id", None))
@@ -109,29 +110,29 @@ class Sampling:
 
     @property
     def most_gain(self) -> float:
-        """How far the log-probability that an engine reports can exceed the policy's own, at most,
-        because of filters and penalties."""
+        """The most by which filters and penalties can raise the log-probability that an engine
+        reports above the policy's."""
         if self.repetition_penalty != 1:
             return math.inf
-        if self.sampling_mask_size:  # the policy's own is filtered, too
+        if self.sampling_mask_size:  # the policy's log-probability is filtered, too
             return 0.0
         return math.inf if self.top_k or self.min_p else -math.log(self.top_p)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What all engines have under the same name."""
+        """The settings with the same name in all engines."""
         return {name: getattr(self, name) for name in OF_SAMPLING}
 
 
 def image_token_ids(model: nn.Module) -> frozenset[int]:
-    """Return the ids that stand for parts of images: a forward looks for one of each."""
+    """Return the ids that represent parts of images, which a forward looks for."""
     config = getattr(base_policy(model), "config", None)
     ids = (getattr(config, name, None) for name in _IMAGE_TOKENS)
     return frozenset(each for each in ids if isinstance(each, int))
 
 
 def vllm_params(sampling: Sampling) -> dict[str, Any]:
-    """Return what vLLM is asked, in the process or as a server, without ``n``.
+    """Return the sampling parameters for vLLM, in the process or as a server, except ``n``.
 
     Raises:
         ValueError: generation_kwargs sets one of them again.
@@ -139,8 +140,8 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
     params = sampling.parameters | {
         "min_p": sampling.min_p or 0.0,
         "max_tokens": sampling.max_tokens,
-        "logprobs": sampling.sampling_mask_size,  # 0: of the sampled token alone
-        # what ends a completion is said here; a model folder may name other tokens
+        "logprobs": sampling.sampling_mask_size,  # 0: only for the sampled token
+        # the tokens that end a completion are set here; a model folder may name others
         "stop_token_ids": sorted(sampling.eos_token_ids),
         "ignore_eos": True,
     }
@@ -151,7 +152,7 @@ def vllm_params(sampling: Sampling) -> dict[str, Any]:
     again = sorted(set(params) & set(sampling.engine_options))
     if again:
         raise ValueError(
-            f"generation_kwargs: expected none of {', '.join(again)}, which are set already"
+            f"generation_kwargs: expected none of {', '.join(again)}, which are already set"
         )
     return params | dict(sampling.engine_options)
 
@@ -166,7 +167,7 @@ def _checked(name: str, ids: Any, size: int) -> list[int]:
     tokens = _listed(ids)
     if not all(type(token) is int and 0 <= token < size for token in tokens):
         raise ValueError(
-            f"generation_kwargs[{name!r}]: expected ids of tokens, below {size}, got {ids!r}"
+            f"generation_kwargs[{name!r}]: expected token ids below {size}, got {ids!r}"
         )
     return tokens
 
@@ -174,56 +175,57 @@ def _checked(name: str, ids: Any, size: int) -> list[int]:
 class RolloutEngine(Protocol):
     """Samples one completion per prompt. In a distributed run every process calls every method.
 
-    An engine that inherits from it says only what it does itself: the rest does nothing.
+    Subclasses override only what they need: the other methods do nothing.
 
-    One with weights of its own can generate while the policy trains. It also has the coroutine
-    method ``complete_one(prompt_ids, sampling, images=None)``, which takes one prompt, with what it
-    shows, and returns a :class:`Completion`. Each process calls it for itself, for many prompts at
-    the same time, on an event loop in the background. It is cancelled when a run ends early.
+    An engine with its own weights can generate while the policy trains. It then also has the
+    coroutine method ``complete_one(prompt_ids, sampling, images=None)``, which completes one
+    prompt, with its images, and returns a :class:`Completion`. Each process calls it separately,
+    for many prompts at the same time, on a background event loop. It is canceled if a run ends
+    early.
     """
 
-    keeps_weights: bool = True  # after ``generate``; False: an update comes before the next one
-    takes_adapter: bool = False  # LoRA's factors come with ``adapter=True``, weights once before
-    has_base: bool = False  # with ``takes_adapter``: it loads those weights itself, they never come
-    # weights may come while ``complete_one`` runs: its ``versions`` say how many updates had come
-    # when each token was drawn
+    keeps_weights: bool = True  # after ``generate``; False: each ``generate`` needs an update first
+    takes_adapter: bool = False  # gets base weights once, then LoRA factors with ``adapter=True``
+    has_base: bool = False  # with ``takes_adapter``: it loads the base weights itself
+    # weights may arrive while ``complete_one`` runs: its ``versions`` then give the number of
+    # updates before each token
     updates_in_flight: bool = False
 
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
-        """Return completions of this process's prompts, by the weights of the last update.
+        """Return completions of this process's prompts with the weights of the last update.
 
         A prompt may be a conversation with images in several turns. An engine without the parameter
-        ``images`` is asked to complete text alone.
+        ``images`` gets only text prompts.
         """
         ...
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
-        """Take over the policy's weights; called before the first ``generate``, and when they
-        changed. ``weights`` stays valid until the next update, and can be called again.
+        """Load the policy's weights; called before the first ``generate``, and after each change.
+        ``weights`` stays valid until the next update, and can be called again.
 
-        Where the policy is sharded each tensor is gathered for its turn: all processes walk through
-        ``weights`` together, to the end, also those that have no use for them.
+        If the policy is sharded, each tensor is gathered in turn: all processes must iterate over
+        ``weights`` together, to the end, even if they do not use them.
         """
         return
 
     def close(self) -> None:
-        """End what the engine started. It is not used afterwards."""
+        """Stop everything the engine started. It is not used afterward."""
         return
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What an engine is made from."""
+    """The inputs for creating an engine."""
 
-    policy: Callable[[], PreTrainedModel]  # unwrapped; asked when needed, wrapping happens late
+    policy: Callable[[], PreTrainedModel]  # unwrapped; called when needed, since wrapping is late
     processing_class: ProcessingClass  # the policy's tokenizer or processor
     args: GRPOConfig
     accelerator: Accelerator
     placement: Placement = WHOLE  # of the policy's parameters
-    positions: int | None = None  # tokens that the policy has positions for; None: any number
-    # ids below it have an embedding in the policy, and in a teacher that reads them; None: unknown
+    positions: int | None = None  # the policy's positions, in tokens; None: unlimited
+    # ids below it have an embedding in the policy and in a teacher that reads them; None: unknown
     vocab_size: int | None = None
 
     @property
@@ -233,18 +235,18 @@ class EngineContext:
     def encode(
         self, samples: Sequence[Sample], tools: Sequence[list[dict[str, Any]]] | None = None
     ) -> None:
-        """Add to ``samples`` what the policy takes of their prompts; ``tools`` as in
+        """Add the policy's inputs for their prompts to ``samples``; ``tools`` as in
         :func:`encode_prompts`.
 
         Raises:
-            ValueError: one cannot be encoded, leaves no room for its completion, or has tokens
+            ValueError: a prompt cannot be encoded, leaves no room for its completion, or has tokens
                 without an embedding.
         """
         args, length = self.args, self.args.max_completion_length
         if self.positions is not None and length >= self.positions:
             raise ValueError(
                 f"max_completion_length: expected less than the model's {self.positions} "
-                f"positions, which have to hold the prompt, too; got {length}"
+                f"positions, which must also hold the prompt, got {length}"
             )
         template = options("chat_template_kwargs", args.chat_template_kwargs)
         prompts = [sample.prompt for sample in samples]
@@ -256,15 +258,15 @@ class EngineContext:
                 raise ValueError(
                     f"prompt: expected at most {self.positions - length} tokens (the model's "
                     f"{self.positions} positions less max_completion_length = {length}), got "
-                    f"{len(ids)} tokens from {shortened(sample.prompt)}; a smaller "
-                    "max_completion_length leaves more room, max_prompt_length cuts prompts"
+                    f"{len(ids)} tokens from {shortened(sample.prompt)}; reduce "
+                    "max_completion_length, or set max_prompt_length to cut prompts"
                 )
             most = self.vocab_size
             if most is not None and not has_images([images]) and max(ids) >= most:
                 raise ValueError(
-                    f"prompt: expected tokens that the model has an embedding for, ids below {most}"
-                    f", got {max(ids)} from {shortened(sample.prompt)}; does the tokenizer belong "
-                    "to the model, and was its embedding resized for new tokens?"
+                    f"prompt: expected ids below {most}, for which the model has embeddings, got "
+                    f"{max(ids)} from {shortened(sample.prompt)}; check that the tokenizer belongs "
+                    "to the model, and that its embeddings were resized for new tokens"
                 )
             sample.prompt_ids, sample.images = ids, images
 
@@ -275,10 +277,9 @@ def on_first_process(
     work: Callable[[WeightSource], Any],
     weights: WeightSource = lambda: iter(()),
 ) -> Any:
-    """Return what ``work`` returns on the first process, on all of them; raise what it raises on
-    all of them, too.
+    """Run ``work`` on the first process; all processes return its result, or raise its error.
 
-    It may read the ``weights`` as often as it likes. ``gathers``: all processes read them together.
+    It may read the ``weights`` any number of times. ``gathers``: all processes read them together.
     """
     if accelerator.num_processes == 1:
         return work(weights)
@@ -288,7 +289,7 @@ def on_first_process(
 
         def lead() -> Weights:
             nonlocal walk
-            deque(walk, maxlen=0)  # where it was broken off: the others go to its end
+            deque(walk, maxlen=0)  # finish an interrupted walk: the others go to its end
             broadcast_object_list([_WALK, None])
             walk = weights()
             return walk
@@ -310,7 +311,7 @@ def on_first_process(
 
 
 def raise_on_all(accelerator: Accelerator, error: Exception | None) -> None:
-    """Raise ``error`` if there is one, and otherwise that of another process; all call it."""
+    """Raise ``error``, or else another process's error, if there is one; all call it."""
     text = None if error is None else f"{type(error).__name__}: {error}"
     texts = [text] if accelerator.num_processes == 1 else gather_object([text])
     if error is not None:

@@ -1,4 +1,4 @@
-"""Rollouts by transformers, with the model being trained."""
+"""Rollouts with transformers, using the model being trained."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from grpo_trainer.engines.base import (
 )
 from grpo_trainer.policy import base_policy, evaluating
 
-# transformers' own filters, which run after ours, off
+# turns off transformers' own filters, which run after ours
 NO_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
-_CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.24
+_CACHE_NAMES = ("cache", "past_key_values")  # the latter before transformers 5.24
 _LATER = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
 
 
 class RecordingFilters(LogitsProcessor):
-    """Does what transformers does for temperature, top_k, top_p and min_p, in its order."""
+    """Applies temperature, top_k, top_p and min_p as transformers does, and records the result."""
 
     def __init__(self, sampling: Sampling) -> None:
         later = [name for name in _LATER if sampling.engine_options.get(name) is not None]
         if later:
             raise ValueError(
                 f"generation_kwargs: expected no {', '.join(later)} with use_sampling_mask, which "
-                "knows top_k, top_p and min_p"
+                "supports top_k, top_p and min_p"
             )
         self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
         self._filters.append(TopKLogitsWarper(top_k=sampling.top_k))
@@ -67,7 +67,7 @@ class RecordingFilters(LogitsProcessor):
         return scores
 
     def sampling_mask(self, lengths: list[int]) -> list[list[TokenIds]]:
-        """Return the ids that were left for each row's first so many tokens."""
+        """Return the ids that the filters kept for each row's first ``lengths`` tokens."""
         rows: list[list[TokenIds]] = [[] for _ in lengths]
         for step, pairs in enumerate(self._steps):
             counts = torch.bincount(pairs[:, 0], minlength=len(lengths)).tolist()
@@ -79,13 +79,13 @@ class RecordingFilters(LogitsProcessor):
 
 @dataclass(eq=False)
 class TransformersEngine(RolloutEngine):
-    """Samples by ``model.generate``. Reports no log-probabilities."""
+    """Samples with ``model.generate``; does not report log-probabilities."""
 
     context: EngineContext
 
     @property
     def in_step(self) -> bool:
-        """Whether every process runs every forward with the others."""
+        """Whether all processes run every forward together."""
         return self.context.placement.sharded and not self.context.args.ds3_gather_for_generation
 
     def generate(
@@ -94,18 +94,18 @@ class TransformersEngine(RolloutEngine):
         """Return one completion per prompt."""
         model = self.context.policy()
         whole = nullcontext() if self.in_step else self.context.placement.whole(model)
-        # gradient checkpointing would disable the cache, too
+        # gradient checkpointing would also disable the cache
         with whole, evaluating(model), _without_defaults(model):
             if prompt_ids:
                 return self.complete(model, prompt_ids, sampling, images)
-            if self.in_step:  # a prompt to discard
+            if self.in_step:  # use a dummy prompt
                 self.complete(model, [[0]], sampling, images)
             return Completions([])
 
     def complete(
         self, model: Any, prompt_ids: list[TokenIds], sampling: Sampling, images: Images
     ) -> Completions:
-        """Complete them in one left-padded batch."""
+        """Complete the prompts in one left-padded batch."""
         config = self.generation_config(sampling)
         rows = [torch.tensor(ids) for ids in prompt_ids]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -130,7 +130,7 @@ class TransformersEngine(RolloutEngine):
         return Completions(completions, sampling_mask=left)
 
     def generation_config(self, sampling: Sampling) -> GenerationConfig:
-        """Return the sampling in transformers' words."""
+        """Return the sampling as transformers' configuration."""
         tokenizer = self.context.tokenizer
         settings = sampling.parameters | {
             "do_sample": True,
@@ -142,7 +142,7 @@ class TransformersEngine(RolloutEngine):
             "pad_token_id": pad_token_id(tokenizer),
         }
         if sampling.sampling_mask_size:
-            settings |= NO_FILTERS  # RecordingFilters has them
+            settings |= NO_FILTERS  # RecordingFilters applies them
         settings |= sampling.engine_options
         never = {*(settings.get("suppress_tokens") or ()), *sampling.suppressed}
         return GenerationConfig(**settings | {"suppress_tokens": sorted(never) or None})
@@ -157,8 +157,8 @@ def _shared_cache(
     """Run the model once per distinct prompt, on all but its last token, and copy the cache.
 
     Returns:
-        The argument of ``generate`` with the cache of all rows. Empty where no prompt repeats, or
-        where the model keeps something other than keys and values.
+        The argument of ``generate`` with the cache of all rows. Empty if no prompt repeats, or if
+        the model caches something other than keys and values.
     """
     distinct, rows = torch.cat([ids, mask], dim=1).unique(dim=0, return_inverse=True)
     if len(distinct) == len(ids) or not _caches_keys_and_values(model, config):
@@ -176,14 +176,14 @@ def _shared_cache(
         ),
     )
     name = next((name for name in _CACHE_NAMES if name in output), None)
-    if name is None:  # as of mpt
+    if name is None:  # such as mpt
         return {}
     output[name].batch_select_indices(rows)
     return {name: output[name]}
 
 
 def _caches_keys_and_values(model: Any, config: GenerationConfig) -> bool:
-    """Return whether ``generate`` makes a cache of attention's keys and values, in one pass."""
+    """Return whether ``generate`` creates a cache of attention keys and values, in one pass."""
     one_pass = config.use_cache and not (
         config.prompt_lookup_num_tokens or config.prefill_chunk_size
     )
@@ -196,8 +196,9 @@ def _caches_keys_and_values(model: Any, config: GenerationConfig) -> bool:
 
 @contextmanager
 def _without_defaults(model: Any) -> Iterator[None]:
-    """Hide the model's ``generation_config``, from which ``generate`` takes every setting that it
-    is not told: filters, penalties and forbidden words, of this and of later transformers."""
+    """Hide the model's ``generation_config``, from which ``generate`` reads every setting that is
+    not
+    passed: filters, penalties and forbidden words, in this and later versions of transformers."""
     models = [each for each in (model, base_policy(model)) if "generation_config" in vars(each)]
     hidden = [each.generation_config for each in models]
     try:

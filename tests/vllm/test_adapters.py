@@ -177,7 +177,9 @@ def test_new_tokens(make_args, tokenizer, dataset):
 
 def test_ends_that_differ(make_args, policy, tokenizer, dataset):
     lora = LoraConfig(**LORA, modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match="on lm_head; ensure_weight_tying=True in the LoraConfig"):
+    with pytest.raises(
+        ValueError, match="on lm_head; to keep them tied, set ensure_weight_tying=True in the"
+    ):
         GRPOTrainer(
             policy, digits_reversal_reward, make_args(), dataset, processing_class=tokenizer,
             peft_config=lora,

@@ -73,7 +73,7 @@ def test_ends_of_a_completion(
 def test_ends_that_are_no_tokens(make_args, policy, tokenizer, name):
     for ids in (-1, [14], "1", [True], [[1]]):
         args = make_args(generation_kwargs={name: ids})
-        with pytest.raises(ValueError, match=rf"_kwargs\['{name}'\]: expected ids of tokens"):
+        with pytest.raises(ValueError, match=rf"_kwargs\['{name}'\]: expected token ids"):
             Sampling.from_config(args, tokenizer, policy)
 
 
@@ -207,8 +207,8 @@ def test_answers_are_checked(make_rollouts, answer, message):
         (Completion([2, 3, 4, 5], [0.0] * 4), "Answers: .*expected 1 to 3 tokens, got 4"),
         (Completion([2], [0.5]), "Answers: .*log-probabilities of at most 0, got 0.5"),
         (Completion([2]), "generation_batches_ahead: .*reports log-probabilities, .*got none"),
-        (Completion([2], [0.0], versions=[2]), "Answers: expected versions of 1 to 1, .*got 2"),
-        (Completion([2], [0.0], versions=[0]), "Answers: expected versions of 1 to 1, .*got 0"),
+        (Completion([2], [0.0], versions=[2]), "Answers: expected versions from 1 to 1, .*got 2"),
+        (Completion([2], [0.0], versions=[0]), "Answers: expected versions from 1 to 1, .*got 0"),
         (Completion([2], [0.0], versions=[]), "Answers: .*one version per token, got 0 for 1"),
     ],
 )
@@ -269,7 +269,7 @@ def test_wrong_settings(make_args, tokenizer, changes, message):
 
 def test_no_vllm(make_trainer, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match="got one beside the vllm_colocate of args"):
+    with pytest.raises(ValueError, match="expected one engine, got it and vllm_colocate in args"):
         make_trainer(use_vllm=True, engine=BackgroundEngine(tokenizer))
     with pytest.raises(ValueError, match="use_vllm: expected vllm to be .*; pip install .*vllm"):
         make_trainer(use_vllm=True)

@@ -141,10 +141,10 @@ def test_ends_of_another_adapter_are_left_out(tied, changes):
     ("changes", "message"),
     [
         ({"target_modules": ["embed_tokens"]},
-         "no adapter on tied embeddings.*model.embed_tokens; ensure_weight_tying=True"),
+         "no adapter on tied embeddings.*model.embed_tokens; to keep them tied"),
         ({"target_modules": ["lm_head"]}, "no adapter on tied embeddings.* lm_head"),
         ({"modules_to_save": ["lm_head", "embed_tokens"]},
-         "no adapter on tied embeddings.*model.embed_tokens, lm_head; ensure_weight_tying=True"),
+         "no adapter on tied embeddings.*model.embed_tokens, lm_head; to keep them tied"),
         ({"trainable_token_indices": {"lm_head": [3]}},
          "no adapter on tied embeddings.* lm_head"),
         ({"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}},

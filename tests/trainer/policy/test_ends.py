@@ -199,5 +199,7 @@ def test_an_adapter_of_tokens_without_a_row(make_trainer, base, tokenizer, tmp_p
 
 def test_ends_that_differ_are_an_error_before_an_engine_starts(make_trainer, tokenizer):
     config = peft.LoraConfig(**LORA, modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match="on lm_head; ensure_weight_tying=True in the LoraConfig"):
+    with pytest.raises(
+        ValueError, match="on lm_head; to keep them tied, set ensure_weight_tying=True in the"
+    ):
         make_trainer(model=tied_policy(tokenizer), peft_config=config, use_vllm=True)
