@@ -1,4 +1,4 @@
-"""From prompts to scored micro-batches: generate, reward, compare within groups, deal."""
+"""From prompts to scored micro-batches: generate, reward, compare within groups, split."""
 
 from grpo_trainer.experience.advantages import (
     AdaptiveEntropy,

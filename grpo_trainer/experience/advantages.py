@@ -1,4 +1,4 @@
-"""What weighs in the loss: completions compared with those of their group, and the entropy."""
+"""Weights in the loss: advantages within groups, and the adaptive entropy coefficient."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STD_OFFSET = 1e-4  # keeps groups of nearly equal rewards from exploding
 NO_SPREAD = 1e-8  # a smaller standard deviation is rounding
 _LARGEST = 1e15  # of an advantage: gradients are squared in fp32
 
-# (rewards, weights, group_size, ...) -> a number per completion, or one per token of each
+# (rewards, weights, group_size, ...) -> a number per completion, or one per token
 AdvantageFunction: TypeAlias = Callable[..., Tensor | Sequence[Any]]
-# what such a function may ask for beside them, of the completions of all processes, and the field
-# of a sample that each is a list of
+# more arguments that such a function may have, lists over the completions of all processes, and
+# the sample's field for each
 COMPLETION_ARGUMENTS = {
     "prompts": "prompt",
     "completions": "completion",
@@ -46,8 +46,9 @@ def compute_advantages(
         weights: (F,) weight of each reward function.
         group_size: completions per prompt; N is a multiple of it.
         scale: ``group`` divides by the group's standard deviation (GRPO, arXiv:2402.03300),
-            ``batch`` by that of all N, ``none`` does not divide (Dr. GRPO, arXiv:2503.20783).
-        aggregation: ``sum_then_normalize``, or ``normalize_then_sum``, which normalises each
+            ``batch`` by the deviation of all N, ``none`` does not divide (Dr. GRPO,
+            arXiv:2503.20783).
+        aggregation: ``sum_then_normalize``, or ``normalize_then_sum``, which normalizes each
             reward in its group, then the weighted sum over all N (GDPO, arXiv:2601.05242), and
             does not use ``scale``.
 
@@ -68,9 +69,9 @@ def compute_advantages(
     centred = centred.masked_fill(centred.abs() < NO_SPREAD, 0.0)
     std = nan_std(values.reshape(-1), 0) if scale == "batch" else nan_std(values, 1)
     zero_std = (std < NO_SPREAD).expand_as(centred).reshape(-1)
-    # equal rewards stay equal when centred, while their standard deviation may be rounding
+    # equal rewards stay equal when centered, while their standard deviation may be rounding
     signal = _differ(centred)
-    if scale != "none":  # which has the spread for the log alone
+    if scale != "none":  # else the spread is only logged
         centred = centred / (std + STD_OFFSET)
     advantages = centred.reshape(-1)
     if scale == "none":
@@ -86,11 +87,11 @@ def advantages_by(
     completions: dict[str, list[Any]],
     lengths: list[int],  # N, in tokens
 ) -> Advantages:
-    """Ask a function of the user's for the advantages, and check what it returns.
+    """Call the user's advantage function, and check what it returns.
 
-    ``completions`` are lists of N by the names in COMPLETION_ARGUMENTS that it takes; the other
-    arguments are those of :func:`compute_advantages`. It returns N numbers, or N lists with a
-    number for each completion token.
+    ``completions`` are lists of N under the names in COMPLETION_ARGUMENTS that it accepts; the
+    other arguments are as in :func:`compute_advantages`. It returns N numbers, or N lists with a
+    number per completion token.
 
     Raises:
         ValueError: it returns something else.
@@ -100,7 +101,7 @@ def advantages_by(
     total = weighted_sum(rewards, weights)
     grouped = total.reshape(-1, group_size)
     of_group = values.reshape(len(grouped), group_size, -1)
-    # a group with equal rewards may have advantages over a baseline
+    # a group with equal rewards may have nonzero advantages relative to a baseline
     equal = (nan_std(grouped, 1) < NO_SPREAD) & (of_group == 0).flatten(1).all(1, keepdim=True)
     zero_std = equal.expand_as(grouped).reshape(-1)
     signal = _differ(of_group).any(-1)
@@ -108,10 +109,10 @@ def advantages_by(
 
 
 def check_advantages(function: AdvantageFunction, args: GRPOConfig) -> list[str]:
-    """Return which of COMPLETION_ARGUMENTS a function takes.
+    """Return which of COMPLETION_ARGUMENTS a function accepts.
 
     Raises:
-        ValueError: it cannot be called with the other arguments, or excludes a setting.
+        ValueError: it cannot be called with the other arguments, or conflicts with a setting.
     """
     if not callable(function):
         raise ValueError(f"advantages: expected a function or an object to call, got {function!r}")
@@ -123,15 +124,15 @@ def check_advantages(function: AdvantageFunction, args: GRPOConfig) -> list[str]
         signature.bind(rewards=None, weights=None, group_size=None, **dict.fromkeys(names))
     except TypeError as error:
         raise ValueError(
-            "advantages: expected a function of rewards, weights and group_size, and of "
-            f"{', '.join(COMPLETION_ARGUMENTS)} if it likes, got {signature}: {error}"
+            "advantages: expected a function of rewards, weights and group_size, optionally also "
+            f"of {', '.join(COMPLETION_ARGUMENTS)}, got {signature}: {error}"
         ) from error
     for name in ("scale_rewards", "multi_objective_aggregation"):
         default, value = getattr(GRPOConfig, name), getattr(args, name)
         if value != default:
             raise ValueError(
-                f"{name}: expected {default!r} with advantages, a function that compares "
-                f"completions by itself, got {value!r}"
+                f"{name}: expected {default!r} with advantages=, which replaces this comparison, "
+                f"got {value!r}"
             )
     return names
 
@@ -151,8 +152,8 @@ def _values(answer: Any, lengths: list[int]) -> Tensor:
     dims = {column.dim() for column in columns}
     if dims not in ({0}, {1}):
         raise ValueError(
-            "advantages: expected a number for each completion, or a list of one per token for "
-            f"each, got values of {sorted(dims)} dimensions"
+            "advantages: expected a number per completion, or a list per completion with a number "
+            f"per token, got values of {sorted(dims)} dimensions"
         )
     if dims == {1}:
         for index, (column, length) in enumerate(zip(columns, lengths, strict=True)):
@@ -178,15 +179,15 @@ def _check_size(name: str, advantages: Tensor) -> None:
 
 
 def _differ(values: Tensor) -> Tensor:  # (groups, G, ...) -> (groups, ...)
-    """Return whether a group's values differ by more than rounding; NaN: none."""
+    """Return whether a group's values differ by more than rounding; NaN: no value."""
     highest = values.masked_fill(values.isnan(), -torch.inf).amax(1)
     lowest = values.masked_fill(values.isnan(), torch.inf).amin(1)
     return highest - lowest >= NO_SPREAD
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:
-    """Return the standard deviation over ``dim`` (kept), Bessel-corrected, in fp64; 0 for under 2
-    values."""
+    """Return the Bessel-corrected standard deviation over ``dim`` (kept), in fp64; 0 for fewer than
+    2 values."""
     values = values.double()
     count = (~values.isnan()).sum(dim, keepdim=True)
     deviations = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
@@ -194,7 +195,7 @@ def nan_std(values: Tensor, dim: int) -> Tensor:
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:  # (..., F) -> (...)
-    """Return the sum of those that apply, in fp64; NaN where none does."""
+    """Return the sum of the rewards that apply, in fp64; NaN if none does."""
     total = (rewards.double() * weights).nansum(-1)
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 
@@ -206,7 +207,7 @@ def rollout_metrics(
     lengths: Tensor,  # (N,) tokens of the policy
     truncated: Tensor,  # (N,) 1: ended without an end-of-sequence token
 ) -> Metrics:
-    """Say what a generation batch tells of rewards and completion lengths."""
+    """Return a generation batch's metrics of rewards and completion lengths."""
     stats = {}
     for name, values in zip(names, rewards.unbind(1), strict=True):
         stats[f"rewards/{name}/mean"] = _mean(values)
@@ -239,9 +240,9 @@ class AdaptiveEntropy:
 
     It is raised after a step at or below the target entropy, and lowered after others.
 
-    The bonus applies while the last step's entropy is at or below the target; so not in the first
-    step. The entropy is the mean over the tokens of the step that the policy loss is made of. All
-    of it stays on the device: a step waits for nothing.
+    The bonus applies while the last step's entropy is at or below the target, so not in the first
+    step. The entropy is the mean over the tokens in the step's policy loss. Everything stays on the
+    device, so steps do not synchronize.
     """
 
     def __init__(self, args: GRPOConfig, accelerator: Accelerator) -> None:
@@ -257,12 +258,12 @@ class AdaptiveEntropy:
         return torch.where(self._last <= self._args.entropy_target, self._coef, 0.0)
 
     def add(self, metrics: Metrics) -> None:
-        """Note a micro-batch's entropy."""
+        """Add a micro-batch's entropy."""
         stat = metrics.stats.get("entropy_top") or metrics.stats["entropy"]
         self._window += torch.stack([stat.total.double(), stat.count.double()])
 
     def step(self) -> Metrics:
-        """Move the coefficient, at the end of an optimizer step, and return it for the log."""
+        """Adjust the coefficient at the end of an optimizer step, and return it for the log."""
         total, count = self._accelerator.reduce(self._window, "sum")
         entropy = total / count.clamp(min=1)
         args = self._args
@@ -274,7 +275,7 @@ class AdaptiveEntropy:
         return value_metric("entropy_coef", self._coef, self._accelerator.device)
 
     def state(self) -> dict[str, float]:
-        """Return what the next step depends on, between two steps."""
+        """Return the state between two steps."""
         return {"coef": self._coef.item(), "last": self._last.item()}
 
     def restore(self, state: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from grpo_trainer.policy import Placement, Reference, Teacher, target_logprobs
 
 
 def fill_columns(batch: MicroBatch, columns: Sequence[Column], policy: nn.Module) -> Metrics:
-    """Compute the columns of a micro-batch in their order, and return what is logged.
+    """Compute the columns of a micro-batch in order, and return the metrics to log.
 
     Raises:
         ValueError: one returns something other than metrics or None.
@@ -35,13 +35,13 @@ def fill_columns(batch: MicroBatch, columns: Sequence[Column], policy: nn.Module
         logged += [] if metrics is None else [metrics]
         unchanged = batch.advantages is advantages and batch.target is target
         if not unchanged or versions != (advantages._version, target._version):
-            batch.lengths = batch.active_lengths = None  # they counted what was active before
+            batch.lengths = batch.active_lengths = None  # the old counts are no longer valid
     batch.samples = None
     return logged[0] if len(logged) == 1 else Metrics.merge(logged)
 
 
 def old_logprobs(placement: Placement, settings: Settings, in_evaluation: bool) -> Column:
-    """Return the column of the policy as it is before it moves within a generation batch."""
+    """Return the column of the policy before it changes within a generation batch."""
 
     def column(batch: MicroBatch, policy: nn.Module) -> None:
         if policy.training or in_evaluation:
@@ -65,7 +65,7 @@ def reference_logprobs(reference: Reference, settings: Settings) -> Column:
 
 
 def teacher_advantages(teacher: Teacher) -> Column:
-    """Return the column of a teacher's log-probabilities, which it adds to the advantages."""
+    """Return the column that adds a teacher's log-probabilities to the advantages."""
 
     def column(batch: MicroBatch, policy: nn.Module) -> Metrics:
         with phase("ref"):

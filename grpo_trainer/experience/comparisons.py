@@ -1,4 +1,4 @@
-"""Advantages by other papers' comparisons, functions and objects that ``advantages=`` takes."""
+"""Advantages from other papers: functions and objects for ``advantages=``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_trainer.experience.advantages import (
 
 
 def rloo(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """Subtract the mean of the others of the group (RLOO, arXiv:2402.14740)."""
+    """Subtract the mean of the other completions of the group (RLOO, arXiv:2402.14740)."""
     totals = _groups(rewards, weights, group_size)
     count = (~totals.isnan()).sum(1, keepdim=True)
     others = (totals.nansum(1, keepdim=True) - totals) / (count - 1).clamp(min=1)
@@ -28,7 +28,7 @@ def rloo(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """Subtract the group's mean, then normalise over the batch (REINFORCE++ with baseline,
+    """Subtract the group's mean, then normalize over the batch (REINFORCE++ with baseline,
     arXiv:2501.03262)."""
     totals = _groups(rewards, weights, group_size)
     centred = (totals - totals.nanmean(1, keepdim=True)).flatten()
@@ -36,7 +36,7 @@ def reinforce_plus_plus(rewards: Tensor, weights: Tensor, group_size: int) -> Te
 
 
 def maxrl(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """Divide the distance from the group's mean by that mean, for rewards of at least 0: hard
+    """Divide the distance from the group's mean by that mean, for rewards >= 0, so that hard
     prompts count more (MaxRL, arXiv:2602.02710)."""
     totals = _groups(rewards, weights, group_size)
     mean = totals.nanmean(1, keepdim=True)
@@ -45,13 +45,13 @@ def maxrl(rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """Compare what ``k`` random completions of the group earn together, one of them being this
-    (pass@k training, arXiv:2508.10751). A reward above 0 counts as passed.
+    """Compare the pass rates of sets of ``k`` random completions of the group that include this
+    completion (pass@k training, arXiv:2508.10751). A reward above 0 counts as passed.
 
-    Completions without a reward are left out; a group with fewer than ``k`` others takes them all.
+    Completions without a reward are left out. If fewer than ``k`` are left, all of them are used.
 
     Raises:
-        ValueError: ``k`` is no integer of at least 1; in a call: a group has fewer completions.
+        ValueError: ``k`` is not an integer >= 1; in a call: a group has fewer completions.
     """
 
     k: int
@@ -72,7 +72,7 @@ class PassAtK:
         k = count.clamp(max=self.k)
         mean = 1 - self._none_of(failures, count, k)
         spread = (mean * (1 - mean)).sqrt()
-        # of one that has failed k - 1 others have to pass
+        # if this completion failed, one of the k - 1 others must pass
         of_failed = 1 - self._none_of(failures - 1, count - 1, k - 1)
         with_it = torch.where(passed, 1.0, of_failed).masked_fill(totals.isnan(), torch.nan)
         return _finite(torch.where(spread > NO_SPREAD, (with_it - mean) / spread, 0.0))
@@ -94,10 +94,10 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def advantages_of(source: AdvantageFunction | str | None) -> AdvantageFunction | None:
-    """Return the function that is named, ``pass_at_4`` for instance; others are their own.
+    """Return the named function, for example ``pass_at_4``; functions are returned unchanged.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name is unknown.
     """
     if not isinstance(source, str):
         return source

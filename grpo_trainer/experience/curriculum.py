@@ -1,4 +1,4 @@
-"""A curriculum: a function of the user's decides which prompts come next."""
+"""A curriculum: the user's function chooses the next prompts."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ PromptsFunction: TypeAlias = Callable[
 
 
 class Curriculum(DatasetPrompts):
-    """Training prompts, of which a function writes those of the next generation batch.
+    """Training prompts that a function can replace for the next generation batch.
 
-    The function is asked after each generation batch of training, when it is scored. For each
-    completion it returns the prompt that takes the place of the completion's in the next batch,
-    with the columns of the same row. The prompt that most completions of a group got is trained on
-    once; where that is none, or the dataset's own, the dataset's next row comes.
+    The function is called after each generation batch of training is scored. For each completion
+    it returns a prompt that replaces the completion's prompt in the next batch, with the columns
+    of the same row. The most frequent prompt of a group is trained on once; if it is None, or the
+    dataset's own prompt, the dataset's next row is used instead.
 
-    The function runs on the main process only; all others take over what it returns. What it has
-    returned is in a checkpoint; what it remembers by itself is not.
+    The function runs only on the main process; the others get its result. Checkpoints store what
+    it returned, but not its own state.
 
     Args:
         dataset: rows with a ``prompt``.
-        args: its ``dynamic_prompts_fn`` is the function, or its import path.
-        accelerator: joins the processes.
+        args: ``dynamic_prompts_fn`` is the function, or its import path.
+        accelerator: connects the processes.
 
     Raises:
-        ValueError: ``dynamic_prompts_fn`` leads to no function. ``scored``: the function returns
-            something else than it should.
-        RuntimeError: ``scored``: it raised.
+        ValueError: ``dynamic_prompts_fn`` is not a function. In ``scored``: the function returns
+            something invalid.
+        RuntimeError: in ``scored``: the function raised.
     """
 
     def __init__(self, dataset: PromptDataset, args: GRPOConfig, accelerator: Accelerator) -> None:
@@ -63,7 +63,7 @@ class Curriculum(DatasetPrompts):
         rows, completions = map(list, zip(*gather_object(mine), strict=True))
         if None in rows:
             raise ValueError("dynamic_prompts_fn: expected samples with a row, got one without")
-        totals = batch.compared.rewards.tolist()  # NaN where none applied
+        totals = batch.compared.rewards.tolist()  # NaN if no reward applies
         self._next = on_first_process(
             self._accelerator, False, lambda _: self._planned(rows, completions, totals)
         )
@@ -79,13 +79,13 @@ class Curriculum(DatasetPrompts):
     def _planned(
         self, rows: list[Row], completions: list[Any], totals: list[float]
     ) -> list[DatasetRow | None]:
-        """Ask the function, and return the next row of each prompt."""
+        """Call the function, and return the next row for each prompt."""
         answer = self._answer(rows, completions, totals)
         size = self._args.num_generations
         planned: list[DatasetRow | None] = []
         for start in range(0, len(rows), size):
             row, group = rows[start], answer[start : start + size]
-            prompt = max(group, key=group.count)  # of equally many the first
+            prompt = max(group, key=group.count)  # the first of several
             over = getattr(row, "original", None) is not None or prompt == _original(row)
             planned.append(None if over else _rewritten(row, prompt))
         return planned
@@ -94,7 +94,7 @@ class Curriculum(DatasetPrompts):
         self, rows: list[Row], completions: list[Any], totals: list[float]
     ) -> list[Prompt | None]:
         """Call the function, which may change its arguments, and check what it returns."""
-        # entry by entry, since completions of a prompt share its row
+        # copied one by one, since completions of a prompt share its row
         prompts = [copy.deepcopy(_original(row)) for row in rows]
         metas = [copy.deepcopy(dict(row)) for row in rows]
         texts = [copy.deepcopy(completion) for completion in completions]
@@ -118,14 +118,14 @@ class Curriculum(DatasetPrompts):
             )
             if prompt is not None and not (isinstance(prompt, str) if text else messages):
                 raise ValueError(
-                    f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, as "
-                    f"the prompt is that it replaces, got {shortened(prompt)}"
+                    f"dynamic_prompts_fn: expected {'text' if text else 'messages'} or None, like "
+                    f"the prompt that it replaces, got {shortened(prompt)}"
                 )
         return list(answer)
 
 
 def _original(row: Row) -> Prompt:
-    """Return the dataset's prompt of a row, which may have another one."""
+    """Return the dataset's prompt of a row, which may have been replaced."""
     original = getattr(row, "original", None)
     return row["prompt"] if original is None else original
 

@@ -1,4 +1,4 @@
-"""Deal scored completions to micro-batches, and decide what their sums and means divide by."""
+"""Split scored completions into micro-batches, and compute the divisors of sums and means."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from grpo_trainer.policy import Packing
 def deal(
     batch: Scored, plan: Plan, accelerator: Accelerator, packing: Packing | None = None
 ) -> tuple[list[MicroBatch], Metrics]:
-    """Return the micro-batches of this process in the order of training, equally many for each
-    micro-step, and what is logged.
+    """Return this process's micro-batches in training order, the same number for each micro-step,
+    and metrics to log.
 
-    Completions of several micro-steps are shuffled by torch's generator, groups as a whole where
-    ``packing`` computes fewer tokens then. Divisors are averages over the processes, as gradients
-    are.
+    Completions of several micro-steps are shuffled with torch's generator, as whole groups if
+    ``packing`` then computes fewer tokens. Divisors are averages over the processes, like
+    gradients.
 
     Args:
         batch: the completions and their advantages, on the device of the micro-batches.
-        plan: says which completions go together.
-        accelerator: joins the processes.
+        plan: determines which completions go together.
+        accelerator: connects the processes.
         packing: packs the micro-batches; None: they stay padded.
 
     Raises:
-        ValueError: a completion with its prompt has more tokens than the budget; on all processes.
+        ValueError: a completion plus its prompt exceeds the token budget; on all processes.
     """
     samples, advantages = batch.samples, batch.compared.advantages[batch.own]
     device = advantages.device
@@ -73,9 +73,9 @@ def deal(
 
 
 def leave_out_inactive(batches: Sequence[MicroBatch], plan: Plan, accelerator: Accelerator) -> None:
-    """Let means over sequences and prompts leave out completions without an advantage.
+    """Exclude completions without an advantage from means over sequences and prompts.
 
-    It comes after all columns, which may change advantages.
+    Call it after all columns, which may change advantages.
     """
     active = torch.stack([batch.num_active() for batch in batches]).sum(0)
     sequences, prompts = accelerator.reduce(active, "mean") / plan.steps

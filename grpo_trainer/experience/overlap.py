@@ -1,4 +1,4 @@
-"""Overlap: the next completions are sampled while the policy trains."""
+"""Overlap: sample the next completions while the policy trains."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from grpo_trainer.monitor import log_metrics, phase
 
 @dataclass(eq=False)
 class Part:
-    """Samples that are completed together: a group, or all of a draw."""
+    """Samples that are completed together: a group, or a whole draw."""
 
     samples: list[Sample]
-    place: int  # of the first one in its draw
-    work: Future[list[Metrics]] | None = None  # in the background; None: it has not begun
-    metrics: Metrics | None = None  # once it is complete
+    place: int  # of its first sample in the draw
+    work: Future[list[Metrics]] | None = None  # in the background; None: not started
+    metrics: Metrics | None = None  # set when it is complete
 
     @property
     def done(self) -> bool:
@@ -47,21 +47,21 @@ class Part:
 class Draw:
     """Prompts that were drawn together."""
 
-    before: Any  # where the prompts stood then
-    count: int  # of prompts, all processes'
-    parts: list[Part]  # that were not trained on yet
+    before: Any  # the state of the prompts before the draw
+    count: int  # of prompts, on all processes
+    parts: list[Part]  # not trained on yet
 
 
 class Ahead(Prompts):
-    """Draws the next prompts early, and has a source complete them in the background.
+    """Draws the next prompts early, and lets a source complete them in the background.
 
     Args:
         prompts: the training prompts.
         source: completes them.
-        sampler: sends the weights that the source samples by.
-        batches_left: how many generation batches training takes after the current one.
+        sampler: sends the weights that the source samples with.
+        batches_left: returns the number of generation batches after the current one.
 
-    Raises (in every method): what went wrong in the background.
+        Raises (in every method): errors from the background.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Ahead(Prompts):
         self._batches_left = batches_left
         self._args: GRPOConfig = sampler.context.args
         self._accelerator: Accelerator = sampler.context.accelerator
-        self._draws: list[Draw] = []  # with samples that were not trained on yet
+        self._draws: list[Draw] = []  # draws with samples that were not trained on yet
 
     def scored(self, batch: Scored) -> None:
         self._prompts.scored(batch)
 
     def state(self) -> dict[str, Any]:
-        """Wait for what was begun: a resumed run trains on the same completions.
+        """Wait for pending completions, so that a resumed run trains on the same ones.
 
-        Those that a checkpoint cannot hold are left out, and begun again by a resumed run.
+        Completions that a checkpoint cannot hold are left out; a resumed run samples them again.
         """
         parts = [part for draw in self._draws for part in draw.parts]
         self._wait(parts)
@@ -102,7 +102,7 @@ class Ahead(Prompts):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there. The rows, which were drawn one after the other, are drawn again."""
+        """Continue from a state. The same rows are drawn again, in order."""
         for batch in state.get("begun", ()):
             self._restore_begun(**batch)
         for saved in state.get("draws", ()):
@@ -114,16 +114,16 @@ class Ahead(Prompts):
                 own = samples[one["place"] : one["place"] + one["size"]]
                 draw.parts.append(self._restored(own, **one))
             self._draws.append(draw)
-        if self._prompts.state() != state["prompts"]:  # others were drawn since
+        if self._prompts.state() != state["prompts"]:  # more were drawn since
             self._prompts.restore(state["prompts"])
 
     def _restore_begun(self, before: Any, step: int, completions: dict[str, Any]) -> None:
-        """Go on from a generation batch of version 1.0.0, which asked an engine once for it."""
+        """Continue from a generation batch of version 1.0.0, which made one request for it."""
         if self._prompts.state() != before:
             self._prompts.restore(before)
         self._draw(self._args.prompts_per_generation)
         [part] = self._draws[-1].parts
-        assert isinstance(self._source, SingleTurn)  # it had no other ahead
+        assert isinstance(self._source, SingleTurn)  # the only source that version had
         self._sampler.context.encode(part.samples)
         rows = Completions(**completions)
         versions = [[step] * len(ids) for ids in rows.token_ids]
@@ -135,7 +135,7 @@ class Ahead(Prompts):
     ) -> Part:
         if completed is None:
             return Part(samples, place)
-        if isinstance(self._source, SingleTurn):  # for what else a model takes of prompts
+        if isinstance(self._source, SingleTurn):  # adds other model inputs of prompts
             self._sampler.context.encode(samples)
         for sample, fields in zip(samples, completed, strict=True):
             sample.restore_completed(fields)
@@ -144,20 +144,20 @@ class Ahead(Prompts):
         return Part(samples, place, metrics=Metrics(stats))
 
     def _draw(self, count: int, size: int | None = None) -> None:
-        """Draw ``count`` prompts, in parts of ``size`` samples each; None: in one."""
+        """Draw ``count`` prompts, in parts of ``size`` samples; None: in one part."""
         before, samples = self._prompts.state(), self._prompts.next(count)
         size = size or len(samples)
         parts = [Part(samples[i : i + size], i) for i in range(0, len(samples), size)]
         self._draws.append(Draw(before, count, parts))
 
     def _begin(self) -> None:
-        """Begin what was drawn, by the weights that the engine has."""
+        """Start completing the drawn prompts with the engine's weights."""
         for part in (part for draw in self._draws for part in draw.parts):
             if not part.begun:
                 part.work = self._sampler.start(self._source.ahead(part.samples))
 
     def _taken(self, parts: Sequence[Part]) -> list[Sample]:
-        """Return the samples of complete ``parts``, which are trained on now."""
+        """Return the samples of complete ``parts``, for training."""
         self._wait(parts)
         for draw in self._draws:
             draw.parts = [part for part in draw.parts if part not in parts]
@@ -168,7 +168,7 @@ class Ahead(Prompts):
         return samples
 
     def _wait(self, parts: Sequence[Part]) -> None:
-        """Wait until ``parts`` are complete; every process calls it with its own."""
+        """Wait until ``parts`` are complete; every process calls it with its own parts."""
         error: Exception | None = None
         for part in parts:
             if part.metrics is None and part.work is not None:
@@ -179,7 +179,7 @@ class Ahead(Prompts):
         raise_on_all(self._accelerator, error)
 
     def _leave_out_old(self, samples: Sequence[Sample]) -> None:
-        """Log how old the policy's tokens are, and leave out those that are too old."""
+        """Log the age of the policy's tokens, and leave out tokens that are too old."""
         step, most = self._sampler.step(), self._args.max_staleness
         ages = [
             step - version
@@ -201,29 +201,29 @@ class Ahead(Prompts):
 
 
 class BatchesAhead(Ahead):
-    """Completes whole generation batches, a round of them by the same weights.
+    """Completes whole generation batches, in rounds with the same weights.
 
-    They are begun in rounds of ``generation_batches_ahead``: when the completions of a round's last
-    batch are there, the weights are sent and the next round is begun, before the policy trains on
-    that batch. So the completions of a round come from the same weights, of which those of its
-    first batch are one generation batch old when training on them begins, those of its last batch
-    ``generation_batches_ahead``, and none are ever older.
+    A round has ``generation_batches_ahead`` batches. When the completions of a round's last batch
+    are complete, the weights are sent and the next round starts, before the policy trains on that
+    batch. So all completions of a round come from the same weights. When training on them starts,
+    those weights are one generation batch old for the round's first batch, and
+    ``generation_batches_ahead`` old for its last batch, but never older.
 
-    With dynamic sampling the engine completes further prompts first, and the next round is begun
-    when the batch is scored.
+    With dynamic sampling, the engine completes extra prompts first, and the next round starts when
+    the batch is scored.
     """
 
-    _has_batch = False  # what else is asked for are further prompts of this batch
+    _has_batch = False  # True: further calls of next are for the same batch
 
     def next(self, count: int) -> list[Sample]:
-        """Return completed samples; further ones of the same generation batch are not."""
+        """Return completed samples; extra samples of the same generation batch are incomplete."""
         if self._has_batch:
             return self._prompts.next(count)
         self._has_batch = True
         if not self._draws:
             self._begin_round(1)
         elif any_process(not all(part.begun for part in self._draws[0].parts), self._accelerator):
-            self._begin_round(0)  # those of a checkpoint that it does not hold
+            self._begin_round(0)  # draws whose completions a checkpoint does not hold
         with phase("generate"):
             samples = self._taken(self._draws[0].parts)
         if not self._args.dynamic_sampling:
@@ -237,7 +237,7 @@ class BatchesAhead(Ahead):
         super().scored(batch)
 
     def _begin_next_round(self) -> None:
-        """Begin a round, if none waits, of no more batches than are trained on."""
+        """Start a round, if none is waiting, with no more batches than training needs."""
         count = min(self._args.generation_batches_ahead, self._batches_left())
         if not self._draws and count:
             self._begin_round(count)
@@ -252,9 +252,9 @@ class BatchesAhead(Ahead):
 class GroupsAhead(Ahead):
     """Completes groups at their own pace, while newer weights reach the engine.
 
-    ``generation_batches_ahead`` batches of groups are begun beyond the one that is waited for. A
-    batch has the first groups that are complete, in the order in which they were begun. The others
-    go on by the weights that are sent meanwhile, and are part of a later batch: none is lost.
+    ``generation_batches_ahead`` batches of groups are started in addition to the one needed now. A
+    batch gets the first groups that are complete, in the order in which they were started. The
+    others continue with newer weights, and join a later batch: none is lost.
     """
 
     def next(self, count: int) -> list[Sample]:
@@ -271,7 +271,7 @@ class GroupsAhead(Ahead):
             return self._taken(self._complete(count // processes))
 
     def _complete(self, count: int) -> list[Part]:
-        """Wait for ``count`` parts, or for an error, and return the first ones."""
+        """Wait for ``count`` parts, or for an error, and return the first complete ones."""
         parts = [part for draw in self._draws for part in draw.parts]
         while True:
             done = [part for part in parts if part.done]
@@ -283,7 +283,7 @@ class GroupsAhead(Ahead):
 
 
 def _state(part: Part) -> dict[str, Any]:
-    """Return what a checkpoint holds of a complete part."""
+    """Return the state of a complete part for a checkpoint."""
     metrics = part.metrics
     state: dict[str, Any] = {"place": part.place, "size": len(part.samples)}
     if metrics is None or not all(map(_can_be_held, part.samples)):
@@ -294,8 +294,8 @@ def _state(part: Part) -> dict[str, Any]:
 
 
 def _can_be_held(sample: Sample) -> bool:
-    """Return whether a checkpoint can hold a completion: no environment, no tool's images, and only
-    plain columns."""
+    """Return whether a checkpoint can hold a completion: it has no environment, no images from
+    tools, and only plain columns."""
     if "environments" in sample.inputs or (sample.images and sample.env_mask is not None):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which completions of a generation batch go together: in micro-steps, and in micro-batches."""
+"""Which completions of a generation batch share a micro-step, and a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from grpo_trainer.data import Sample, padded_length
 from grpo_trainer.monitor import value_metric
 from grpo_trainer.policy import Packing, Prefixes
 
-Part: TypeAlias = list[int]  # numbers of completions that go together
+Part: TypeAlias = list[int]  # indices of completions that go together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the completions of a generation batch become micro-batches."""
+    """How the completions of a generation batch are split into micro-batches."""
 
     steps: int  # micro-steps
     group_size: int  # completions per prompt
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     by_prompt: bool = False  # the loss is a mean over prompts
-    # most tokens that are computed for a micro-batch, padding included; None: a micro-step is one
+    # the most tokens computed per micro-batch, padding included; None: a micro-step is one
     # micro-batch
     budget: int | None = None
-    accumulated: int = 1  # micro-steps of an optimizer step
+    accumulated: int = 1  # micro-steps per optimizer step
 
     @property
     def window(self) -> int:
-        """Micro-steps of one optimizer step among those of a generation batch."""
+        """Micro-steps of one optimizer step within a generation batch."""
         return math.gcd(self.steps, self.accumulated)
 
     @property
     def pooled(self) -> int:
-        """Micro-steps whose completions are cut together: those of one optimizer step."""
+        """Micro-steps whose completions are split together: one optimizer step's."""
         return self.window if self.budget else 1
 
 
 class Costs:
-    """What the model's body computes for the completions of a generation batch.
+    """The tokens that the model's body computes for completions of a generation batch.
 
     Args:
         samples: the completions.
-        groups: the group of each.
+        groups: the group of each completion.
         packing: packs their micro-batches; None: they stay padded.
-        multiple: of a micro-batch's width.
+        multiple: a micro-batch's width is a multiple of it.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Costs:
         self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def of_part(self, part: Part) -> tuple[int, int]:
-        """Return how many tokens a micro-batch takes, padding included, and how many of these are
-        no padding. What rows have in common counts once where it is computed once."""
+        """Return a micro-batch's computed tokens, with and without padding. Shared prefixes count
+        once if they are computed once."""
         key = tuple(part)
         if key not in self._known:
             self._known[key] = self._of_part(part)
@@ -86,7 +86,7 @@ class Costs:
     def _of_part(self, part: Part) -> tuple[int, int]:
         lengths = [self.lengths[i] for i in part]
         if self.prefixes is not None and self._images.isdisjoint(part):
-            assert self._packing is not None  # there are prefixes for it
+            assert self._packing is not None  # prefixes exist only with packing
             prefixes = self.prefixes.take(part).largest_first()
             runs = self._packing.shared(prefixes, padded_length(lengths, self._multiple))
             if runs is not None:
@@ -98,7 +98,7 @@ class Costs:
         return self.of_part(part)[0]
 
     def with_halves(self, part: Part, budget: int) -> int:
-        """Return what a part costs, or what :func:`halved` can make of it, if only that exceeds a
+        """Return a part's cost, or the cost of a half from :func:`halved` if only that exceeds the
         budget: a half that shares less may cost more than the whole."""
         cost, padded = self(part), computed_tokens([self.lengths[i] for i in part], self._multiple)
         if cost > budget or padded <= budget:  # no half costs more than the padded whole
@@ -109,8 +109,8 @@ class Costs:
         return sum(self(part) for part in parts)
 
     def by_group(self, part: Part, alike: bool = True) -> Part:
-        """Sort completions by their group, and in it, if ``alike``, such that neighbors have the
-        most in common. Groups stay in the order in which they begin."""
+        """Sort completions by group, and within a group, if ``alike``, so that neighbors have the
+        most in common. Groups keep the order of their first completions."""
         begins: dict[int, int] = {}
         for place, row in enumerate(part):
             begins.setdefault(self.groups[row], place)
@@ -120,8 +120,8 @@ class Costs:
 def deal_to_steps(plan: Plan, costs: Costs) -> list[Part]:
     """Return the completions of each micro-step, or, with a budget, of each optimizer step.
 
-    They are shuffled, or groups are, where that takes fewer tokens. Where an optimizer step ends
-    within a group, it is chance which of its completions come before.
+    Completions are shuffled, or whole groups if that computes fewer tokens. If an optimizer step
+    ends within a group, chance decides which of its completions come first.
     """
     count, parts = len(costs.lengths), plan.steps // plan.pooled
     if plan.steps == 1:
@@ -142,13 +142,13 @@ def deal_to_steps(plan: Plan, costs: Costs) -> list[Part]:
 def cut(
     pools: Sequence[Part], plan: Plan, costs: Costs, accelerator: Accelerator
 ) -> tuple[list[list[Part]], Metrics]:
-    """Cut pools of completions into micro-batches that keep to the budget; without one each is a
-    micro-batch.
+    """Split pools of completions into micro-batches within the budget; without a budget, each pool
+    is a micro-batch.
 
-    Each pool has equally many, on each process, since their collectives go together.
+    Each pool gets the same number on every process, since their collectives must match.
 
     Raises:
-        ValueError: a completion with its prompt has more tokens; on all processes.
+        ValueError: a completion plus its prompt has more tokens; on all processes.
     """
     parts, metrics = [_best_cut(pool, plan, costs) for pool in pools], []
     device, budget = accelerator.device, plan.budget
@@ -178,8 +178,7 @@ def cut(
 
 
 def _best_cut(pool: Part, plan: Plan, costs: Costs) -> list[Part]:
-    """Cut a pool, the longest completions first, or group after group, where that takes fewer
-    tokens."""
+    """Split a pool by length, longest first, or group by group if that computes fewer tokens."""
     if not plan.budget:
         return [pool]
     by_length = sorted(pool, key=lambda row: -costs.lengths[row])
@@ -196,15 +195,15 @@ def _chunks(part: Part, count: int) -> list[Part]:
 
 
 def computed_tokens(lengths: Sequence[int], pad_to_multiple_of: int | None = None) -> int:
-    """Return how many tokens the model's body computes for the micro-batch of these rows."""
+    """Return the number of tokens that the model's body computes for these rows' micro-batch."""
     return len(lengths) * padded_length(lengths, pad_to_multiple_of)
 
 
 def cut_rows(rows: Sequence[int], cost: Callable[[Part], int], budget: int) -> list[Part]:
-    """Cut rows, in their order, into as few parts as can cost at most ``budget`` each, or are one
-    row."""
+    """Split rows, in order, into as few parts as possible that cost at most ``budget`` each, or
+    have one row."""
     parts: list[Part] = []
-    left, size = [*rows], 1  # the size of the last part is where the search for the next begins
+    left, size = [*rows], 1  # the search for a part's size starts at the previous size
     while left:
         while size < len(left) and cost(left[: size + 1]) <= budget:
             size += 1
@@ -217,7 +216,7 @@ def cut_rows(rows: Sequence[int], cost: Callable[[Part], int], budget: int) -> l
 
 
 def halved(parts: Sequence[Part], cost: Callable[[Part], int], least: int) -> list[Part]:
-    """Halve the costliest parts until there are ``least``."""
+    """Halve the most expensive parts until there are ``least`` parts."""
     parts = [*parts]
     while len(parts) < least:
         index = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1) * cost(parts[i]))

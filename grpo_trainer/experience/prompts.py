@@ -1,4 +1,4 @@
-"""The prompts of a dataset, as :class:`Prompts`: rows are drawn, their images opened, and each is
+"""A dataset's prompts, as :class:`Prompts`: draws rows and opens their images; each row is
 completed ``num_generations`` times."""
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from grpo_trainer.data import (
 
 logger = logging.getLogger(__name__)
 
-_ROUNDS = 10  # of rows that are tried, one after the other, in the same place
+_ROUNDS = 10  # rows that are tried, one by one, for the same place
 
 
 class DatasetPrompts(Prompts):
     """The training prompts in the order of a stream.
 
-    With ``on_bad_image="skip"`` rows whose images cannot be read are replaced by the next ones.
-    Each process tries its own and tells the others.
+    With ``on_bad_image="skip"``, rows with unreadable images are replaced by the next rows. Each
+    process checks its own rows and tells the others.
 
     Args:
         dataset: rows with a ``prompt``.
-        args: the order and the group size.
-        accelerator: joins the processes.
+        args: give the order and the group size.
+        accelerator: connects the processes.
     """
 
     def __init__(self, dataset: PromptDataset, args: GRPOConfig, accelerator: Accelerator) -> None:
@@ -58,7 +58,7 @@ class DatasetPrompts(Prompts):
 
         Raises:
             ValueError: a prompt is neither text nor messages of text and images, or an image cannot
-                be read; or images of ten rows in the same place cannot.
+                be read, also not in ten rows for the same place.
         """
         rows, size = self.rows(count), self._args.num_generations
         own = share(count * size, self._accelerator)
@@ -72,8 +72,8 @@ class DatasetPrompts(Prompts):
                     rows[index] = row
             else:
                 raise ValueError(
-                    f"images: expected some that can be read among {_ROUNDS} rows, got none; the "
-                    "log says what is wrong with each"
+                    f"images: expected readable images in one of {_ROUNDS} rows, got none; the log "
+                    "has the error of each row"
                 )
         return samples_of(list(repeated(rows, size))[own], self._media)
 
@@ -88,25 +88,25 @@ class DatasetPrompts(Prompts):
         self._stream.restore(state)
 
     def _unreadable(self, rows: list[Row], places: range) -> list[int]:
-        """Return which rows have images that a process cannot read, of those at its ``places``."""
+        """Return which rows have unreadable images; each process checks its ``places``."""
         bad = torch.zeros(len(rows), device=self._accelerator.device)
         for index in places:
             try:
                 _opened(rows[index], self._media)
             except ImageError as error:
                 bad[index] = 1
-                logger.warning("a row is skipped: %s", error)
+                logger.warning("skipping a row: %s", error)
         return self._accelerator.reduce(bad).nonzero()[:, 0].tolist()
 
 
 def samples_of(rows: Sequence[Row], media: Media) -> list[Sample]:
-    """Return a sample for each of ``rows``, whose images are opened and in its prompt.
+    """Return a sample for each of ``rows``, with its images opened and in its prompt.
 
     Raises:
         ValueError: a prompt is neither text nor messages of text and images, or an image cannot
             be read.
     """
-    distinct = {id(row): row for row in rows}  # a group has one row
+    distinct = {id(row): row for row in rows}  # a group shares one row
     opened = {key: _opened(row, media) for key, row in distinct.items()}
     copies = [own_copy(opened[id(row)]) for row in rows]
     return [
@@ -117,7 +117,7 @@ def samples_of(rows: Sequence[Row], media: Media) -> list[Sample]:
 
 def _opened(row: Row, media: Media) -> Row:
     if isinstance(row, DatasetRow) and row.opened is not None:
-        return row.opened  # a URL might not answer a second time
+        return row.opened  # a URL may not answer a second time
     check_prompt(row)
     opened = open_images(row, media)
     if isinstance(row, DatasetRow):

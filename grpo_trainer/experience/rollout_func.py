@@ -1,4 +1,4 @@
-"""Completions by a function of the user's, checked."""
+"""Completions from the user's function, checked."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ RolloutFunction: TypeAlias = Callable[[list[Prompt], Any], Mapping[str, Any]]
 
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 _OURS = (*_NEEDED, "env_mask", "rollout_versions")  # reward functions get the other columns
-# what reward functions are given anyway
+# arguments that reward functions get anyway
 _TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 
 def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> None:
-    """Raise ValueError unless it can make the completions.
+    """Raise ValueError unless ``function`` can produce the completions.
 
     Args:
-        function: what was given as ``rollout_func``; None: nothing.
+        function: the value of ``rollout_func``; None: not given.
         args: of the run.
         several_turns: whether there are tools or environments.
     """
@@ -40,25 +40,25 @@ def check_rollout_func(function: Any, args: GRPOConfig, several_turns: bool) -> 
             )
         if several_turns:
             raise ValueError(
-                "rollout_func: expected neither tools nor environment_factory with it: the "
-                "function makes whole completions"
+                "rollout_func: expected neither tools nor environment_factory with it, since the "
+                "function returns whole completions"
             )
         if args.use_rollout_routing_replay:
             raise ValueError(
-                "rollout_func: expected none with use_rollout_routing_replay, whose experts come "
-                "from the rollout engine"
+                "rollout_func: expected none with use_rollout_routing_replay, which needs the "
+                "experts of the rollout engine"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class ByFunction:
-    """Completes samples by a function of the user's: it gets the prompts of this process, each as
-    often as it is to be completed, and returns one entry per prompt in each field.
+    """Completes samples with the user's function: it gets this process's prompts, each repeated
+    once per completion, and returns one entry per prompt in each field.
 
     Args:
-        function: of the prompts.
-        sampler: which the function samples with.
-        context: whose processing class no other thread uses.
+        function: the user's function.
+        sampler: the function samples with it.
+        context: has a processing class that no other thread uses.
     """
 
     function: Callable[[list[Prompt]], Mapping[str, Any]]
@@ -67,27 +67,27 @@ class ByFunction:
 
     def __call__(self, samples: list[Sample]) -> Metrics:
         """Complete ``samples``; ValueError for a field that is missing, ragged or of the wrong
-        kind."""
-        # the function may hold a lock while it generates, which waits for what was begun
+        type."""
+        # generating waits for pending work, and the function may hold a lock meanwhile
         self.sampler.settle()
         with phase("generate"):
             self._complete(samples)
         return Metrics({})
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Complete ``samples`` in the background, where the function has its own thread."""
+        """Complete ``samples`` in the background, with the function on its own thread."""
         await in_background(partial(self._complete, samples))
         return Metrics({})
 
     def _complete(self, samples: list[Sample]) -> None:
         prompts = [sample.prompt for sample in samples]
         if any(map(images_of, prompts)):
-            raise ValueError("rollout_func: expected prompts of text, got images")
+            raise ValueError("rollout_func: expected text prompts, got images")
         before = self.sampler.version
         fields = _fields(self.function(copy.deepcopy(prompts)), len(samples))
         if fields["logprobs"] is None and self.context.args.generation_batches_ahead:
             raise ValueError(
-                "rollout_func: expected 'logprobs' with generation_batches_ahead, by which the "
+                "rollout_func: expected 'logprobs' with generation_batches_ahead, with which the "
                 "loss corrects for older weights, got None"
             )
         columns = {name: fields.pop(name, None) for name in _OURS}
@@ -109,7 +109,7 @@ class ByFunction:
 
 
 def check_completion(sample: Sample, sampler: Sampler) -> None:
-    """Raise ValueError unless a completed sample is one that a ``rollout_func`` could return."""
+    """Raise ValueError unless a completed sample is valid as the result of a ``rollout_func``."""
     _complete(
         sample,
         sampler,
@@ -133,7 +133,7 @@ def _complete(
     rollout_versions: Any,
     logprob_token_ids: Any,
 ) -> None:
-    """Add tokens and what is known of them."""
+    """Add tokens and their data."""
     context = sampler.context
     sample.prompt_ids = checked_ids(prompt_ids, context.vocab_size, "prompt_ids")
     completion_ids = checked_ids(completion_ids, context.vocab_size, "completion_ids")
@@ -152,7 +152,7 @@ def _complete(
         logprobs = [*map(_logprob, logprobs, among, completion_ids)]
     if env_mask is not None:
         sample.env_mask = [int(bool(one)) for one in env_mask]
-        if logprobs is not None:  # those of others say nothing
+        if logprobs is not None:  # log-probabilities of other tokens are not used
             pairs = zip(logprobs, sample.env_mask, strict=True)
             logprobs = [value if drawn else None for value, drawn in pairs]
     if rollout_versions is not None:
@@ -165,13 +165,13 @@ def _complete(
     length = len(sample.prompt_ids) + len(sample.completion_ids)
     if context.positions is not None and length > context.positions:
         raise ValueError(
-            f"expected at most {context.positions} tokens of prompt and completion, the model's "
+            f"expected at most {context.positions} tokens in prompt and completion, the model's "
             f"positions, got {length}"
         )
 
 
 def _fields(answer: Any, count: int) -> dict[str, Any]:
-    """Return what the function returned, numbers as Python's."""
+    """Return the function's result with Python numbers."""
     if not isinstance(answer, Mapping):
         raise ValueError(f"rollout_func: expected a dictionary, got {type(answer).__name__}")
     missing = [name for name in _NEEDED if name not in answer]
@@ -182,7 +182,7 @@ def _fields(answer: Any, count: int) -> dict[str, Any]:
         )
     taken = [name for name in _TAKEN if name in answer]
     if taken:
-        raise ValueError(f"rollout_func: expected other names for its columns than {taken[0]!r}")
+        raise ValueError(f"rollout_func: expected another column name than {taken[0]!r}")
     fields = {name: _plain(value) for name, value in answer.items()}
     for name, column in fields.items():
         if column is None and name in ("logprobs", "env_mask", "rollout_versions"):
@@ -196,7 +196,7 @@ def _fields(answer: Any, count: int) -> dict[str, Any]:
 
 
 def _plain(column: Any) -> Any:
-    """Return ``column`` without tensors: some write a list of them."""
+    """Return ``column`` without tensors: it may be a list of them."""
     if hasattr(column, "tolist"):
         return column.tolist()
     if isinstance(column, list | tuple):
@@ -205,16 +205,17 @@ def _plain(column: Any) -> Any:
 
 
 def _version(value: Any, step: int) -> int:
-    """Return the optimizer steps that a token's weights had seen, as Python's integer."""
+    """Return the optimizer steps before a token's weights, as a Python integer."""
     if type(value) is not int or not 0 <= value <= step:
         raise ValueError(
-            f"expected 'rollout_versions' of 0 to {step}, the optimizer steps taken, got {value!r}"
+            f"expected 'rollout_versions' from 0 to {step}, the optimizer steps so far, got "
+            f"{value!r}"
         )
     return value
 
 
 def _logprob(given: Any, candidates: list[int] | None, token: int) -> Any:
-    """Return that of ``token``, None where unknown: a number, or one of a list, by its id."""
+    """Return the log-probability of ``token``, None if unknown: a number, or one from a list."""
     if isinstance(given, list | tuple):
         if candidates is None and len(given) == 1:
             [given] = given

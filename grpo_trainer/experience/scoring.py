@@ -1,4 +1,4 @@
-"""Rewards compared within groups: from completions to :class:`Scored`."""
+"""Comparing rewards within groups: from completions to :class:`Scored`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Comparison:
     Args:
         names: of the reward functions.
         args: the settings of the run.
-        accelerator: joins the processes.
-        advantages: in place of :func:`compute_advantages`: a function, or the name of one.
+        accelerator: connects the processes.
+        advantages: replaces :func:`compute_advantages`: a function, or the name of one.
 
     Raises:
         ValueError: there is not one weight per reward function, or ``advantages`` cannot be called
-            or excludes a setting.
+            or conflicts with a setting.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Comparison:
     def __call__(
         self,
         rewards: Tensor,  # (N, F)
-        samples: Sequence[Sample],  # this process's
+        samples: Sequence[Sample],  # of this process
         group_size: int,
     ) -> Advantages:
         """Return the advantages of all N completions."""
@@ -90,23 +90,23 @@ class Comparison:
         )
 
     def checked(self, rewards: Any, count: int) -> Tensor:
-        """Return rewards of ``count`` completions of each process, (N, F) fp32; ValueError unless
-        they are one per completion and function."""
+        """Return rewards of ``count`` completions per process, (N, F) fp32; ValueError unless there
+        is one per completion and function."""
         shape = (count * self._accelerator.num_processes, len(self._weights))
         if not isinstance(rewards, Tensor) or rewards.shape != shape:
             got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
             raise ValueError(
-                f"_calculate_rewards: expected a tensor of {shape}, all processes' completions by "
+                f"_calculate_rewards: expected a tensor of {shape}, all processes' completions x "
                 f"reward functions, got {got}"
             )
         return rewards.to(self._accelerator.device, torch.float32)
 
 
 def measure(samples: Sequence[Sample], accelerator: Accelerator) -> Tensor:  # (N, 3)
-    """Return all processes' lengths of prompts and completions, and who was truncated.
+    """Return all processes' prompt and completion lengths, and which completions were truncated.
 
     Raises:
-        ValueError: some processes may run the model's part for images and others not.
+        ValueError: some processes would run the model's image part and others would not.
     """
     measures = [
         [len(sample.prompt_ids) for sample in samples],
@@ -119,8 +119,8 @@ def measure(samples: Sequence[Sample], accelerator: Accelerator) -> Tensor:  # (
     seeing = table[:, 3]
     if accelerator.num_processes > 1 and seeing.min() != seeing.max():
         raise ValueError(
-            "images: expected in all prompts of a generation batch (with what tools answer) or "
-            "in none with several processes, whose forwards go together, got them in "
+            "images: with several processes, expected images in all prompts of a generation batch "
+            "(including tools' answers) or in none, since forwards run together, got them in "
             f"{int(seeing.sum())} of {len(seeing)}"
         )
     return table[:, :3]
@@ -133,23 +133,23 @@ def fill(
     args: GRPOConfig,
     accelerator: Accelerator,
 ) -> tuple[Scored, Metrics]:
-    """Return a batch as large as ``first``, of groups that have something to learn from: DAPO's
-    dynamic sampling (arXiv:2503.14476).
+    """Return a batch as large as ``first``, of groups with different rewards: DAPO's dynamic
+    sampling (arXiv:2503.14476).
 
-    Each round draws as many of the next prompts as groups are missing (rounded up to what the
-    processes can share), at most ``max_resampling_rounds`` times. What is still missing then is
-    taken from the groups without variance, in the order they were drawn: their advantages are 0.
-    Groups that are not needed are discarded.
+    Each round draws as many of the next prompts as groups are missing (rounded up so that the
+    processes get equal shares), for at most ``max_resampling_rounds`` rounds. If groups are still
+    missing then, groups without variance fill the batch, in the order they were drawn; their
+    advantages are 0. Groups that are not needed are discarded.
 
     Args:
         first: a scored generation batch.
-        more: draws, generates and scores that many further prompts.
+        more: draws, generates and scores that many more prompts.
         compare: compares the completions of the filled batch.
         args: the settings of the run.
         accelerator: joins the processes.
     """
     size = args.num_generations
-    # fewest groups that all processes have an equal share of; those in flight stay whole
+    # the fewest groups that split evenly over processes; groups in flight stay whole
     unit = accelerator.num_processes
     if args.max_staleness is None:
         unit //= math.gcd(unit, size)
@@ -171,10 +171,10 @@ def fill(
     )
     if len(rounds) == 1:
         return first, metrics
-    # useful ones first, both kinds in the order they were drawn
+    # useful groups first, both kinds in the order they were drawn
     groups = sorted(range(len(useful)), key=lambda group: not useful[group])[:count]
     places = [group * size + member for group in groups for member in range(size)]
-    # a group may have been made by other processes than those that train on it
+    # a group may be generated and trained on by different processes
     everyone = [sample for part in rounds for sample in gather_object(part.samples)]
     rewards = torch.cat([part.rewards for part in rounds])
     rewards = rewards[torch.tensor(places, device=rewards.device)]

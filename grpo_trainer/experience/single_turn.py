@@ -1,4 +1,4 @@
-"""Completions by one call of the engine."""
+"""Completions from one call of the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_trainer.monitor import phase
 
 
 class SingleTurn:
-    """Completes samples by one call of the engine.
+    """Completes samples with one call of the engine.
 
     Args:
         sampler: samples completions.
-        context: whose processing class no other thread uses.
+        context: has a processing class that no other thread uses.
     """
 
     def __init__(self, sampler: Sampler, context: EngineContext) -> None:
@@ -37,14 +37,14 @@ class SingleTurn:
         return Metrics({})
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Complete ``samples`` in the background, as :class:`Source` says."""
+        """Complete ``samples`` in the background; see :class:`Source`."""
         await in_background(partial(self._context.encode, samples))
         work = [self.sampler.complete(one.prompt_ids, images=one.images) for one in samples]
         self.add(samples, Completions.of(await together(work)))
         return Metrics({})
 
     def add(self, samples: Sequence[Sample], completions: Completions) -> None:
-        """Add what an engine made of the prompts of ``samples``."""
+        """Add the engine's completions to ``samples``."""
         prompts = [sample.prompt for sample in samples]
         prompt_ids = [sample.prompt_ids for sample in samples]
         texts = self._parser.completions(prompts, prompt_ids, completions.token_ids)

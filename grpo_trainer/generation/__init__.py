@@ -1,1 +1,1 @@
-"""Where TRL has its client of a vLLM server; ours is in ``vllm``."""
+"""TRL's place for the client of a vLLM server; the client is in ``vllm``."""

@@ -171,7 +171,7 @@ def given_by(*others):
         ),
         (given_by(lambda: Sample("1=", row={"other": 1})), "expected the same columns in the rows"),
         (given_by(lambda: {"prompt": "1="}), "prompts: expected a list of Samples from next"),
-        (given_by(), "prompts: expected 4 different samples of this process from next, got 3"),
+        (given_by(), "prompts: expected 4 distinct samples for this process from next, got 3"),
     ],
 )
 def test_what_they_return_is_checked(make_trainer, changes, message):

@@ -133,7 +133,7 @@ UNTRAINABLE = [
      r"prompt: expected at most 60 tokens \(the model's 64 positions less max_completion_length = "
      r"4\), got 61 tokens from '111"),
     ({"max_completion_length": 64},
-     "max_completion_length: expected less than the model's 64 positions, .*; got 64"),
+     "max_completion_length: expected less than the model's 64 positions, .*, got 64"),
     ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
      "generation_batches_ahead: .*reports log-probabilities"),

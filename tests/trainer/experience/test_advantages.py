@@ -190,7 +190,7 @@ def test_equal_rewards_may_teach(make_trainer: Any, baseline: float, share: floa
         (lambda rewards, **_: rewards[:1, 0], "advantages: expected 4 entries, .* got 1"),
         (lambda rewards, **_: "no", "advantages: expected 4 entries, .* got str"),
         (lambda rewards, **_: ["no"] * 4, "advantages: expected numbers, or lists of them"),
-        (lambda rewards, **_: rewards[:, None], "a number for each completion, or a list"),
+        (lambda rewards, **_: rewards[:, None], "a number per completion, or a list"),
         (lambda rewards, **_: [[1.0]] * 4, "one value per token of completion 0, [2-9], got 1"),
         (
             lambda rewards, weights, group_size: [[1.0]] * 4,

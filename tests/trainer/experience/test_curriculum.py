@@ -144,7 +144,7 @@ def ask(function, prompt="12=", group_size=1, **columns):
         (["1="] * 3, "got 3"),
         ("12", "got str"),
         (None, "got NoneType"),
-        ([3, "1="], "expected text or None, as the prompt is that it replaces, got 3"),
+        ([3, "1="], "expected text or None, like the prompt that it replaces, got 3"),
         ([MESSAGES] * 2, "expected text or None"),
     ],
 )

@@ -204,7 +204,7 @@ def test_settings_that_do_not_fit(make, changes, message):
 
 def test_an_engine_that_takes_no_weights_in_flight(make, monkeypatch):
     monkeypatch.setattr(PacedEngine, "updates_in_flight", False)
-    with pytest.raises(ValueError, match="max_staleness: .*takes weights while it generates"):
+    with pytest.raises(ValueError, match="max_staleness: .*accepts weights while it generates"):
         make()
 
 

@@ -88,5 +88,5 @@ def test_nothing_can_be_read() -> None:
     one = SimpleNamespace(
         process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda value: value
     )
-    with pytest.raises(ValueError, match="some that can be read among 10 rows, got none"):
+    with pytest.raises(ValueError, match="readable images in one of 10 rows, got none"):
         DatasetPrompts(rows_with(set(range(16))), config(), one).next(2)

@@ -182,7 +182,7 @@ def changed(**values):
         (changed(env_mask=[[1] * 4] * 3 + [[1]]), "ion 3: .* 'env_mask' per token, got 1 for 4"),
         (changed(logprobs=[0.0] * 4), "'logprobs' per token, got float for 4"),
         (changed(steps=3), "expected 4 entries in 'steps', one per prompt, got int"),
-        (changed(prompts=[""] * 4), "other names for its columns than 'prompts'"),
+        (changed(prompts=[""] * 4), "another column name than 'prompts'"),
         (changed(completion_ids=[[3] * 5] * 4, logprobs=None, env_mask=None), "4 tokens, got 5"),
         (changed(prompt_ids=[[3] * 61] * 4), "at most 64 tokens of prompt and .*, got 65"),
     ],
