@@ -1,4 +1,4 @@
-"""Completions in several turns: the policy writes, its tools answer, it goes on."""
+"""Completions in several turns: the policy writes, its tools answer, the policy continues."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from grpo_trainer.monitor import phase, value_metric
 
 @dataclass
 class Conversation:
-    """One prompt and what the policy and its tools have added so far."""
+    """One prompt, and everything that the policy and its tools have added so far."""
 
     sample: Sample
-    environment: Any  # on which its tools act, if there is one
+    environment: Any  # its tools act on it; may be None
     toolbox: Toolbox
-    budget: int  # tokens for the whole completion, results of tools included
-    calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments: of the last turn
-    rounds: int = 0  # of calls that were answered
+    budget: int  # tokens for the whole completion, including results of tools
+    calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments: from the last turn
+    rounds: int = 0  # rounds of calls that were answered
     over: bool = False
-    turn_start: int = 0  # in the completion
+    turn_start: int = 0  # index in the completion
 
     @property
     def ids(self) -> list[int]:
@@ -47,7 +47,7 @@ class Conversation:
         return self.budget - len(self.sample.completion_ids)
 
     def add(self, tokens: Completion, by_policy: int) -> None:
-        """Add tokens, as many as there is room for."""
+        """Add as many tokens as there is room for."""
         count, sample = min(len(tokens.token_ids), self.room), self.sample
         if tokens.routed_experts is not None:
             cut = len(tokens.token_ids) - count
@@ -65,22 +65,22 @@ class Conversation:
             setattr(sample, name, extended)
 
     def _add_experts(self, reported: Tensor) -> None:
-        """Add the experts of what no turn before has reported, results of tools included."""
+        """Add the experts of tokens that earlier turns did not report, including tool results."""
         known = self.sample.routed_experts
         if known is not None:
             reported = torch.cat([known, reported[len(known) :]])
         self.sample.routed_experts = reported
 
     def end_turn(self, message: Message, complete: bool) -> None:
-        """Add the policy's message. A turn that is not ``complete`` calls nothing."""
+        """Add the policy's message. An incomplete turn calls nothing."""
         self.sample.completion.append(message)
         self.sample.truncated = not complete
         self.calls = [call["function"] for call in message.get("tool_calls") or ()]
         self.over = not complete or not self.calls
 
     def add_results(self, messages: list[Message], encoded: Encoded, start: int) -> None:
-        """Add the results of tools: the tokens of ``encoded`` from ``start`` on. Results that leave
-        no room for another turn are left out."""
+        """Add the results of tools: the tokens of ``encoded`` after ``start``. Results that leave
+        no room for another turn are dropped."""
         self.calls = []
         ids = encoded.ids[start:]
         if len(ids) >= self.room:
@@ -103,14 +103,14 @@ class ToolLoop:
 
     A batch advances turn by turn: the engine continues every unfinished conversation, then the
     tools answer all calls. All processes take part until no process has an unfinished conversation,
-    since some engines work for all processes at once. In the background each conversation goes on
+    since some engines serve all processes at once. In the background, each conversation continues
     at its own pace.
 
     Args:
         sampler: samples turns.
-        context: whose processing class no other thread uses.
-        tools: that every completion can call.
-        environments: that completions act on, with their own tools.
+        context: has a processing class that no other thread uses.
+        tools: every completion can call them.
+        environments: completions act on them, and call their tools.
 
     Raises:
         ValueError: the chat template cannot write conversations with these tools.
@@ -134,14 +134,14 @@ class ToolLoop:
                 self._template.check(schemas(toolbox), self._parser)
         image_ids = list(image_token_ids(context.policy()))
         self._image_tokens = tokenizer.convert_ids_to_tokens(image_ids)
-        if isinstance(context.processing_class, ProcessorMixin):  # the one in its templates
+        if isinstance(context.processing_class, ProcessorMixin):  # the token in its templates
             self._image_tokens.append(context.processing_class.image_token)
 
     def __call__(self, samples: list[Sample]) -> Metrics:
         """Add messages and the tokens of all turns to ``samples``, and return the tools' metrics.
 
         Raises:
-            ValueError: a prompt is no list of messages, or too long.
+            ValueError: a prompt is not a list of messages, or is too long.
         """
         with phase("generate"):
             unfinished = self._begin(samples)
@@ -153,12 +153,12 @@ class ToolLoop:
         return self._metrics(outcomes, len(samples))
 
     async def ahead(self, samples: list[Sample]) -> Metrics:
-        """Complete ``samples`` in the background, as :class:`Source` says."""
+        """Complete ``samples`` in the background; see :class:`Source`."""
         outcomes = await together([self._converse(sample) for sample in samples])
         return self._metrics(list(chain(*outcomes)), len(samples))
 
     async def _converse(self, sample: Sample) -> list[Outcome]:
-        """Complete one sample. What may take long, the user's code, runs on other threads."""
+        """Complete one sample. The user's code, which may be slow, runs on other threads."""
         [conversation] = await in_background(partial(self._begin, [sample]))
         outcomes: list[Outcome] = []
         while not conversation.over:
@@ -198,10 +198,10 @@ class ToolLoop:
         ]
 
     def _max_tokens(self, conversations: list[Conversation]) -> int | None:
-        """Return how many tokens to sample, the same on all processes; None: all have finished.
+        """Return how many tokens to sample, the same on all processes; None if all have finished.
 
-        It is the largest room of a conversation, within the policy's positions: a turn that those
-        cut goes on in the next step.
+        It is the largest room of any conversation, within the policy's positions: a turn cut off by
+        these continues in the next step.
         """
         room = max((conversation.room for conversation in conversations), default=0)
         longest = max((len(conversation.ids) for conversation in conversations), default=0)
@@ -214,7 +214,7 @@ class ToolLoop:
         return room if positions is None else min(room, positions - longest)
 
     def _sample_turn(self, conversations: list[Conversation], max_tokens: int) -> None:
-        """Add the policy's tokens to each conversation; most of the turns end."""
+        """Add the policy's tokens to each conversation; most turns end here."""
         prompts = [conversation.ids for conversation in conversations]
         images = [conversation.sample.images for conversation in conversations]
         turns = self.sampler.generate(prompts, max_tokens, images)
@@ -222,19 +222,19 @@ class ToolLoop:
             self._add_turn(conversation, turn, max_tokens)
 
     def _add_turn(self, conversation: Conversation, turn: Completion, max_tokens: int) -> None:
-        """Add what the policy wrote when it was asked for ``max_tokens``."""
+        """Add the policy's turn, sampled with a limit of ``max_tokens``."""
         conversation.add(turn, by_policy=1)
         tokens = conversation.ids
         start = len(conversation.sample.prompt_ids) + conversation.turn_start
         ended = tokens[-1] in self.sampler.eos_token_ids
-        # an engine that stops by itself, as at a stop string, has ended the turn too
+        # an engine that stops by itself, for example at a stop string, also ends the turn
         if ended or conversation.room == 0 or len(turn.token_ids) < max_tokens:
             tools = schemas(conversation.toolbox)
             message = self._parser.parse(tokens[start:], tokens[:start], tools)
             conversation.end_turn(message, complete=ended)
 
     def _answer(self, conversations: list[Conversation]) -> list[Outcome]:
-        """Run the calls of each conversation and add their results to it."""
+        """Run the calls of each conversation, and add their results."""
         limit = self.context.args.max_tool_calling_iterations
         for conversation in conversations:
             conversation.over = limit is not None and conversation.rounds >= limit
@@ -243,8 +243,8 @@ class ToolLoop:
         outcomes = run_tools(functions, self._image_tokens, self.context.args.tool_timeout)
         remaining = iter(outcomes)
         for conversation in conversations:
-            # longer results cannot fit, however they are split into tokens: cutting them first
-            # saves tokenizing a whole book
+            # longer results cannot fit, however they are tokenized: cut them first, instead of
+            # tokenizing a whole book
             characters = conversation.room * self._longest_token
             messages = []
             for call in conversation.calls:

@@ -1,8 +1,8 @@
-"""From the tokens of a turn to the assistant's message, tool calls included.
+"""Parse the tokens of a turn into the assistant's message, including tool calls.
 
-transformers' parser of response templates is new, and still changes from version to version. A
-``ValueError`` means that a text cannot be read. Any other error means that the version is not
-supported; it ends the run, at its start, when the chat template is tried.
+transformers' parser for response templates is new, and still changes between versions. A
+``ValueError`` means that a text cannot be parsed. Any other error means that the version is not
+supported: it stops the run at the start, when the chat template is tested.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Message = dict[str, Any]
 _FAMILIES = Path(__file__).with_name("families.yaml")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CALL_END = "</tool_call>"
-_MAX_DEPTH = 100  # of lists and dictionaries in a call: readers of messages may be recursive
+_MAX_DEPTH = 100  # of lists and dictionaries in a call: code that reads messages may recurse
 _THINK = "<think>"
 _THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _LENIENT = "lenient json of grpo_trainer"  # its name among transformers' parsers
-_LENIENCE = {"string_delims", "unquoted_keys"}  # what makes JSON lenient
+_LENIENCE = {"string_delims", "unquoted_keys"}  # options of lenient JSON
 
 
 def _family_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return the response template of the tokenizer's family; None: the family is not known."""
+    """Return the response template of the tokenizer's family, or None if it is unknown."""
     if not tokenizer.chat_template:
         return None
-    template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
+    template = tokenizer.get_chat_template(tools=[])  # the one for tools, if there are several
     for family in yaml.safe_load(_FAMILIES.read_text())["families"].values():
         if all(mark in template for mark in family["marks"]):
             return family["template"]
@@ -48,15 +48,15 @@ def _family_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | Non
 
 
 class TurnParser:
-    """Reads a turn with the tokenizer's ``response_template``, where it has one.
+    """Parses a turn with the tokenizer's ``response_template``, if it has one.
 
-    With ``families``, a tokenizer without one gets that of its family of models. Otherwise calls
-    are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes models
-    write them, after a thought between ``<think>`` and ``</think>``, if the turn begins with one. A
-    turn with a call that cannot be read has no calls: it is text.
+    With ``families``, a tokenizer without a template gets the template of its model family.
+    Otherwise calls have the format of Qwen and Hermes models, ``<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>``, after a thought between ``<think>`` and ``</think>`` if the
+    turn begins with one. A turn with a malformed call has no calls: it is text.
 
     Raises:
-        ValueError: the template is none, or the installed transformers cannot read one.
+        ValueError: the template is invalid, or the installed transformers has no parser for it.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class TurnParser:
         self._template: Any = template
 
     def parse(self, ids: list[int], prefix: list[int], tools: list[dict[str, Any]]) -> Message:
-        """Return the message ``{"role", "content"}``, with ``reasoning_content`` and
-        ``tool_calls`` if there are any.
+        """Return the message ``{"role", "content"}``, with ``reasoning_content`` and ``tool_calls``
+        if there are any.
 
         Args:
-            ids: the turn.
+            ids: the tokens of the turn.
             prefix: the tokens before it.
-            tools: schemas, by which arguments get their types.
+            tools: schemas, which give arguments their types.
         """
-        # tags may be special tokens, which are left out only where there are none
+        # tags may be special tokens, so special tokens are kept
         decode = self._tokenizer.decode
         end = decode(ids[-1:]) if ids[-1] in self._eos else ""
         message = self.read(decode(ids), end, decode(prefix), tools)
@@ -92,7 +92,7 @@ class TurnParser:
     def completions(
         self, prompts: Sequence[Prompt], prompt_ids: list[list[int]], ids: list[list[int]]
     ) -> list[Any]:
-        """Return the text of each completion, or the message if the prompt has messages."""
+        """Return the text of each completion, or its message if the prompt has messages."""
         completions = decode_completions(ids, prompts, self._tokenizer)
         if self._template is None:
             return completions
@@ -102,37 +102,37 @@ class TurnParser:
         ]
 
     def read(self, text: str, end: str, prefix: str, tools: list[dict[str, Any]]) -> Message | None:
-        """Return the message of a turn that ``end`` closes; None: it is only text."""
+        """Return the message of a turn that ends with ``end``; None if it is only text."""
         try:
             if self._template is None:
                 return _clean(_tagged(text.removesuffix(end), prefix))
             return _clean(_message(self._parsed(text, prefix, tools), end))
-        except (ValueError, RecursionError):  # what a policy's text can cause
+        except (ValueError, RecursionError):  # a policy's text can cause these
             return None
         except Exception as error:
             error.add_note(
-                f"while a turn was read, with transformers {transformers.__version__}: "
+                f"while parsing a turn with transformers {transformers.__version__}: "
                 f"{shortened(text)}"
             )
             raise
 
     def _parsed(self, text: str, prefix: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of a turn by the template. ValueError: it does not fit."""
+        """Return the fields of a turn from the template. ValueError: it does not match."""
         try:
             return self._tokenizer.parse_response(text, self._template, prefix=prefix, tools=tools)
-        except KeyError as error:  # a transform names what the text left out
+        except KeyError as error:  # a transform needs a part that the text lacks
             raise ValueError(f"response_template: {error}") from error
 
 
 def _in_one_pass(template: dict[str, Any]) -> Any:
-    """Return a response template by which a text is read once.
+    """Return a response template that scans a text only once.
 
-    transformers' parser searches for all marks again after each one: a text full of one mark is
-    searched for another one to its end each time. So is a text for the end of each quoted text,
-    where keys have no quotes.
+    transformers' parser searches for all marks again after each match: in a text full of one mark,
+    it scans to the end for another mark each time. With unquoted keys, it also scans for the end
+    of each quoted text.
 
     Raises:
-        ValueError: it is no response template.
+        ValueError: it is not a response template.
     """
     try:
         from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
@@ -158,17 +158,17 @@ def _in_one_pass(template: dict[str, Any]) -> Any:
 
 
 def _lenient_json(text: str, content_args: dict[str, Any]) -> Any:
-    """Read JSON whose strings may be between other marks, and whose keys may have no quotes.
+    """Parse JSON with other string delimiters, or with unquoted keys.
 
     Args:
         text: the JSON.
-        content_args: ``string_delims``, pairs of marks; whether there are ``unquoted_keys``; and
-            with ``allow_non_json`` what is no JSON is text.
+        content_args: ``string_delims``, pairs of marks; ``unquoted_keys``; and ``allow_non_json``,
+            which returns invalid JSON as text.
 
-    Raises:
-        ValueError: it is none.
+        Raises:
+            ValueError: it is invalid.
     """
-    # a string that does not end is one up to the end of the text, which is not JSON then
+    # an unterminated string extends to the end of the text, which is then not JSON
     marks = content_args.get("string_delims", [])
     parts = [rf"{re.escape(start)}(.*?)(?:{re.escape(end)}|\Z)" for start, end in marks]
     parts.append(r'"(?:[^"\\]|\\.?)*+(?:"|\Z)')
@@ -188,7 +188,8 @@ def _lenient_json(text: str, content_args: dict[str, Any]) -> Any:
 
 @dataclass
 class _Once:
-    """A compiled pattern that remembers its last match: still the next one if none was passed."""
+    """A compiled pattern that remembers its last match, which is still the next one if not
+    passed."""
 
     pattern: Any
     _searched: tuple[str, bool] = ("", False)
@@ -202,12 +203,12 @@ class _Once:
             self._match = self.pattern.search(text, start, partial=partial)
         return self._match
 
-    def __getattr__(self, name: str) -> Any:  # the rest of a pattern
+    def __getattr__(self, name: str) -> Any:  # the pattern's other attributes
         return getattr(self.pattern, name)
 
 
 def _message(parsed: dict[str, Any], end: str) -> Message:
-    # some templates leave the end in the text, or in a thought that was not closed
+    # some templates leave the end token in the text, or in an unclosed thought
     texts = {k: v.removesuffix(end) for k, v in parsed.items() if isinstance(v, str)}
     message: Message = {"role": "assistant"} | parsed | texts
     message["content"] = message.get("content") or ""
@@ -217,7 +218,7 @@ def _message(parsed: dict[str, Any], end: str) -> Message:
 
 
 def _calls(fields: Any) -> list[dict[str, Any]]:
-    """Return the calls of a message. ValueError: one cannot be read."""
+    """Return the calls of a message. ValueError: a call is malformed."""
     if not isinstance(fields, list):
         raise ValueError(f"tool_calls: expected a list, got {shortened(fields)}")
     calls = []
@@ -240,7 +241,7 @@ def _tagged(text: str, prefix: str) -> Message | None:
         message["content"] = text = text[thought.end() :]
         if thought[1].strip():
             message["reasoning_content"] = thought[1].strip()
-    # nothing matches after the last end, but the pattern would search there from each beginning
+    # after the last end nothing matches, but the pattern would search from each beginning
     end = text.rfind(_CALL_END) + len(_CALL_END)
     before_end, rest = text[:end], text[end:]
     calls = [_call(json.loads(function)) for function in _CALL.findall(before_end)]
@@ -250,12 +251,12 @@ def _tagged(text: str, prefix: str) -> Message | None:
 
 
 def tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call, as chat templates take it."""
+    """Return a call in the format of chat templates."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _call(function: Any) -> dict[str, Any]:
-    """Return the call of a function with named arguments. ValueError: it is none."""
+    """Return the call of a function with named arguments. ValueError: it is not a call."""
     fields = function if isinstance(function, dict) else {}
     name, arguments = fields.get("name"), fields.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -269,16 +270,16 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _from_python(text: str) -> list[dict[str, Any]]:
-    """Read ``name(key=value), ...``, whose values are Python's literals or JSON's.
+    """Parse ``name(key=value), ...`` with values that are Python or JSON literals.
 
     Raises:
         ValueError: ``text`` is anything else.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backslash that escapes nothing
+            warnings.simplefilter("ignore")  # invalid escape sequences
             tree = ast.parse(f"[{text}]", mode="eval")
-    except (SyntaxError, MemoryError) as error:  # the latter for what is nested too deep
+    except (SyntaxError, MemoryError) as error:  # MemoryError: nested too deep
         raise ValueError(f"tool call: expected Python, got {shortened(text)}") from error
     calls = _JsonNames().visit(tree.body)
     if not isinstance(calls, ast.List):
@@ -294,13 +295,13 @@ def _python_call(call: ast.expr) -> dict[str, Any]:
     try:
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         arguments = json.loads(json.dumps(values))
-    except TypeError as error:  # what JSON does not have, and keys that cannot be hashed
-        raise ValueError(f"tool call: expected values of JSON: {error}") from error
+    except TypeError as error:  # values that JSON does not have, and unhashable keys
+        raise ValueError(f"tool call: expected JSON values: {error}") from error
     return tool_call(call.func.id, arguments)
 
 
 def _clean(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a copy with texts that UTF-8 can hold. ValueError: it is nested too deep."""
+    """Return a copy with texts that UTF-8 can encode. ValueError: it is nested too deep."""
     if isinstance(value, str):
         return encodable(value)
     if not isinstance(value, dict | list):

@@ -1,9 +1,9 @@
-"""What a chat template writes between a turn that calls tools and the next turn, as tokens.
+"""The tokens that a chat template writes between a turn that calls tools and the next turn.
 
-Tokens of earlier turns are kept as they were sampled: rendering the whole conversation again could
-split them differently, and the loss would be on tokens that the policy did not sample. So the
-results are rendered after a short stand-in for the conversation, and the tokens that the template
-adds there are appended.
+Tokens of earlier turns stay as they were sampled: rendering the whole conversation again could
+tokenize them differently, and the loss would then cover tokens that the policy did not sample. So
+the results are rendered after a short stand-in for the conversation, and the tokens that the
+template adds are appended.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 Schemas = list[dict[str, Any]]
 
 _USER: Message = {"role": "user", "content": "question"}
-# Templates of thinking models write an empty thought into the last turn, but not into earlier ones.
-# A thought that is not empty is written into both.
+# Templates of thinking models write an empty thought into the last turn, but not into earlier
+# turns. They write a nonempty thought into both.
 _THOUGHTS: tuple[Message, ...] = ({}, {"reasoning_content": "thought"})
 _TURN: Message = {"role": "assistant", "content": "answer"}
-# arguments and a result that occur in no template
+# arguments and a result that do not occur in any template
 _VALUES = {"value_of_argument": "a1b2c3"}
 _RESULT = "result_d4e5f6"
-_MAX_BEGINNINGS = 256  # a policy can call any number of tools that do not exist
+_MAX_BEGINNINGS = 256  # a policy can call any number of nonexistent tools
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class ToolTemplate:
 
     processing_class: ProcessingClass
     eos_token_ids: Collection[int]
-    options: dict[str, Any]  # further arguments of ``apply_chat_template``
+    options: dict[str, Any]  # more arguments of ``apply_chat_template``
     _thought: Message = field(default_factory=dict, init=False)  # in the stand-in, one of _THOUGHTS
     _arguments: Any = field(default_factory=_VALUES.copy, init=False)  # of the stand-in's calls
     _beginnings: dict[str, list[int]] = field(default_factory=dict, init=False)  # a cache
@@ -55,17 +55,17 @@ class ToolTemplate:
     def results(
         self, messages: list[Message], tools: Schemas, end: int | None = None
     ) -> tuple[Encoded, int]:
-        """Return a conversation with results, up to the beginning of the assistant's next turn, and
-        the index of the first token after the turn with the calls.
+        """Return a conversation with results, up to the start of the assistant's next turn, and the
+        index of the first token after the turn with the calls.
 
         Args:
             messages: the results, ``{"role": "tool", "name", "content"}``.
             tools: schemas of the conversation's tools.
-            end: the token that the turn ended with; None: the template's own.
+            end: the token that the turn ended with; None: the template's end token.
 
         Raises:
-            ValueError: the template writes earlier turns differently when results follow them, or
-                an image is to be shown that it leaves out, or for which there is no processor.
+            ValueError: the template writes earlier turns differently if results follow them, or
+                omits an image, or there is no processor for an image.
         """
         for thought in (self._thought, *_THOUGHTS):
             encoded = self._encode(messages, tools, thought)
@@ -73,63 +73,66 @@ class ToolTemplate:
             start = len(beginning)
             if encoded.ids[:start] == beginning:
                 self._thought = thought
-                # GLM ends a turn with what the next message begins with
+                # GLM ends a turn with the token that begins the next message
                 return encoded, start + (encoded.ids[start : start + 1] == [end])
             self._beginnings.clear()  # stale if the template writes the date
         raise ValueError(
-            "processing_class: expected a chat template that only adds to a conversation when a "
-            "tool answers, so that the next turn continues the tokens that were sampled, got one "
-            f"that writes earlier turns differently before {shortened(messages)}"
+            "processing_class: expected a chat template that only appends to a conversation when a "
+            "tool answers, so that the next turn continues the sampled tokens, got a template that "
+            f"writes earlier turns differently before {shortened(messages)}"
         )
 
     def check(self, tools: Schemas, parser: TurnParser) -> None:
-        """Raise ValueError unless the template can write a conversation that uses ``tools``, whose
-        calls ``parser`` can read."""
+        """Raise ValueError unless the template can write a conversation with ``tools``, and
+        ``parser`` can read its calls."""
         if self._tokenizer.chat_template is None:
             raise _unsupported("none")
         try:
             self._probe(tools, parser)
         except TemplateError as error:
-            raise _unsupported(f"one that fails: {error}") from error
+            raise _unsupported(f"a template that fails: {error}") from error
 
     def _probe(self, tools: Schemas, parser: TurnParser) -> None:
-        """Write a call and its result, and read them again."""
+        """Write a call and its result, and parse them."""
         name = tools[0]["function"]["name"]
         prefix = self._text([_USER], tools, add_generation_prompt=True)
         if name not in prefix:
-            logger.warning("the chat template does not show the tools: the prompts have to")
+            logger.warning(
+                "the chat template does not show the tools: describe them in the prompts"
+            )
         try:
             text = self._text(self._conversation([name], self._thought), tools)
-        except TemplateError:  # DeepSeek's adds arguments to text, so they have to be JSON already
+        except TemplateError:  # DeepSeek's template expects arguments as JSON text
             self._arguments = json.dumps(_VALUES)
             text = self._text(self._conversation([name], self._thought), tools)
         if not text.startswith(prefix):
-            # it opens a thought, which the turn without one does not have; tags may begin alike
+            # it opens a thought, which a turn without one does not have; tags may have a common
+            # start
             ids = self._ids(text)
             start = _shared(ids, self._ids(prefix))
             prefix, text = self._tokenizer.decode(ids[:start]), self._tokenizer.decode(ids)
         turn = text.removeprefix(prefix)
         if not all(part in turn for part in (name, *_VALUES, *_VALUES.values())):
-            raise _unsupported("one that leaves tool calls out")
+            raise _unsupported("a template that omits tool calls")
         message = parser.read(turn, "", prefix, tools)
         if message is None or message.get("tool_calls") != [tool_call(name, _VALUES)]:
             raise ValueError(
-                "processing_class: expected tool calls that can be read, got a chat template that "
-                "writes them in a form of its own; set the tokenizer's response_template, which "
-                "says how (without one they are <tool_call>{JSON}</tool_call>); read with "
-                f"transformers {transformers.__version__}"
+                "processing_class: expected a chat template with a known format of tool calls, got "
+                "another format; describe it in the tokenizer's response_template (without one the "
+                f"format is <tool_call>{{JSON}}</tool_call>); parsed with transformers "
+                f"{transformers.__version__}"
             )
         result = result_message(name, [{"type": "text", "text": _RESULT}])
         self.results([result], tools)
         conversation = [*self._conversation([name], self._thought), result]
         prefix = self._text(conversation, tools, add_generation_prompt=True)
         if _RESULT not in prefix:
-            raise _unsupported("one that leaves the results of tools out")
+            raise _unsupported("a template that omits the results of tools")
         message = parser.read("text", "", prefix, tools)
         if message is not None and message.get("tool_calls"):
             raise ValueError(
-                "processing_class: expected a response_template whose start_anchor stands behind "
-                "the results of tools, got one that reads the calls before them once more"
+                "processing_class: expected a response_template with a start_anchor after the "
+                "results of tools, got one that parses the earlier calls again"
             )
 
     def _beginning(self, messages: list[Message], tools: Schemas, thought: Message) -> list[int]:
@@ -146,8 +149,8 @@ class ToolTemplate:
 
     def _render_beginning(self, names: list[str], tools: Schemas, thought: Message) -> list[int]:
         ids = self._ids(self._text(self._conversation(names, thought), tools))
-        # The turn was sampled up to its end; a template may write more after that. Other messages
-        # have ends, too: some models end a turn with what other messages begin with.
+        # The turn was sampled up to its end token; a template may write more after it. Other
+        # messages have end tokens, too: some models end a turn with the token that begins others.
         turn = _shared(ids, self._ids(self._text([_USER, _TURN | thought], tools)))
         end = next((i for i in range(turn, len(ids)) if ids[i] in self.eos_token_ids), len(ids))
         return ids[: end + 1]
@@ -160,8 +163,8 @@ class ToolTemplate:
         if images and not isinstance(self.processing_class, ProcessorMixin):
             name = next(message["name"] for message in messages if images_of([message]))
             raise ValueError(
-                f"tools: expected {name!r} to return no image to a policy that takes none, got "
-                "one; models that take images have a processor as processing_class, not a "
+                f"tools: expected no image from {name!r}, since the policy accepts none; models "
+                "that accept images have a processor as processing_class, not a "
                 f"{type(self.processing_class).__name__}"
             )
         encoder = self.processing_class if images else self._tokenizer
@@ -176,7 +179,7 @@ class ToolTemplate:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, **self.options, **options
             )
-        except TypeError as error:  # of an expression in the template
+        except TypeError as error:  # from an expression in the template
             raise TemplateRuntimeError(str(error)) from error
 
     def _ids(self, text: str) -> list[int]:
@@ -184,7 +187,7 @@ class ToolTemplate:
 
 
 def result_message(name: str, blocks: list[dict[str, Any]]) -> Message:
-    """Return the result of a tool, as chat templates take it: text without images is no list."""
+    """Return the result of a tool for chat templates: plain text if there are no images."""
     texts = [block["text"] for block in blocks if "text" in block]
     content = "".join(texts) if len(texts) == len(blocks) else blocks
     return {"role": "tool", "name": name, "content": content}
@@ -197,6 +200,6 @@ def _unsupported(got: str) -> ValueError:
 
 
 def _shared(first: list[int], second: list[int]) -> int:
-    """Count the tokens that both begin with."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""What a model may call: functions, and the methods of environments that completions act upon."""
+"""Tools that a model may call: functions, and methods of the environments of completions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from grpo_trainer.rewards import RewardFunction
 T = TypeVar("T")
 EnvironmentFactory: TypeAlias = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
-_EMPTY = [{"role": "user", "content": ""}]  # a prompt to which `reset` adds everything
+_EMPTY = [{"role": "user", "content": ""}]  # an empty prompt, for `reset` to fill
 _NO_TOOLS = ("reset", "get_reward")  # public methods that the model cannot call
-_BLOCK_TYPES = ("text", "image")  # that a tool may return
+_BLOCK_TYPES = ("text", "image")  # types that a tool may return
 
 
 class Tool(NamedTuple):
     """A function that the model can call."""
 
     function: Callable[..., Any]
-    schema: dict[str, Any]  # JSON schema, as chat templates take it
+    schema: dict[str, Any]  # JSON schema for chat templates
 
 
 Toolbox = dict[str, Tool]  # by name
@@ -42,11 +42,11 @@ def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools
 
     Args:
         functions: plain or ``async`` functions or methods with type hints and a docstring that
-            describes each argument, in Google's style.
-        argument: whose name errors begin with.
+            describes each argument in Google style.
+        argument: error messages begin with its name.
 
     Raises:
-        ValueError: one is no function, lacks a hint or a description, or has another one's name.
+        ValueError: one is not a function, lacks a hint or a description, or repeats a name.
     """
     if callable(functions) or not isinstance(functions, Iterable):
         raise ValueError(f"{argument}: expected a list of functions, got {functions!r}")
@@ -56,10 +56,10 @@ def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools
             raise ValueError(f"{argument}: expected functions or methods, got {function!r}")
         name = function.__name__
         if name in toolbox:
-            raise ValueError(f"{argument}: expected different names, got {name!r} twice")
+            raise ValueError(f"{argument}: expected distinct names, got {name!r} twice")
         try:
             toolbox[name] = Tool(function, get_json_schema(function))
-        except Exception as error:  # transformers raises three kinds, typing a NameError
+        except Exception as error:  # transformers raises three kinds, and typing a NameError
             raise ValueError(
                 f"{argument}: expected type hints for all arguments of {name!r} and a docstring "
                 f"with an `Args:` section that describes them: {error}"
@@ -68,12 +68,13 @@ def make_toolbox(functions: Iterable[Callable[..., Any]], argument: str = "tools
 
 
 def schemas(toolbox: Toolbox) -> list[dict[str, Any]]:
-    """Return what a chat template shows of the tools."""
+    """Return the tools' schemas for a chat template."""
     return [tool.schema for tool in toolbox.values()]
 
 
 def bind(toolbox: Toolbox, name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
-    """Return a tool with its arguments; without such a tool, a function that raises LookupError."""
+    """Return a tool bound to its arguments; for an unknown tool, a function that raises
+    LookupError."""
 
     def missing() -> None:
         raise LookupError(f"Tool {name} not found.")
@@ -82,7 +83,7 @@ def bind(toolbox: Toolbox, name: str, arguments: dict[str, Any]) -> Callable[[],
 
 
 class Outcome(NamedTuple):
-    """The result of a call, as the model gets it."""
+    """The result of a call, for the model."""
 
     blocks: list[dict[str, Any]]  # text, and open images
     failed: bool = False
@@ -94,16 +95,16 @@ def run_tools(
     image_tokens: Collection[str] = (),
     timeout: float | None = None,
 ) -> list[Outcome]:
-    """Return the result of each function; one that raises or takes too long results in its error.
+    """Return the result of each function, or its error if it raises or exceeds the time limit.
 
-    First the plain functions run, in order, then the ``async`` ones, all together. With a time
-    limit, each plain function runs in its own thread. One that takes too long cannot be stopped:
-    its thread is left behind. Without a limit they run in the caller's thread.
+    First the plain functions run, in order, then all ``async`` functions together. With a time
+    limit, each plain function runs on its own thread; after the limit it cannot be stopped, so its
+    thread is abandoned. Without a limit, they run on the caller's thread.
 
     Args:
         functions: plain or ``async``, without arguments.
-        image_tokens: that stand for images, so no text may have them.
-        timeout: seconds for each function; None: any number.
+        image_tokens: tokens of images, which no text may contain.
+        timeout: seconds for each function; None: no limit.
     """
     outcomes: dict[int, Outcome | None] = {}
     pending: dict[int, Future[list[Outcome]]] = {}
@@ -125,7 +126,7 @@ def run_tools(
     for index, outcome in enumerate(results):
         texts = [block.get("text", "") for block in outcome.blocks]
         if any(token in text for token in image_tokens for text in texts):
-            results[index] = _failed("The answer has a token that stands for an image.")
+            results[index] = _failed("The answer contains a token that represents an image.")
     return results
 
 
@@ -142,12 +143,12 @@ def _run(function: Callable[[], Any]) -> Outcome:
 async def _run_async(function: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(_blocks(await function()))
-    except BaseException as error:  # what leaves a task would end the loop of all of them
+    except BaseException as error:  # an error that left the task would end the event loop
         return _failed(error)
 
 
 def _within(future: Future[T], seconds: float) -> T | None:
-    """Return the result of ``future``; None: it took too long."""
+    """Return the result of ``future``; None if it exceeds the time limit."""
     try:
         return future.result(seconds)
     except TimeoutError:
@@ -160,14 +161,14 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _blocks(value: Any) -> list[dict[str, Any]]:
-    """Return an image, the blocks of a message's content if it is one, or else the text."""
+    """Return a tool's value as blocks: an image, a message's content, or else text."""
     blocks = [{"type": "image", "image": value}] if isinstance(value, Image.Image) else value
     blocks = blocks if isinstance(blocks, list) else []
     types = [block.get("type") if isinstance(block, dict) else None for block in blocks]
     if not types or any(block_type not in _BLOCK_TYPES for block_type in types):
         return [_text(str(value))]
     for image in [block.get("image") for block in blocks if block["type"] == "image"]:
-        if not isinstance(image, Image.Image):  # the policy may have written the name of a file
+        if not isinstance(image, Image.Image):  # the policy may have written a file name
             raise ValueError(f"image: expected an open PIL image, got {shortened(image)}")
     return [
         {"type": "image", "image": Media().open(block["image"])}
@@ -183,10 +184,10 @@ def _failed(error: BaseException | str) -> Outcome:
 
 
 def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableDataset | None:
-    """Return a stream of empty prompts for environments that make their own.
+    """Return a stream of empty prompts for environments that provide their own.
 
-    None without ``max_steps``, since a stream has no end, and for environments of several kinds,
-    between which a column chooses.
+    None without ``max_steps``, since a stream has no end, and for several kinds of environments,
+    since a column must choose between them.
     """
     if isinstance(factory, Mapping) or args.max_steps < 1:
         return None
@@ -195,18 +196,18 @@ def prompts_by_reset(factory: EnvironmentFactory, args: GRPOConfig) -> IterableD
 
 
 class Environments:
-    """Gives each completion its own environment, and reuses those that are released.
+    """Gives each completion its own environment, and reuses released ones.
 
-    ``toolboxes`` are the tools of each kind; ``rewards`` has one for each class that has
+    ``toolboxes`` has the tools of each kind; ``rewards`` has a reward for each class with
     ``get_reward``, under the name of the class.
 
     Args:
-        factory: makes an environment, or a dictionary of such functions, one of which a row names
-            in its column ``environment``.
-        tools: that all completions have in addition to their environment's methods.
+        factory: creates an environment, or a dictionary of such functions; a row names one in its
+            column ``environment``.
+        tools: tools of all completions, in addition to their environment's methods.
 
     Raises:
-        ValueError: an environment has no ``reset``, or a method that cannot be a tool.
+        ValueError: an environment has no ``reset``, or has a method that cannot be a tool.
     """
 
     def __init__(self, factory: EnvironmentFactory, tools: Toolbox) -> None:
@@ -215,10 +216,10 @@ class Environments:
         if isinstance(factory, Mapping):
             self._factories = dict(factory)
         self._tools = tools
-        # those that nothing uses; completions take them on several threads
+        # unused environments; completions take them on several threads
         self._free = {name: [self._make(name)] for name in self._factories}
         self._taken: dict[int, tuple[str | None, Toolbox]] = {}  # by the environment's id
-        self.scored: list[Any] = []  # of the completions that were scored last
+        self.scored: list[Any] = []  # environments of the completions that were scored last
         self._lock = threading.Lock()
         firsts = [pool[0] for pool in self._free.values()]
         self.toolboxes = [toolbox for _, toolbox in firsts]
@@ -241,7 +242,7 @@ class Environments:
 
     @contextmanager
     def scoring(self, samples: Sequence[Sample]) -> Iterator[None]:
-        """Have those of ``samples`` as ``scored``; afterwards other completions can use them."""
+        """Set ``scored`` to the environments of ``samples``; afterward, release them for reuse."""
         self.scored = [sample.inputs["environments"] for sample in samples]
         try:
             yield
@@ -253,21 +254,21 @@ class Environments:
                         self._free[name].append((environment, toolbox))
 
     def drop(self, environment: Any) -> None:
-        """Do not use it again: something that was called may still work on it."""
+        """Do not reuse it: a call may still be working on it."""
         with self._lock:
-            self._taken.pop(id(environment), None)  # several of its tools may be too slow
+            self._taken.pop(id(environment), None)  # several of its tools may time out
 
     def reset(self, environment: Any, row: Row, media: Media) -> Prompt:
-        """Return the prompt of ``row``, with what the environment shows at the beginning.
+        """Return the prompt of ``row``, with the environment's first observation.
 
-        ``media`` says where images may come from that it shows.
+        ``media`` limits where its images may come from.
 
         Raises:
-            ValueError: that is not text, or the prompt has no place for it.
+            ValueError: the observation is not text or blocks, or the prompt has no place for it.
         """
         columns = {k: v for k, v in row.items() if not (self._by_column and k == "environment")}
         observation = environment.reset(**columns)
-        # the images of other rows are in their prompts already
+        # for other rows, images are already in the prompts
         prompt = (row if "prompt" in row else open_images({**row, "prompt": _EMPTY}))["prompt"]
         if observation is None:
             return prompt
@@ -303,7 +304,7 @@ class Environments:
                 "environment_factory: expected environments with a plain method reset(**row), got "
                 f"{kind.__name__} without"
             )
-        # those of the class: on the object, properties would be evaluated
+        # methods of the class: on the object, properties would be evaluated
         methods = [
             getattr(environment, name)
             for name, _ in inspect.getmembers(kind, inspect.isfunction)
@@ -313,21 +314,21 @@ class Environments:
         duplicates = sorted(toolbox.keys() & self._tools.keys())
         if duplicates:
             raise ValueError(
-                "environment_factory: expected other names than those of tools, got "
+                "environment_factory: expected method names that differ from tools' names, got "
                 f"{duplicates[0]!r} twice"
             )
         return environment, self._tools | toolbox
 
 
 def _is_content(value: Any) -> bool:
-    """Return whether a message can have it: text, or a list of blocks."""
+    """Return whether it can be a message's content: text, or a list of blocks."""
     if not isinstance(value, list):
         return isinstance(value, str)
     return all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in value)
 
 
 def _reward(kind: Any) -> RewardFunction:
-    """Return the reward of a class; it is None for completions in other environments."""
+    """Return the reward of a class, which is None for completions in other environments."""
 
     def reward(environments: list[Any], **kwargs: Any) -> list[Any]:
         return [env.get_reward() if type(env) is kind else None for env in environments]

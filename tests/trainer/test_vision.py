@@ -245,7 +245,10 @@ def test_an_environment_that_looks_at_the_rows_images(tmp_path: Path) -> None:
     types = [part["type"] for part in said[0][0][0]["content"]]
     assert sorted(set(types)) == ["image", "text"] and types.count("image") == 2
     texts = {completion[1]["content"] for _, completion in said}
-    assert texts == {"fine", str({"error": "The answer has a token that stands for an image."})}
+    assert texts == {
+        "fine",
+        str({"error": "The answer contains a token that represents an image."}),
+    }
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
 
 
@@ -339,7 +342,9 @@ def test_a_picture_for_an_engine_that_takes_none(tmp_path: Path) -> None:
         settings={"max_completion_length": 180},
         train_dataset=dataset().remove_columns("image"),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="rollout_engine: expected one whose generate takes image"):
+    with pytest.raises(
+        ValueError, match="rollout_engine: expected an engine whose generate accepts image"
+    ):
         trainer.train()
 
 
@@ -378,7 +383,7 @@ def test_several_processes_see_images_together() -> None:
 
     rollouts = [Sample("1", [3], "2", [4])] * 2
     assert measure(rollouts, accelerator(0.0)).shape == (3, 3)
-    with pytest.raises(ValueError, match="images: expected in all prompts .* got them in 1 of 3"):
+    with pytest.raises(ValueError, match="images: .* in all prompts .* got them in 1 of 3"):
         measure(rollouts, accelerator(1.0))
 
 
@@ -416,7 +421,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "prompt: expected no <image> in a text .for an image, add a message part",
     ),
     ({"train_dataset": questions("<image>?")}, "prompt: expected no <image> in a text"),
-    ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func: expected prompts of text"),
+    ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func: expected text prompts"),
 ]
 
 

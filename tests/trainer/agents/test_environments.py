@@ -156,7 +156,7 @@ class Adds(Lamp):
         (NoReset, r"with a plain method reset\(\*\*row\), got NoReset without"),
         (AsyncReset, "got AsyncReset without"),
         (NoDocstring, "NoDocstring: expected type hints for all arguments of 'step'"),
-        (Adds, "expected other names than those of tools, got 'add' twice"),
+        (Adds, "method names that differ from tools' names, got 'add' twice"),
         (3, "expected a function or a class, got 3"),
         ({"one": NoReset}, "got NoReset without"),
     ],

@@ -292,7 +292,7 @@ def test_an_error_of_a_parser_is_not_taken_for_text(error: Exception, monkeypatc
 def test_a_parser_that_reads_otherwise_is_an_error(monkeypatch) -> None:
     tokenizer = published("qwen3_5_think")
     monkeypatch.setattr(tokenizer, "parse_response", lambda text, *_, **__: {"content": text})
-    with pytest.raises(ValueError, match=f"read with transformers {transformers.__version__}"):
+    with pytest.raises(ValueError, match=f"parsed with transformers {transformers.__version__}"):
         ToolTemplate(tokenizer, {0}, {}).check(SCHEMAS, parser_of("qwen3_5_think"))
 
 

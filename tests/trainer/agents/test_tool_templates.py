@@ -42,7 +42,7 @@ def test_a_response_template_reads_calls():
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'tool'"
     )
-    with pytest.raises(ValueError, match="one that reads the calls before them once more"):
+    with pytest.raises(ValueError, match="one that parses the earlier calls again"):
         Play(then(""), tokenizer=tokenizer)
     anchors = r"<\|start\|>(assistant\n|tool\n[^<]*<\|end\|>\n)"
     del tokenizer.response_template["start_anchor"]
@@ -69,7 +69,7 @@ def no_docstring(a: int) -> int:
     [
         ([no_hint], "tools: expected type hints for all arguments of 'no_hint'"),
         ([no_docstring], "of 'no_docstring' and a docstring .*: .* no docstring"),
-        ([add, add], "tools: expected different names, got 'add' twice"),
+        ([add, add], "tools: expected distinct names, got 'add' twice"),
         ([3], "tools: expected functions or methods, got 3"),
         (add, "tools: expected a list of functions"),
     ],
@@ -90,8 +90,8 @@ THINKS = TEMPLATE.replace(
     ("template", "message"),
     [
         (None, "expected a chat template for conversations with tools, got none"),
-        (TEMPLATE.replace("call.function", "''"), "got one that leaves tool calls out"),
-        (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "leaves the results"),
+        (TEMPLATE.replace("call.function", "''"), "got a template that omits tool calls"),
+        (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "omits the results"),
         ("{{ raise_exception('no') }}", "tools, got one that fails: no"),
         ("{{ 'a' + messages }}", "tools, got one that fails: can only concatenate"),
         (
@@ -99,7 +99,10 @@ THINKS = TEMPLATE.replace(
             "tools, got one that fails: no calls",
         ),
         (TEMPLATE.replace("m.role", "m.role ~ loop.revindex"), "writes earlier turns differently"),
-        (TEMPLATE.replace("<tool_call>", "<call>"), "a form of its own; set the tokenizer's resp"),
+        (
+            TEMPLATE.replace("<tool_call>", "<call>"),
+            "got another format; describe it in the tokenizer's resp",
+        ),
     ],
 )
 def test_templates_without_tools(template, message):

@@ -198,7 +198,7 @@ def test_what_is_no_image_is_text(value, told, is_async):
 def test_an_image_for_a_policy_that_takes_none(several, is_async):
     image = Image.new("RGB", (4, 4))
     value = [block("text", "see"), block("image", image)] if several else image
-    with pytest.raises(ValueError, match="tools: expected 'look' to return no image to a policy"):
+    with pytest.raises(ValueError, match="tools: expected no image from 'look', since the policy"):
         Play(once(TURN + call("look")), (add, look(value, is_async)))()
 
 
