@@ -1,4 +1,4 @@
-"""What a run logs, shows and leaves to look at."""
+"""Logging, live views, and files about a run."""
 
 from grpo_trainer.monitor.charts import (
     CHARTS,

@@ -1,4 +1,4 @@
-"""The completions behind the numbers: printed and written to parquet when metrics are logged."""
+"""Sample completions: printed, and written to parquet, when metrics are logged."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from grpo_trainer.monitor.charts import REWARD_PREFIX
 
 Rows = Sequence[Mapping[str, Any]]
 
-# reward functions may add others; those of the rewards are called rewards/NAME
-IMAGES = "images"  # of the prompt and of what tools answered, as data URLs
+# reward functions may add columns; the rewards' columns are rewards/NAME
+IMAGES = "images"  # of the prompt and of tools' answers, as data URLs
 OWN_COLUMNS = (
     "step", "prompt", IMAGES, "completion", "tokens", "truncated", "reward", "advantage",
 )  # fmt: skip
 EVAL_PREFIX = "eval_"  # of the files of evaluations
 
-_TEXTS = {"prompt": 2, "completion": 3}  # columns -> how wide they are printed
+_TEXTS = {"prompt": 2, "completion": 3}  # column -> relative width when printed
 _NOT_PRINTED = ("tokens", "truncated", "step", IMAGES)
 _SHOWN_CHARACTERS = 300
-_SIDE = 64  # pixels of an image at most
+_SIDE = 64  # largest side of an image, in pixels
 
 
 class CompletionLog(TrainerCallback):
-    """Collects rows of (prompt, completion, rewards, advantage) between two log calls, of training
-    and of evaluations, then prints and writes them. A run that starts over moves those of an
-    earlier run aside."""
+    """Collects rows of (prompt, completion, rewards, advantage) between two log calls, for training
+    and evaluations, then prints and writes them. A run that starts over moves an earlier run's rows
+    aside."""
 
     def __init__(self, args: GRPOConfig) -> None:
         self._args = args
         self._folder = Path(args.output_dir) / "completions"
-        self._rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training or not
+        self._rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by: is it training
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -65,20 +65,20 @@ class CompletionLog(TrainerCallback):
     def on_save(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if control.should_training_stop:  # the checkpoint has no rows
+        if control.should_training_stop:  # the checkpoint does not hold rows
             self._flush(state, training=True)
 
     def on_predict(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._flush(state, training=False)
 
     def clear(self) -> None:
-        """Drop what is not written yet."""
+        """Drop rows that are not written yet."""
         self._rows = {True: [], False: []}
 
     def add(self, batch: Scored, reward_names: Sequence[str], training: bool) -> None:
         """Add a row for each completion of this process."""
         advantages = batch.compared.advantages[batch.own]
-        if advantages.dim() == 2:  # of a completion's tokens their mean
+        if advantages.dim() == 2:  # show the mean over a completion's tokens
             lengths = [len(sample.completion_ids) for sample in batch.samples]
             advantages = advantages.sum(1) / torch.tensor(lengths, device=advantages.device)
         names = [*(f"{REWARD_PREFIX}{name}" for name in reward_names), "reward", "advantage"]
@@ -102,15 +102,15 @@ class CompletionLog(TrainerCallback):
                 self._rows[training].append(row | sample.extra)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the rows of training that are not written when the run ends."""
+        """Return the training rows that are not written when the run ends."""
         return [] if self._control.should_training_stop else list(self._rows[True])
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         self._rows[True] = list(state)
 
     def _set_earlier_aside(self) -> None:
-        """Move an earlier run's completions to ``completions-1``, or the first number that is free;
-        delete them with ``overwrite_output_dir``."""
+        """Move an earlier run's completions to ``completions-1``, or the first free number; with
+        ``overwrite_output_dir``, delete them."""
         folder = self._folder
         if self._args.overwrite_output_dir:
             for file in folder.glob("*completions_*.parquet"):
@@ -126,7 +126,7 @@ class CompletionLog(TrainerCallback):
         if not state.is_world_process_zero or not rows:
             return
         step, name = state.global_step, f"{'' if training else EVAL_PREFIX}completions"
-        if self._args.log_unique_prompts:  # the first completion of each
+        if self._args.log_unique_prompts:  # keep each prompt's first completion
             firsts = {(row["prompt"], *row.get(IMAGES, ())): row for row in reversed(rows)}
             rows = list(firsts.values())[::-1]
         to_print = self._args.num_completions_to_print
@@ -155,7 +155,7 @@ def _to_wandb(name: str, table: pyarrow.Table, step: int) -> None:
 
 
 def completion_table(rows: Rows, title: str) -> Table:
-    """Return a row per completion: texts, rewards, and what reward functions logged beside them."""
+    """Return a row per completion: texts, rewards, and the columns that reward functions logged."""
     table = Table(title=title, title_justify="left", show_lines=True)
     names = [name for name in _names(rows) if name not in _NOT_PRINTED]
     for name in names:
@@ -179,7 +179,7 @@ def _cell(name: str, value: Any) -> Text:
         return Text(f"{value:.3g}")
     text = str(value)
     cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-    return Text(printable(cut))  # a Text: brackets in it are no markup
+    return Text(printable(cut))  # a Text, so that brackets are not markup
 
 
 def _names(rows: Rows) -> list[str]:
@@ -187,7 +187,7 @@ def _names(rows: Rows) -> list[str]:
 
 
 def _column(values: list[Any]) -> pyarrow.Array:
-    """Return an array of one type; of text if the values have none in common."""
+    """Return an array of one type, or of text if the values have no common type."""
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError):
@@ -195,7 +195,7 @@ def _column(values: list[Any]) -> pyarrow.Array:
 
 
 def _as_text(value: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a prompt or a completion as it is shown: messages one below the other."""
+    """Return a prompt or a completion as text, with messages below each other."""
     if isinstance(value, str):
         return value
     shown = []

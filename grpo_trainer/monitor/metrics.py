@@ -1,4 +1,4 @@
-"""Metrics of a step: phases and their time, values and their means."""
+"""Metrics of a step: phases and their times, values and their means."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_kernels.losses import Metrics, Stat
 
 logger = logging.getLogger(__name__)
 
-# generation, weights on their way to the engine, rewards and advantages, log-probabilities of the
-# old policy and of the reference, forward and backward of the loss
+# generation, sending weights to the engine, rewards and advantages, log-probabilities of the old
+# policy and of the reference, forward and backward of the loss
 PHASES = ("generate", "sync", "score", "old", "ref", "loss")
 
 _MERGE_AFTER = 64  # merge pending micro-batches, so that long windows hold few tensors
-# nats per token: rounding cannot explain more, and no engine that computes otherwise
+# nats per token: neither rounding nor another engine's arithmetic can explain more
 _CERTAIN, _FAR = 0.01, 0.5
 _ZERO_OF_NONE = "_terminated_length"
 
@@ -33,9 +33,9 @@ _timing: ContextVar[MetricLog | None] = ContextVar("timing", default=None)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the time inside as ``name``, one of ``PHASES``, and not as the phase around it.
+    """Count the time inside as ``name``, one of ``PHASES``, instead of the surrounding phase.
 
-    Does nothing outside of :meth:`MetricLog.timing`, such as in evaluation and in other threads.
+    Does nothing outside :meth:`MetricLog.timing`, for example in evaluation and on other threads.
     """
     log = _timing.get()
     if log is None:
@@ -51,14 +51,15 @@ def phase(name: str) -> Iterator[None]:
 class MetricLog:
     """Collects :class:`grpo_kernels.losses.Metrics`, and seconds per phase, until they are logged.
 
-    On a GPU a phase lies between two events of its stream, which are read when it is logged.
+    On a GPU, a phase is measured between two events of the stream, which are read when it is
+    logged.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.device = accelerator.device
         self._pending: list[Metrics] = []
-        self._marks: list[tuple[str | None, Any]] = []  # the phase that began, and when
+        self._marks: list[tuple[str | None, Any]] = []  # a phase and when it started
         self._steps = 0
 
     def add(self, metrics: Metrics) -> None:
@@ -68,7 +69,7 @@ class MetricLog:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Make :func:`phase` count inside."""
+        """Let :func:`phase` count inside."""
         token = _timing.set(self)
         try:
             yield
@@ -76,7 +77,7 @@ class MetricLog:
             _timing.reset(token)
 
     def enter(self, name: str | None) -> str | None:
-        """Count what follows as phase ``name``, None as none, and return the one until now."""
+        """Start the phase ``name`` (None: no phase), and return the previous one."""
         around = self._marks[-1][0] if self._marks else None
         now: Any = time.perf_counter()
         if self.device.type == "cuda":
@@ -86,11 +87,11 @@ class MetricLog:
         return around
 
     def end_step(self) -> None:
-        """Count an optimizer step: seconds are means over these."""
+        """Count an optimizer step: seconds are means over steps."""
         self._steps += 1
 
     def state(self) -> list[dict[str, tuple[str, Tensor, Tensor]]]:
-        """Return what is not logged yet, as it is: merging it would change how it is rounded."""
+        """Return values that are not logged yet, unmerged: merging would change their rounding."""
         return [
             {name: (stat.kind, stat.total, stat.count) for name, stat in metrics.stats.items()}
             for metrics in self._pending
@@ -104,7 +105,7 @@ class MetricLog:
     def drain(self) -> dict[str, float]:
         """Return values over all micro-batches and processes, without names that have no sample.
 
-        The lengths of completions that ended are 0 where none did, as in TRL.
+        The lengths of terminated completions are 0 if there are none, as in TRL.
         """
         merged = Metrics.merge([*self._pending, self._drain_phases()])
         if self._accelerator.num_processes > 1:
@@ -144,32 +145,32 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 def value_metric(name: str, value: float | Tensor, device: torch.device, count: int = 1) -> Metrics:
-    """Return the sum of ``count`` samples of a number, averaged over the window; with 0 it is a
-    part of the next one."""
+    """Return ``count`` samples of a number, to be averaged over the window; with 0 the number is
+    added to the next sample."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
     return Metrics({name: Stat("mean", total, torch.full_like(total, count))})
 
 
 def log_value(name: str, value: float, count: int = 1) -> None:
-    """Log a number of the training step that runs, as ``count`` samples; all processes call it."""
+    """Log a number in the current training step, as ``count`` samples; all processes call it."""
     if (log := _timing.get()) is not None:
         log.add(value_metric(name, value, log.device, count))
 
 
 def log_metrics(metrics: Metrics) -> None:
-    """Log metrics of the training step that runs; all processes call it with the same names."""
+    """Log metrics in the current training step; all processes call it with the same names."""
     if (log := _timing.get()) is not None:
         log.add(metrics)
 
 
 class LogprobDoubt(TrainerCallback):
-    """Warns once of log-probabilities that the loss weights tokens by, and that cannot be those of
-    the tokens.
+    """Warns once if the log-probabilities that the loss weights tokens with cannot belong to the
+    tokens.
 
-    Several zeros are no reason: a token that was certain, or that filters left alone, has one.
+    Several zeros are fine: a token that was certain, or the only one that filters kept, has a 0.
 
     Args:
-        most_gain: returns by how much the engine's filters raise a log-probability at most.
+        most_gain: returns the most by which the engine's filters can raise a log-probability.
     """
 
     def __init__(self, most_gain: Callable[[], float]) -> None:
@@ -183,13 +184,13 @@ class LogprobDoubt(TrainerCallback):
         unexplained = apart - self._most_gain()
         if logs.get("sampling/rollout_perplexity") == 1 and unexplained > _CERTAIN:
             what = (
-                "0 for every token, as if each had been certain, while the policy's own are "
-                f"{-apart:.3g} on average; report None in place of what is not known"
+                "0 for every token, as if each had been certain, while the policy's are "
+                f"{-apart:.3g} on average; report None for unknown values"
             )
         elif unexplained > _FAR:
             what = (
-                f"numbers that are {apart:.3g} away from the policy's own on average; expected "
-                "natural logarithms of probabilities, of these tokens, by these weights, at this "
+                f"numbers that differ from the policy's by {apart:.3g} on average; expected "
+                "natural logarithms of probabilities, of these tokens, with these weights, at this "
                 "temperature"
             )
         else:
@@ -198,13 +199,13 @@ class LogprobDoubt(TrainerCallback):
             self._has_warned = True
             logger.warning(
                 "log-probabilities: the engine, or rollout_func, reports %s. The loss weights "
-                "tokens by this ratio, so little of the gradient may be left",
+                "tokens by this ratio, so the gradient may almost vanish",
                 what,
             )
 
 
 def token_rate(before: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """Return the tokens per second between two rows; None where they do not say."""
+    """Return the tokens per second between two rows; None if unknown."""
     seconds = row.get("step_time", 0.0) * (row.get("step", 0) - before["step"])
     if "num_tokens" not in row or seconds <= 0:
         return None

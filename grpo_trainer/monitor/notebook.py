@@ -1,4 +1,4 @@
-"""What a notebook shows of a run; imported only there, because transformers needs IPython."""
+"""The view of a run in a notebook; imported only there, because transformers needs IPython."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NotebookView(NotebookProgressCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *more: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, *more, **kwargs)
-        self.training_tracker.inner_table = None  # it has columns for losses only
+        self.training_tracker.inner_table = None  # it has columns only for losses
         self.training_tracker.update(0)
 
     def on_log(
@@ -28,13 +28,14 @@ class NotebookView(NotebookProgressCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, *_: Any, metrics: dict[str, float], **kwargs: Any
     ) -> None:
-        """Show the rewards; outside of training nothing, as ``evaluate`` returns all metrics."""
-        self.on_predict(args, state, *_)  # takes the bar of the evaluation away
+        """Show the rewards; outside training show nothing, since ``evaluate`` returns all
+        metrics."""
+        self.on_predict(args, state, *_)  # removes the evaluation's bar
         if self.training_tracker is not None:
             names = [name for name in metrics if name.endswith("_reward") and "/" not in name]
             self._write(state, {name: f"{metrics[name]:.3g}" for name in names})
             self.training_tracker.remove_child()
-            self._force_next_update = True  # of the bar: evaluations take long
+            self._force_next_update = True  # redraw the bar: evaluations are slow
 
     def _write(self, state: TrainerState, numbers: dict[str, str]) -> None:
         row = {"step": state.global_step} | {escape(name): x for name, x in numbers.items()}

@@ -1,4 +1,4 @@
-"""What is written about a run: ``run.json``, and the card of its model in the format of the hub."""
+"""Files about a run: ``run.json``, and its model card in the hub's format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 _TEMPLATE = Path(__file__).with_name("card.md")
-# who wrote it: a card whose text is no longer what the digest says was edited by somebody
+# the writer: a card whose text no longer matches the digest was edited by a person
 _MARK = re.compile(r"\n<!-- written by grpo-trainer, digest (\w+) -->\s*$")
 _TAGS = ("grpo", "reinforcement-learning", "grpo-kernels")
 _ARXIV = re.compile(r"\d{4}\.\d{4,5}")
@@ -43,38 +43,38 @@ History = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a run is made of that cannot be read off its trainer."""
+    """Facts about a run that its trainer does not have."""
 
     rewards: dict[str, float]  # name -> weight
-    engine: str  # what completes the prompts
-    # functions and objects of the user's, by the argument; a resumed run has the same
+    engine: str  # completes the prompts
+    # the user's functions and objects, by argument; a resumed run must have the same
     hooks: dict[str, Any] = field(default_factory=dict)
-    dataset: str | None = None  # as it was named, if it was
+    dataset: str | None = None  # its name as given, if any
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run."""
 
-    name: str  # beside others
-    history: History  # what the trainer logged, ``state.log_history``
+    name: str  # in comparisons
+    history: History  # the trainer's ``state.log_history``
     settings: dict[str, Any] = field(default_factory=dict)  # every argument
-    changed: list[str] = field(default_factory=list)  # names of those that are not at their default
+    changed: list[str] = field(default_factory=list)  # names of arguments that are not the default
     recipe: dict[str, Any] = field(default_factory=dict)  # model, rewards, dataset and so on
     environment: dict[str, str] = field(default_factory=dict)  # device and versions
-    folder: Path = Path()  # of the run, where its completions lie
+    folder: Path = Path()  # of the run, with its completions
 
     @classmethod
     def of(cls, trainer: Trainer) -> RunRecord:
-        """Return the run of ``trainer`` as it is now."""
+        """Return the current run of ``trainer``."""
         args, model, data = trainer.args, trainer.model, trainer.train_dataset
         adapters = model.peft_config.values() if is_peft_model(model) else ()
         model_name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         recipe = {
             "model": masked(str(model_name)),
             "rewards": trainer.recipe.rewards,
-            "dataset": masked(trainer.recipe.dataset),  # which may be a signed URL
-            "prompts": len(data) if hasattr(data, "__len__") else None,  # None: it is a stream
+            "dataset": masked(trainer.recipe.dataset),  # it may be a signed URL
+            "prompts": len(data) if hasattr(data, "__len__") else None,  # None: a stream
             "adapter": next((str(config.peft_type.value) for config in adapters), None),
             "loss_type": trainer.loss_config.loss_type,
             "loss_source": trainer.loss_config.loss.source,  # the paper
@@ -100,7 +100,7 @@ class RunRecord:
         """Write ``run.json`` into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(plain(vars(self) | {"folder": None}))
-        content = json.loads(text, parse_constant=lambda name: None)  # NaN is no JSON
+        content = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
         with whole(self.folder / RUN_FILE) as path:
             path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -109,7 +109,7 @@ def load_run(folder: Path) -> RunRecord:
     """Return the run in ``folder``, by its ``run.json``.
 
     Raises:
-        ValueError: it is not there, or cannot be read.
+        ValueError: the file does not exist, or cannot be read.
     """
     path = folder / RUN_FILE
     if not path.is_file():
@@ -135,10 +135,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _differs(value: Any, field_of_it: Any) -> bool:
-    """Return whether somebody set it: TrainingArguments fills some of its defaults in itself."""
-    if field_of_it.name in NEWER_NAMES.values():  # which repeat their older names
+    """Return whether the user set it: TrainingArguments fills in some defaults itself."""
+    if field_of_it.name in NEWER_NAMES.values():  # they repeat the older names
         return False
-    if field_of_it.name == "gradient_checkpointing":  # None stands for True
+    if field_of_it.name == "gradient_checkpointing":  # None means True
         return not value
     default = field_of_it.default
     if default in (MISSING, None, "", "none"):
@@ -155,19 +155,19 @@ def write_card(
     datasets: Sequence[str] = (),
     tags: Sequence[str] = (),
 ) -> None:
-    """Write the card of ``trainer``'s model to ``path``, unless somebody edited the one there.
+    """Write the card of ``trainer``'s model to ``path``, unless the existing card was edited.
 
     Args:
-        trainer: whose model it is.
-        path: where the card goes.
-        is_ours: whether it may be written, as :func:`may_write` said.
+        trainer: has the model.
+        path: of the card.
+        is_ours: whether it may be written: the result of :func:`may_write`.
         name: its title. Default: the name of ``output_dir``.
-        datasets: hub ids of what was trained on. Default: the dataset as it was named.
-        tags: more tags.
+        datasets: hub ids of the training data. Default: the dataset's name as given.
+        tags: additional tags.
     """
     if not is_ours:
-        what = "was edited" if path.is_file() else "is no file"
-        logger.warning("%s %s: it stays as it is", path, what)
+        what = "was edited" if path.is_file() else "is not a file"
+        logger.warning("%s %s: leaving it unchanged", path, what)
         return
     run, loss = RunRecord.of(trainer), trainer.loss_config
     recipe, paper = run.recipe, _ARXIV.search(run.recipe["loss_source"])
@@ -181,7 +181,7 @@ def write_card(
         tags=list(dict.fromkeys([*_TAGS, recipe["loss_type"], *tags])),
         pipeline_tag="text-generation",
     )
-    changed = {  # from the defaults of the loss and its surrogate
+    changed = {  # settings that differ from the defaults of the loss and its surrogate
         item.name: getattr(part, item.name)
         for part in (loss, loss.surrogate)
         for item in fields(part)
@@ -202,15 +202,15 @@ def write_card(
 
 
 def may_write(path: Path) -> bool:
-    """Return whether there is no card, or one that is as it was written here."""
+    """Return whether there is no card, or only an unedited one that was written here."""
     if not path.is_file():
-        return not path.exists()  # a folder, say
+        return not path.exists()  # it may be a folder
     text = path.read_text(encoding="utf-8", errors="replace")
     mark = _MARK.search(text)
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 
 
 def _digest(text: str) -> str:
-    """Return that of a card without its metadata, which other libraries rewrite."""
+    """Return the digest of a card without its metadata, which other libraries rewrite."""
     body = REGEX_YAML_BLOCK.sub("", text, count=1)
     return hashlib.sha256(body.strip().encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a progress bar in a terminal, elsewhere a line per log call."""
+"""The live view of a run: a progress bar in a terminal, elsewhere a line per log call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_trainer.common import unfailing
 from grpo_trainer.monitor.charts import WITHOUT_SIGNAL, nothing_to_learn, numbers_of
 from grpo_trainer.monitor.metrics import PHASES, token_rate
 
-_RUNTIME = "_runtime"  # how the name of one metric of each evaluation ends
-_LEAST_SHARE = 0.005  # of a step's time; below it a phase is not shown
+_RUNTIME = "_runtime"  # the end of the name of one metric of each evaluation
+_LEAST_SHARE = 0.005  # phases below this share of a step's time are not shown
 
 
 class _Bar(Progress):
-    """A bar of steps, and under it the numbers and the phases of the last log call."""
+    """A progress bar, and below it the metrics and phases of the last log call."""
 
     numbers: Sequence[str] = ()
     phases: Sequence[str] = ()
@@ -36,13 +36,14 @@ class _Bar(Progress):
 
 
 class RichProgressCallback(TrainerCallback):
-    """Shows the numbers of a run under a progress bar; where there is no terminal, as lines.
+    """Shows a run's metrics below a progress bar, or as lines if there is no terminal.
 
-    Evaluations and the end have a line of their own. Only the main process shows anything. Every
-    run has this view by default; one in ``callbacks`` is shown even with ``disable_tqdm``.
+    Evaluations and the end of the run get their own lines. Only the main process shows anything.
+    Every run has this view by default; an instance in ``callbacks`` is shown even with
+    ``disable_tqdm``.
 
     Args:
-        console: where to show it. Default: stderr.
+        console: shows the view. Default: stderr.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -54,7 +55,7 @@ class RichProgressCallback(TrainerCallback):
             TextColumn("left"),
             console=console,
             disable=not console.is_terminal,
-            speed_estimate_period=math.inf,  # the default is shorter than many a step
+            speed_estimate_period=math.inf,  # the default is shorter than many steps
         )
         self._task = self.bar.add_task("")
 
@@ -85,7 +86,7 @@ class RichProgressCallback(TrainerCallback):
                 self._say(step, *_pairs(numbers_of(own)), _time(logs[runtime]))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self.bar.stop()
 
     def _show_step(self, state: TrainerState, logs: dict[str, float]) -> None:
@@ -111,8 +112,8 @@ class RichProgressCallback(TrainerCallback):
         shares = [row[WITHOUT_SIGNAL] for row in state.log_history if WITHOUT_SIGNAL in row]
         if nothing_to_learn(shares, {name for row in state.log_history for name in row}):
             self._say(
-                "every group had equal rewards, so nothing was learned: see the report, and with "
-                "log_completions what was scored"
+                "every group had equal rewards, so nothing was learned: see the report, and set "
+                "log_completions to see the scored completions"
             )
 
     def _say(self, *words: str) -> None:
@@ -121,9 +122,9 @@ class RichProgressCallback(TrainerCallback):
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Replace the bar of transformers, or its table in a notebook, by a view.
+    """Replace transformers' progress bar, or its table in a notebook, with a view.
 
-    Nothing is shown with ``disable_tqdm``. A view among the callbacks is the one that shows.
+    With ``disable_tqdm`` nothing is shown. A view in the callbacks takes precedence.
     """
     callbacks = list(trainer.callback_handler.callbacks)
     for item in callbacks:
@@ -131,7 +132,7 @@ def show_progress(trainer: Trainer) -> None:
             trainer.remove_callback(item)
             if not any(isinstance(other, RichProgressCallback) for other in callbacks):
                 trainer.add_callback(RichProgressCallback())
-        elif type(item).__name__ == "NotebookProgressCallback":  # importing it takes IPython
+        elif type(item).__name__ == "NotebookProgressCallback":  # importing it needs IPython
             from grpo_trainer.monitor.notebook import NotebookView
 
             trainer.remove_callback(item)
@@ -139,14 +140,14 @@ def show_progress(trainer: Trainer) -> None:
 
 
 def close_progress(trainer: Trainer) -> None:
-    """Give the terminal back, however training has ended."""
+    """Release the terminal, however training ended."""
     for item in trainer.callback_handler.callbacks:
         if isinstance(item, RichProgressCallback):
             item.on_train_end()
 
 
 def _time(seconds: float) -> str:
-    """Format as ``h:mm:ss``, after days if it takes any."""
+    """Format as ``h:mm:ss``, with days before it if there are any."""
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -1,6 +1,6 @@
-"""A run's log as curves and their charts, and known signs in them that it is unwell.
+"""A run's log as curves and charts, and warning signs in them.
 
-A chart is what the page's code draws; that knows how everything looks, light and dark.
+The page's code draws the charts, and has their styles, light and dark.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from grpo_trainer.monitor import (
 )
 
 _NOT_METRICS = ("step", "epoch", "total_flos")
-_SUMMARY = "train_"  # what the row at the end of training has of its own begins so
-# drawn elsewhere under another name, or said by another curve
+_SUMMARY = "train_"  # the prefix of metrics that only the last row of training has
+# drawn elsewhere under another name, or covered by another curve
 _NOT_DRAWN = {"num_tokens", "reward_std", "step_time"}
 _FAMILIES = ("eval_", REWARD_PREFIX, "clip_ratio/", "completions/")
-_LEARNED = 0.95  # share of the way from the first reward to the best one: then all is learned
+_LEARNED = 0.95  # share of the way from the first reward to the best at which all is learned
 _OTHERS = "Other metrics"
 _BINS = 24  # of the histograms
 
-Curve = dict[int, float | None]  # by optimizer step; None where a value is not finite
+Curve = dict[int, float | None]  # by optimizer step; None if a value is not finite
 Curves = dict[str, Curve]  # by the names of metrics
 Figure = dict[str, Any]
-Card = tuple[str, str, Figure]  # with its title and a note
+Card = tuple[str, str, Figure]  # title, note, figure
 
 
 def curves_of(history: History) -> Curves:
-    """Return the curves of what the trainer logged, and that of the tokens per second."""
+    """Return the curves of the logged metrics, and the curve of tokens per second."""
     curves: Curves = {}
     speeds: Curve = {}
     before: dict[str, Any] = {"step": 0, "num_tokens": 0}
@@ -58,16 +58,16 @@ def curves_of(history: History) -> Curves:
 
 
 def finite(curves: Curves, name: str) -> list[float]:
-    """Return the values of a curve that are finite, none where there is no curve."""
+    """Return the finite values of a curve; empty if there is no curve."""
     return [value for value in curves.get(name, {}).values() if value is not None]
 
 
 def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
-    """Return the signs of what is wrong, the gravest first: what each means and what helps.
+    """Return the warning signs, most serious first, each with its meaning and remedies.
 
     Args:
         curves: of the run.
-        best: the highest reward of any completion; None: not known.
+        best: the highest reward of any completion; None: unknown.
     """
     signs: dict[str, str] = {}
     not_finite = [
@@ -79,8 +79,8 @@ def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
     if not_finite:
         name, step = not_finite[0]
         signs["Numbers are no longer finite"] = (
-            f"{name} is NaN or infinite at step {step}. A lower learning rate, max_grad_norm and a "
-            "look at the rewards help; what comes after that step is worth nothing."
+            f"{name} is NaN or infinite at step {step}. Results after it are meaningless. Lower "
+            "the learning rate, set max_grad_norm, and check the rewards."
         )
     learned = False
     if best is not None and (rewards := _ends(curves, "reward")):
@@ -93,7 +93,7 @@ def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
         ends = _ends(curves, metric) if sign and metric else None
         if not sign or not ends or (learned and sign.get("ends_well")):
             continue
-        if metric == WITHOUT_SIGNAL and equal:  # which has been said
+        if metric == WITHOUT_SIGNAL and equal:  # already reported
             continue
         first, last = ends
         most = max(sign.get("above", math.inf), sign.get("growth", 0.0) * first)
@@ -103,21 +103,22 @@ def findings(curves: Curves, best: float | None = None) -> dict[str, str]:
 
 
 def _equal_rewards(curves: Curves) -> str:
-    """Say what it means that no group had two different rewards."""
+    """Return the text for a run in which no group had two different rewards."""
     rewards = set(finite(curves, "reward"))
-    which = "In each group all completions got the same reward"
+    which = "In each group, all completions got the same reward"
     if len(rewards) == 1 and not any(finite(curves, "reward_std")):
         which = f"Every completion got the reward {rewards.pop():.3g}"
     return (
         f"{which}, so nothing was learned. If no completion can score higher, the policy was "
-        "right from the beginning and needs harder prompts. If it can, the prompts are too hard, "
-        "or the reward is too coarse or looks at the wrong thing: with prompts of messages a "
-        "completion is a list of messages, whose text grpo_trainer.rewards.text_of returns."
+        "right from the start and needs harder prompts. Otherwise the prompts are too hard, the "
+        "reward is too coarse, or the reward checks the wrong thing: if prompts are messages, a "
+        "completion is a list of messages, and grpo_trainer.rewards.text_of returns its text."
     )
 
 
 def _ends(curves: Curves, name: str) -> tuple[float, float] | None:
-    """Return the means of the first and the last fifth; None of a curve too short for a trend."""
+    """Return the means of the first and the last fifth; None if a curve is too short for a
+    trend."""
     values = finite(curves, name)
     part = len(values) // 5
     return (sum(values[:part]) / part, sum(values[-part:]) / part) if part else None
@@ -126,10 +127,9 @@ def _ends(curves: Curves, name: str) -> tuple[float, float] | None:
 def cards_of(
     runs: Mapping[str, Curves],
 ) -> dict[str, tuple[list[Card], dict[str, dict[str, float]]]]:
-    """Return the charts of each section, and by their titles the values of those that are flat.
+    """Return the charts of each section, and the values of flat charts by their titles.
 
-    Metrics without a chart of their own come last. With several runs, each reward function has its
-    own chart.
+    Metrics without a chart come last. With several runs, each reward function has its own chart.
     """
     several = len(runs) > 1
     names = list(dict.fromkeys(name for curves in runs.values() for name in curves))
@@ -149,7 +149,7 @@ def cards_of(
     for section, charts in sections.items():
         flat = {chart.title: _constants(chart, runs.values()) for chart in charts}
         moving = [
-            # notes are of bands and evaluations, which one run has
+            # notes describe bands and evaluations, which only the page of a single run has
             (chart.title, "" if several else chart.note, _figure(chart, runs))
             for chart in charts
             if flat[chart.title] is None
@@ -160,7 +160,7 @@ def cards_of(
 
 
 def _by_function(names: list[str], apart: bool) -> list[Chart]:
-    """Return the rewards of each function, where there are several."""
+    """Return charts of each function's rewards, if there are several functions."""
     lines = {
         name: name.removeprefix(REWARD_PREFIX).removesuffix("/mean")
         for name in names
@@ -170,13 +170,14 @@ def _by_function(names: list[str], apart: bool) -> list[Chart]:
         return []
     if apart:
         return [Chart(title=label, lines={name: label}) for name, label in lines.items()]
-    return [Chart(title="Reward by function", lines=lines, note="Means, before their weights.")]
+    return [Chart(title="Reward by function", lines=lines, note="Means, before weighting.")]
 
 
 def _constants(chart: Chart, runs: Iterable[Curves]) -> dict[str, float] | None:
-    """Return the value of each line where no run ever moves any of them, else None.
+    """Return the value of each line if no run ever changes any of them, else None.
 
-    A chart with evaluations is never flat, nor is a single point, nor one that does not fold.
+    A chart with evaluations is never flat; neither is a single point, or a chart that does not
+    fold.
     """
     runs = list(runs)
     if not chart.folds:
@@ -195,7 +196,7 @@ def _constants(chart: Chart, runs: Iterable[Curves]) -> dict[str, float] | None:
 
 
 def _figure(chart: Chart, runs: Mapping[str, Curves]) -> Figure:
-    """Return the chart for one run, or the first line of several runs over one another."""
+    """Return the chart of one run, or the first line of each of several runs."""
     band: list[Curve] = []
     dots: dict[str, Curve] = {}
     if len(runs) > 1:
@@ -224,7 +225,7 @@ def _points(name: str, curve: Curve) -> tuple[str, list[int], list[float | None]
 
 
 def _band(chart: Chart, curves: Curves) -> list[Curve]:
-    """Return what is below and above the first line, if anything is."""
+    """Return the curves below and above the first line, if there are any."""
     if chart.spread in curves:
         middle, spread = curves[next(iter(chart.lines))], curves[chart.spread]
         both = {
@@ -248,7 +249,7 @@ def _evaluations(curves: Curves) -> list[str]:
 
 
 def histogram_figure(rewards: Mapping[int, list[float]]) -> Figure | None:
-    """Draw how the rewards of each step are distributed: a column each, darker where more are."""
+    """Draw the distribution of each step's rewards: one column per step, darker means more."""
     if not rewards:
         return None
     edges = numpy.histogram_bin_edges(numpy.concatenate([*rewards.values()]), _BINS)

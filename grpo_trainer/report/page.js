@@ -12,7 +12,7 @@ function faded(hex, opacity) {
   return `rgba(${part(1)}, ${part(3)}, ${part(5)}, ${opacity})`;
 }
 
-// exponential mean, corrected for its start: at weight 0 the values themselves, equal values stay so
+// bias-corrected exponential mean: weight 0 returns the values, and equal values stay equal
 function smoothed(values, weight) {
   let mean = 0, share = 0;
   return values.map((value) => {
@@ -63,7 +63,7 @@ function traces(figure, weight) {
   return [...band, ...lines(figure, weight), ...dots];
 }
 
-// the range of an axis with one value: plotly would draw from 1 below it to 1 above
+// the range of an axis with only one value: plotly's default is from 1 below to 1 above
 function around(values, margin) {
   const known = values.filter((value) => value !== null);
   const [low, high] = [Math.min(...known), Math.max(...known)];
@@ -103,7 +103,7 @@ async function unpack(element) {
   element.remove();
 }
 
-// little to smooth in a short run, where the mean would only lag behind
+// in a short run there is little to smooth, and the mean would only lag
 const longest = Math.max(...figures.flatMap((figure) => traces(figure, 0).map(({ x }) => x.length)));
 slider.value = longest < 100 ? 0.2 : 0.6;
 unpack(document.getElementById("plotly")).then(draw).then(() => { root.dataset.drawn = "yes"; });

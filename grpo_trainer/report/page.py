@@ -1,4 +1,4 @@
-"""The HTML file: what it shows, completions included, and the code that draws it; who writes it."""
+"""The HTML file: its contents, including completions, the code that draws it, and its writer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 REPORT_NAME = "report.html"
 _COMPARISON_NAME = "comparison.html"
-_FILES = 200  # of completions: at most so many are read, evenly over the run
+_FILES = 200  # the most files of completions to read, evenly over the run
 _COLUMNS = 5  # steps next to each other
 _PROMPTS = 3
-_PER_STEP = 3  # completions of a prompt: the best, the middle one and the worst
+_PER_STEP = 3  # completions per prompt: the best, the middle one and the worst
 
 PromptContent = tuple[str, tuple[str, ...]]  # the text, and data URLs of its images
-ScoredText = tuple[str, float]  # a completion and its reward, NaN if it has none
+ScoredText = tuple[str, float]  # a completion and its reward; NaN: none
 Steps = dict[int, list[ScoredText]]  # completions of one prompt, by optimizer step
 
 
@@ -43,11 +43,11 @@ def render(runs: Sequence[RunRecord]) -> str:
 
     Raises:
         ImportError: plotly is not installed.
-        ValueError: a run has logged nothing yet, or two have one name.
+        ValueError: a run has logged nothing yet, or two runs have the same name.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        raise ValueError(f"report: expected runs of different names, got {', '.join(names)}")
+        raise ValueError(f"report: expected runs with distinct names, got {', '.join(names)}")
     for run in runs:
         if not run.history:
             raise ValueError(f"report: expected a run that has logged something, got {run.name!r}")
@@ -78,14 +78,14 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return three digits, in full where they stand for more than that."""
+    """Format with three significant digits, or all digits of large integers."""
     if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _rows(facts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return names and their value in each run; of several runs those that differ."""
+    """Return names and their values in each run; for several runs, only those that differ."""
     rows = []
     for name in dict.fromkeys(name for run in facts for name in run):
         values = [run.get(name, "-") for run in facts]
@@ -105,10 +105,10 @@ def rewards_by_step(folder: Path) -> dict[int, list[float]]:
 
 
 def prompt_samples(folder: Path) -> dict[PromptContent, Steps]:
-    """Return the prompts that came back most often, with samples from the first to the last time.
+    """Return the most frequent prompts, with samples from the first to the last step.
 
-    They are all of evaluations, whose prompts are always the same, or all of training. Of a step
-    the samples come best first.
+    All are from evaluations, whose prompts are always the same, or else all are from training. A
+    step's samples come best first.
     """
     sources = []
     for prefix in (EVAL_PREFIX, ""):
@@ -133,9 +133,9 @@ def _samples(steps: Steps) -> Steps:
 
 
 def _completions(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Read rows of the files of training, or of evaluation, images where there are any.
+    """Read rows from the files of training or evaluation, with images if there are any.
 
-    None are of a damaged file: a run may have been killed while it wrote it.
+    Damaged files are skipped: a run may have been killed while it wrote one.
     """
     files = sorted((folder / "completions").glob(f"{prefix}completions_*.parquet"))
     for file in _evenly(files, _FILES):
@@ -144,7 +144,7 @@ def _completions(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict
             present = [name for name in columns if name not in missing]
             rows = parquet.read_table(file, columns=present).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:
-            _warn(f"{file} cannot be read, so the report is without it: {error}")
+            _warn(f"{file} cannot be read and is missing from the report: {error}")
             continue
         for row in rows:
             value = row["reward"]
@@ -152,13 +152,13 @@ def _completions(folder: Path, prefix: str, columns: list[str]) -> Iterator[dict
             yield row | {"reward": value if is_number else math.nan}
 
 
-@functools.cache  # the report is written again and again
+@functools.cache  # the report is written many times
 def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
 def _evenly(items: list[Any], count: int) -> list[Any]:
-    """Return at most ``count`` of them, the first and the last among them."""
+    """Return at most ``count`` items, including the first and the last."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -166,23 +166,23 @@ def _evenly(items: list[Any], count: int) -> list[Any]:
 
 @functools.cache
 def packed_plotly() -> str:
-    """Return plotly.js, packed: a browser unpacks it on its own.
+    """Return plotly.js, compressed; browsers can decompress it themselves.
 
     Raises:
-        ImportError: it is not installed; the message says what to install.
+        ImportError: it is not installed; the message has the install command.
     """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            f"a report needs plotly: {install_command('report')}, then `grpo-train report RUN` "
-            "writes it"
+            f"the report needs plotly: {install_command('report')}, then run `grpo-train report "
+            "RUN`"
         ) from error
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
-    """Return the report on the runs in ``folders``, written to ``path``."""
+    """Write the report on the runs in ``folders`` to ``path``, and return it."""
     runs = [load_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
@@ -194,11 +194,10 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 
 
 class ReportWriter(TrainerCallback):
-    """Writes ``run.json`` at the start, and it and ``report.html`` with every checkpoint and at
-    the end.
+    """Writes ``run.json`` at the start, and both ``run.json`` and ``report.html`` with every
+    checkpoint and at the end.
 
-    Without plotly it writes only the former, and says at the start how to get the latter. No
-    failure ends the run.
+    Without plotly it writes only ``run.json``, and warns at the start. Failures do not end the run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -222,10 +221,10 @@ class ReportWriter(TrainerCallback):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do ``grpo-train report``: write the page and print where it is.
+    """Run ``grpo-train report``: write the page and print its path.
 
     Raises:
-        ValueError: a folder holds no run.
+        ValueError: a folder has no run.
         ImportError: plotly is not installed.
     """
     options = report_arguments(argv)
@@ -237,13 +236,13 @@ def report_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return ``runs`` and ``out``."""
     parser = OneLineParser(
         prog="grpo-train report",
-        description="grpo-train report RUN [RUN ...]: a run's report, or a comparison of several.",
+        description="grpo-train report RUN [RUN ...]: write a run's report, or compare several.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"the file; default: {REPORT_NAME} in the run's folder, for several runs "
+        help=f"output file; default: {REPORT_NAME} in the run's folder, for several runs "
         f"{_COMPARISON_NAME} here",
     )
     return parser.parse_args(argv)

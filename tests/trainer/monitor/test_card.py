@@ -78,7 +78,7 @@ def test_an_edited_card_stays(make_trainer, caplog):
         path.write_text(mine)
         caplog.clear()
         assert saved(trainer) == mine
-        assert "was edited: it stays as it is" in caplog.text
+        assert "was edited: leaving it unchanged" in caplog.text
 
 
 def test_card_of_an_adapter(make_trainer, policy, caplog):
@@ -90,7 +90,7 @@ def test_card_of_an_adapter(make_trainer, policy, caplog):
     folder.unlink()
     folder.mkdir()
     trainer.save_model()
-    assert folder.is_dir() and "README.md is no file: it stays as it is" in caplog.text
+    assert folder.is_dir() and "README.md is not a file: leaving it unchanged" in caplog.text
 
 
 def test_a_card_that_fails_does_not_cost_the_model(make_trainer, monkeypatch, caplog):

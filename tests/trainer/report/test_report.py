@@ -168,7 +168,7 @@ LEARNED = {
     [
         ({}, None),
         ({"entropy": lambda step: 2.0 / step}, "Entropy has collapsed"),
-        ({"clip_ratio/region_mean": lambda step: 0.4}, "Much is clipped"),
+        ({"clip_ratio/region_mean": lambda step: 0.4}, "Many tokens are clipped"),
         ({"frac_reward_zero_std": lambda step: step / 100}, "Most advantages are zero"),
         ({"completions/clipped_ratio": lambda step: 0.6}, "Many completions are cut off"),
         ({"sampling/mismatch_kl_k3": lambda step: 1e-4 * step}, "Engine and policy drift apart"),
@@ -194,7 +194,7 @@ MIXED = {"reward": lambda step: 0.5 + step / 1000, "reward_std": lambda step: 0.
     [
         (NEVER, "Every completion got the reward 0, so nothing was learned"),
         (RIGHT, "Every completion got the reward 1, so nothing was learned"),
-        (MIXED, "In each group all completions got the same reward, so nothing was learned"),
+        (MIXED, "In each group, all completions got the same reward, so nothing was learned"),
         ({"teacher_kl": lambda step: 0.1}, None),  # it learns from another
     ],
 )
@@ -205,7 +205,7 @@ def test_a_run_whose_groups_all_have_equal_rewards(tmp_path, changes, said):
         shown = render([replace(whole, history=whole.history[:count], folder=folder)])
         assert ("Every group had equal rewards" in shown) == (said is not None)
         assert said is None or (said in shown and "Most advantages are zero" not in shown)
-        assert "Flat throughout: Reward" not in shown and "<h3>Reward</h3>" in shown
+        assert "Constant: Reward" not in shown and "<h3>Reward</h3>" in shown
 
 
 def test_the_best_reward_of_completions_tells_learned_from_stuck(tmp_path):
