@@ -1,4 +1,4 @@
-"""The policy: loading, adapters, the reference model, forward passes, where its parameters are."""
+"""The policy: loading, adapters, the reference model, forward passes, placement."""
 
 from grpo_trainer.policy.ends import check_shards, stay_tied, ties_ends
 from grpo_trainer.policy.forward import (

@@ -1,4 +1,4 @@
-"""Forward passes of a model that has :func:`grpo_kernels.hf.add_fused_head`: the policy, and its
+"""Forward passes of a model with :func:`grpo_kernels.hf.add_fused_head`: the policy, and the
 reference of the KL penalty."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_trainer.data import LossAndMetrics, MicroBatch, Term
 from grpo_trainer.policy.placement import Placement
 from grpo_trainer.policy.routing import replay_of, routing_metrics
 
-_REFERENCE = "ref"  # the adapter that keeps the policy at the start
+_REFERENCE = "ref"  # the adapter that holds the initial policy
 
 
 def policy_loss_of(
@@ -39,13 +39,13 @@ def policy_loss_of(
     terms: Sequence[Term] = (),
     policy: nn.Module | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Return the policy loss of ``batch`` with ``tokens``, the losses of ``terms`` added, and what
-    is logged.
+    """Return the policy loss of ``batch`` with ``tokens``, plus the losses of ``terms``, and
+    metrics.
 
-    ``options`` are those of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
+    ``options`` are arguments of ``linear_policy_loss``; ``policy`` is ``model`` without wrappers.
     """
     on_head = [term.on_head(batch, model if policy is None else policy) for term in terms]
-    # packed rows are not padded again where only the loss reads them
+    # packed rows are not padded again if only the loss reads them
     padded = batch.packed is None or any(loss_of is not None for loss_of in on_head)
     rows = None if padded else tokens.rows
     if rows is not None:
@@ -83,7 +83,7 @@ def policy_loss_of(
 
 
 def _per_micro_step(metrics: Metrics, share: float) -> Metrics:
-    """Count the loss of a micro-batch as ``share`` of a sample: one is for each micro-step."""
+    """Count the loss of a micro-batch as ``share`` of a sample: there is one per micro-step."""
     loss = metrics.stats.get("policy_loss")
     if share == 1 or loss is None:
         return metrics
@@ -113,9 +113,9 @@ def target_logprobs(
 ) -> Tensor:
     """Return log-probabilities of the batch's targets, (B, L), without dropout or gradient.
 
-    With sampling masks they are renormalized over them, as the loss takes them. Rows of the head
-    from ``vocab_size`` on are padding, which has no probability; None: all rows are in use.
-    ``replays_routing``: by the batch's ``routed_experts``, if it has them.
+    With sampling masks they are normalized over the masks' ids, as in the loss. The head's rows
+    from ``vocab_size`` on are padding without probability; None: all rows are in use.
+    ``replays_routing``: use the batch's ``routed_experts``, if it has them.
     """
     output = "logprobs" if batch.sampling_mask is None else "masked_logprobs"
 
@@ -138,7 +138,7 @@ def target_logprobs(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run ``model`` without dropout and gradient; afterwards it is in the mode it was in."""
+    """Run ``model`` without dropout and gradients; afterward its mode is restored."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -153,20 +153,21 @@ def run(
     rows: Tensor | None = None,  # (T,) int64
     **options: Any,
 ) -> Any:
-    """Return the output of a model for a batch, whose head is what ``head_fn`` makes of it.
+    """Return a model's output for a batch, with ``head_fn`` in place of its head.
 
-    The body runs without padding where the batch is ``packed``, and once on what rows with
-    ``owners`` have in common.
-    ``head_fn`` gets the hidden states, (B, L, D), in the places of padded rows, and at padding any
-    that are finite; of a ``packed`` batch with ``rows`` those of these of the B * L elements,
-    (T, D).
+    The body runs without padding if the batch is ``packed``, and only once on shared prefixes if
+    it has ``owners``.
+
+    ``head_fn`` gets the hidden states, (B, L, D), at the places of padded rows, with arbitrary
+    finite values at padding. For a ``packed`` batch with ``rows`` it gets the hidden states of
+    these elements out of B * L, (T, D).
     """
     if batch.packed is None:
         inputs = {"attention_mask": batch.attention_mask, **batch.inputs}
         return model(input_ids=batch.input_ids, head_fn=head_fn, **inputs, **options)
     packed, width = batch.packed, batch.input_ids.shape[1]
     places = _places(batch) if rows is None else _places(batch).flatten()[rows]
-    elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one fills up rows
+    elements = functional.pad(batch.input_ids.flatten(), (0, 1))  # the last one pads rows
     inputs = {} if batch.owners is None else {"attention_mask": _mask_of_shared(batch)}
 
     def of_padded(hidden: Tensor, head: Head) -> Tensor:
@@ -183,7 +184,7 @@ def run(
 
 
 def _places(batch: MicroBatch) -> Tensor:  # (B, L) int64
-    """Return where the elements of padded rows stand among the packed ones, padding anywhere."""
+    """Return the packed place of each element of padded rows; arbitrary for padding."""
     assert batch.packed is not None
     elements, device = batch.input_ids.numel(), batch.packed.device
     places = torch.zeros(elements + 1, dtype=torch.int64, device=device)
@@ -193,21 +194,23 @@ def _places(batch: MicroBatch) -> Tensor:  # (B, L) int64
 
 
 def _mask_of_shared(batch: MicroBatch) -> Tensor:  # (R, 1, W, W) bool
-    """Return who sees whom: tokens of a row what is before them in it, whoever owns that."""
+    """Return which tokens see which: each token sees all earlier tokens of its row, shared or
+    not."""
     assert batch.packed is not None and batch.owners is not None
     count, width = batch.input_ids.shape
     row, position = batch.packed // width, batch.packed % width
-    owners = functional.pad(batch.owners, (0, 0, 0, 1), value=count)  # what fills up is a row, too
+    owners = functional.pad(batch.owners, (0, 0, 0, 1), value=count)  # padding counts as a row, too
     seen = owners[row[:, :, None], position[:, None, :]] == row[:, None, :]
     return (seen & (position[:, None, :] <= position[:, :, None]))[:, None]
 
 
 class Reference(TrainerCallback):
-    """Gives a model to run in place of the policy: a second one, or the policy itself under another
-    adapter or, with None, under none.
+    """Provides the reference: a second model, or the policy itself under another adapter or, with
+    None, without an adapter.
 
-    With ``sync_ref_model`` it is a callback as well, by which every so many optimizer steps
-    ``reference = (1 - alpha) * reference + alpha * policy``, after TR-DPO, arXiv:2404.09656.
+    With ``sync_ref_model`` it is also a callback that, every ``ref_model_sync_steps`` optimizer
+    steps, sets ``reference = (1 - alpha) * reference + alpha * policy`` (TR-DPO,
+    arXiv:2404.09656).
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class Reference(TrainerCallback):
         if self._runs is not None:
             yield self._runs
             return
-        self._placement.at_rest(policy)  # what is frozen meanwhile is said of the trained ones
+        self._placement.at_rest(policy)  # so that freezing applies to the trained parameters
         plain = policy.disable_adapter() if self._adapter is None else nullcontext()
         with _adapters_restored(policy), plain:
             if self._adapter is not None:
@@ -243,17 +246,17 @@ class Reference(TrainerCallback):
         if state.global_step % args.ref_model_sync_steps:
             return
         alpha, local = args.ref_model_mixup_alpha, self._placement.local
-        assert self.model is not None  # which follows
+        assert self.model is not None  # the model that follows the policy
         for each in (self.model, model):
             self._placement.at_rest(each)
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        for mine, policys in pairs:  # both are sharded alike
+        for mine, policys in pairs:  # both are sharded the same way
             local(mine).mul_(1.0 - alpha).add_(local(policys), alpha=alpha)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs to resume exactly; empty if the start gives all of it.
+        """Return what a checkpoint needs to resume exactly; empty if a new start recreates it.
 
-        Of a sharded reference it is this process's part.
+        For a sharded reference it is this process's part.
         """
         if self.model is None or not self._follows:
             return {}
@@ -264,7 +267,9 @@ class Reference(TrainerCallback):
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
         own = self.state()
-        assert own.keys() == state.keys(), "a checkpoint of another configuration is refused before"
+        assert own.keys() == state.keys(), (
+            "checkpoints of other configurations raise an error earlier"
+        )
         for name, parameter in own.items():
             parameter.copy_(state[name])
 
@@ -272,10 +277,11 @@ class Reference(TrainerCallback):
 def make_reference(
     policy: PreTrainedModel, args: GRPOConfig, peft_config: Any | None, placement: Placement
 ) -> Reference | None:
-    """Return the reference of ``policy`` as it is now; None with beta 0, which needs none.
+    """Return the reference of the current ``policy``, or None with beta 0.
 
-    A new adapter of ``peft_config`` is switched off, an adapter that came with the model is kept as
-    a frozen copy; neither needs a second model. Else it is a copy with a fused head of its own.
+    With a new adapter (``peft_config``), the reference is the model without the adapter; if the
+    adapter came with the model, it is a frozen copy of the adapter. Neither needs a second model.
+    Otherwise it is a copy of the model with its own fused head.
 
     Raises:
         ValueError: ``sync_ref_model`` with an adapter, or the policy cannot be copied.
@@ -283,10 +289,10 @@ def make_reference(
     if args.beta == 0:
         return None
     if not is_peft_model(policy):
-        if is_patched(policy):  # what is attached to a forward stays bound to its model
+        if is_patched(policy):  # a patched forward stays bound to its model
             raise ValueError(
-                "model: expected one whose forward is unchanged, so that the reference of beta != "
-                "0 can be copied from it; got a patched forward"
+                "model: expected a model with an unchanged forward, since beta != 0 copies it for "
+                "the reference, got a patched forward"
             )
         model: Any = placement.copied(policy).requires_grad_(False).eval()
         add_fused_head(model)
@@ -296,7 +302,7 @@ def make_reference(
             "sync_ref_model: expected False with an adapter (the reference is the model without "
             "it, or a frozen copy of it), got True"
         )
-    # whether a new adapter changes neither base model nor outputs
+    # whether a new adapter leaves base model and outputs unchanged
     init = getattr(peft_config, "init_lora_weights", getattr(peft_config, "init_weights", True))
     if peft_config is not None and (init is True or init == "gaussian"):
         return Reference(placement)
@@ -310,13 +316,13 @@ def _keep_reference_adapter(model: PreTrainedModel) -> None:
 
     if _REFERENCE in model.peft_config:
         raise ValueError(
-            f"model: expected no adapter named {_REFERENCE!r}, which is where the reference of "
-            "beta != 0 is kept; delete or rename it"
+            f"model: expected no adapter named {_REFERENCE!r}, since beta != 0 stores the "
+            "reference under that name; delete or rename it"
         )
     [active] = model.active_adapters
     config = copy.deepcopy(model.peft_config[active])
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others would alter the base model a second time
+        config.init_lora_weights = True  # other values would change the base model again
     with _adapters_restored(model), torch.random.fork_rng():
         model.add_adapter(_REFERENCE, config)
         state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
@@ -325,9 +331,9 @@ def _keep_reference_adapter(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _adapters_restored(model: Any) -> Iterator[None]:
-    """Leave the adapter that is active, and what is trained, as they were.
+    """Restore the active adapter, and which parameters are trained.
 
-    Switching makes a whole adapter trainable, whatever was frozen in it.
+    Switching makes a whole adapter trainable, including its frozen parts.
     """
     active = model.active_adapters
     trained = {name for name, value in model.named_parameters() if value.requires_grad}

@@ -1,8 +1,8 @@
-"""Load the policy, with PEFT adapters put on and checked, and what processes its prompts.
+"""Load the policy and its tokenizer or processor, and add and check PEFT adapters.
 
 transformers' ``generate`` runs with the adapter in place. Merged weights would generate faster, but
-16-bit ones are rounded, so that the completions would come from another policy than the one that is
-trained, and subtracting an update again does not give the old bits back.
+in 16 bits they are rounded: the completions would not come from the policy that is trained, and
+subtracting the update again would not restore the old bits.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from grpo_trainer.policy.forward import evaluating
 from grpo_trainer.policy.routing import check_experts
 from grpo_trainer.policy.tiled_mlp import tile_mlps
 
-_SIDE = 64  # pixels of an image that is tried
-# what models raise for what another one takes
+_SIDE = 64  # pixels of the test image
+# errors of models for another model's inputs
 MISMATCH = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-# arguments of from_pretrained that say where a model is, and those that are an adapter's own
+# arguments of from_pretrained for the location of a model, and for adapters only
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _OF_ADAPTER = ("revision", "subfolder")
-# not there, no connection, broken, more than weights, a package that it takes is missing
+# missing, no connection, damaged, more than weights, a required package is missing
 _UNREADABLE = (OSError, ValueError, SafetensorError, UnpicklingError, ImportError)
 
 
 @contextmanager
 def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Load something pretrained inside, from the hub or else its cache; ValueError if it cannot be.
+    """Load something pretrained inside, from the hub or else its cache; ValueError if that fails.
 
     Args:
         name: its folder or hub id.
-        what: it, in an error.
-        settings: arguments of ``from_pretrained``, some of them the user's.
+        what: describes it in error messages.
+        settings: arguments of ``from_pretrained``, some from the user.
     """
     try:
         with hub_or_cache(name):
@@ -69,7 +69,7 @@ def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]
         quantized = isinstance(error, ImportError) and "quantization_config" in settings
         what = f"quantization_config: {what}" if quantized else what
         raise ValueError(f"{what} cannot be loaded: {error}") from error
-    except TypeError as error:  # what from_pretrained does not know goes to the model's __init__
+    except TypeError as error:  # from_pretrained passes unknown names to the model's __init__
         if not any(repr(key) in str(error) for key in settings):
             raise
         raise ValueError(f"model_init_kwargs: expected known names: {error} ({what})") from error
@@ -78,7 +78,7 @@ def loading(name: str, what: str, settings: Mapping[str, Any]) -> Iterator[None]
 def load_pretrained(
     kind: Any, name: str, what: str, args: GRPOConfig, settings: dict[str, Any], **more: Any
 ) -> Any:
-    """Return ``kind.from_pretrained(name)`` by the settings; an error begins with ``what``."""
+    """Return ``kind.from_pretrained(name)`` with the settings; errors begin with ``what``."""
     settings = {"trust_remote_code": args.trust_remote_code} | settings
     with loading(name, what, settings):
         return kind.from_pretrained(name, **settings, **more)
@@ -97,10 +97,11 @@ def load_policy(
 ) -> PreTrainedModel:
     """Return the model, in fp32 unless ``model_init_kwargs`` has a ``dtype``, under its adapter.
 
-    A name may be that of a saved adapter, which is trained on.
+    A name may refer to a saved adapter, whose training then continues.
 
     Raises:
-        ValueError: there is no such model, the adapter cannot be trained, or MLPs not be tiled.
+        ValueError: the model does not exist, the adapter cannot be trained, or the MLPs cannot be
+            tiled.
     """
     revision = None
     if isinstance(model, str):
@@ -131,13 +132,13 @@ def load_policy(
 
 
 def _forget_trainer(model: PreTrainedModel) -> None:
-    """Take off what a trainer before has put around the forward: its precision."""
+    """Remove an earlier trainer's wrapper around the forward, which sets its precision."""
     base = base_policy(model)
     drop_wrappers(base)
-    # accelerate's marks: it would not put mixed precision around the forward again
+    # accelerate's marks: with them it would not wrap the forward in mixed precision again
     vars(model).pop("_is_accelerate_prepared", None)
     if base is not model and vars(model).pop("_original_forward", None) is not None:
-        del model.forward  # accelerate's, around that of peft
+        del model.forward  # accelerate's forward, around peft's
 
 
 def load_model(
@@ -148,8 +149,8 @@ def load_model(
     what: str = "model",
     routes: bool = False,
 ) -> PreTrainedModel:
-    """Return the model, or the adapter on its base, in the policy's dtype; an error begins with
-    ``what``. ``routes``: it has to be a mixture of experts."""
+    """Return the model, or the adapter on its base, in the policy's dtype; errors begin with
+    ``what``. ``routes``: it must be a mixture of experts."""
     settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": args.trust_remote_code}
     settings |= options("model_init_kwargs", args.model_init_kwargs)
     if quantization_config is not None:
@@ -158,7 +159,9 @@ def load_model(
                 "quantization_config: expected it once, got it in model_init_kwargs too"
             )
         settings["quantization_config"] = quantization_config
-        if torch.cuda.is_available():  # quantized weights are made on their device, and stay there
+        if (
+            torch.cuda.is_available()
+        ):  # quantized weights are created on their device, and stay there
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
     with loading(name, f"{what} {name!r}", settings):
@@ -186,7 +189,7 @@ def _require_peft(what: str) -> None:
 
 
 def _pretrained(name: str, settings: dict[str, Any], routes: bool) -> PreTrainedModel:
-    """Load a model of the class that its config names; one with ``routes`` has experts."""
+    """Load a model of the class in its config; with ``routes`` it must have experts."""
     known = {key: settings[key] for key in (*_WHERE, "trust_remote_code") if key in settings}
     config = settings.get("config") or AutoConfig.from_pretrained(name, **known)
     if routes:
@@ -200,9 +203,9 @@ def _pretrained(name: str, settings: dict[str, Any], routes: bool) -> PreTrained
 def _with_adapter(
     model: PreTrainedModel, peft_config: Any, revision: str | None
 ) -> PreTrainedModel:
-    """Return ``model`` under a new adapter, the only thing that is then trained.
+    """Return ``model`` under a new adapter; only the adapter is then trained.
 
-    The adapter's configuration names the base, and its ``revision``.
+    The adapter's configuration stores the base, and its ``revision``.
     """
     _require_peft("peft_config")
     from peft import PeftConfig, get_peft_model
@@ -214,19 +217,19 @@ def _with_adapter(
         )
     if is_peft_model(model):
         raise ValueError(
-            "peft_config: expected None with a PeftModel, which has its adapter; to train a new "
-            "one, merge the old one first (merge_and_unload)"
+            "peft_config: expected None with a PeftModel, which already has an adapter; to train a "
+            "new adapter, merge the old one first (merge_and_unload)"
         )
     check_tokens(model, peft_config)
     try:
         return get_peft_model(model, peft_config, revision=revision)
-    except (TypeError, ValueError) as error:  # two kinds on one layer; names of no layer
+    except (TypeError, ValueError) as error:  # two kinds on one layer; no layer of this name
         raise ValueError(f"peft_config: {error}") from error
 
 
 def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
-    """Make an adapted or quantized model ready for training, or raise ValueError if it cannot be;
-    others pass untouched."""
+    """Prepare an adapted or quantized model for training, or raise ValueError if that is
+    impossible; other models are unchanged."""
     if not is_peft_model(model):
         if getattr(model, "_hf_peft_config_loaded", False):
             raise ValueError(
@@ -234,18 +237,18 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
                 "peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)"
             )
         if is_quantized(model):
-            raise ValueError("peft_config: expected one with a quantized model, got None")
+            raise ValueError("peft_config: expected an adapter with a quantized model, got None")
         return
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             raise ValueError(
                 "peft_config: expected adapters inside the layers, such as LoRA; "
-                f"{config.peft_type} adds virtual tokens, which the loss does not align with"
+                f"{config.peft_type} adds virtual tokens, which the loss does not support"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            "model: expected a PeftModel with a trainable adapter, got a frozen one; load it with "
-            "is_trainable=True"
+            "model: expected a PeftModel with a trainable adapter, got a frozen adapter; load it "
+            "with is_trainable=True"
         )
     if len(model.active_adapters) != 1:
         raise ValueError(
@@ -253,36 +256,39 @@ def prepare_adapter(model: PreTrainedModel, args: GRPOConfig) -> None:
         )
     if any(getattr(module, "merged_adapters", None) for module in model.modules()):
         raise ValueError(
-            "model: expected a PeftModel whose adapter is not merged into the weights, since only "
-            "then it is trained; call model.unmerge_adapter()"
+            "model: expected a PeftModel with an unmerged adapter, since a merged adapter is not "
+            "trained; call model.unmerge_adapter()"
         )
     check_ends(model, args)
     if is_quantized(model):
         for name, parameter in model.named_parameters():
-            # DoRA's magnitudes stay in fp32: their updates are smaller than bf16 resolves
+            # DoRA's magnitudes stay in fp32: their updates are too small for bf16
             if parameter.requires_grad and "magnitude" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     if args.gradient_checkpointing:
-        # the first checkpointed block has no trainable input otherwise, and would pass no gradient
+        # otherwise the first checkpointed block has no trainable input, and passes no gradient
         model.enable_input_require_grads()
 
 
 def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> ProcessingClass:
-    """Load the tokenizer that belongs to ``model``, or the processor of one that takes images."""
+    """Load the tokenizer of ``model``, or its processor if it accepts images."""
     revision = options("model_init_kwargs", args.model_init_kwargs).get("revision") or "main"
     name, kind = model.config._name_or_path, AutoProcessor if takes_images(model) else AutoTokenizer
-    what = f"processing_class: expected a tokenizer or a processor, since that of model {name!r}"
+    what = (
+        f"processing_class: expected a tokenizer or a processor, since the one for model {name!r}"
+    )
     processing_class = load_pretrained(kind, name, what, args, {}, revision=revision)
     tokenizer = tokenizer_of(processing_class)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing where no file is
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it without files
         raise ValueError(
-            f"processing_class: expected a tokenizer, since there are no files of one in {name!r}"
+            "processing_class: expected a tokenizer, since there are no tokenizer files in "
+            f"{name!r}"
         )
     return processing_class
 
 
 def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -> None:
-    """Raise ValueError if a processor is not one of ``model``."""
+    """Raise ValueError if a processor does not belong to ``model``."""
     if not isinstance(processing_class, ProcessorMixin):
         return
     kind = type(processing_class).__name__
@@ -293,17 +299,17 @@ def check_processor(processing_class: ProcessingClass, model: PreTrainedModel) -
     own = getattr(processing_class, "image_token_ids", [])
     if not takes_images(model) or (token is not None and own and token not in own):
         raise ValueError(
-            f"processing_class: expected the processor of {type(policy).__name__}, in which token "
-            f"{token} stands for images, got a {kind} with {own}"
+            f"processing_class: expected the processor of {type(policy).__name__}, with the image "
+            f"token {token}, got a {kind} with {own}"
         )
 
 
 def check_images_run(
     processing_class: ProcessingClass, runs: nn.Module, device: torch.device
 ) -> None:
-    """Raise ValueError unless the policy can take what a processor makes of an image.
+    """Raise ValueError unless the policy runs on a processor's output for an image.
 
-    ``runs`` is what is called to run the policy, once it is placed.
+    ``runs`` is the module to call, once the policy is placed.
     """
     if not isinstance(processing_class, ProcessorMixin):
         return
@@ -318,26 +324,26 @@ def check_images_run(
     except MISMATCH as error:
         raise ValueError(
             f"processing_class: expected the processor of the policy, got a "
-            f"{type(processing_class).__name__}, with whose images it fails: {error}"
+            f"{type(processing_class).__name__}, and the policy fails on its images: {error}"
         ) from error
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Return whether ``model`` has a part for images."""
+    """Return whether ``model`` accepts images."""
     return getattr(base_policy(model).config, "vision_config", None) is not None
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether the weights of ``model``, or of the base below its adapter, are quantized."""
+    """Return whether the weights of ``model``, or of its adapter's base, are quantized."""
     return bool(getattr(base_policy(model), "is_quantized", False))
 
 
 def load_saved(model: PreTrainedModel, folder: Path) -> bool:
-    """Load what ``save_pretrained`` left in ``folder`` where Trainer would not; return False where
-    it does.
+    """Load a model that ``save_pretrained`` wrote to ``folder`` if Trainer would not; else return
+    False.
 
-    Not in every version it loads each adapter, and in the dtype that this has now. Most families
-    that take images are saved under older names.
+    Not every version of Trainer loads each adapter in its current dtype. And most families that
+    accept images are saved under older names.
     """
     if is_peft_model(model):
         from peft import load_peft_weights, set_peft_model_state_dict
@@ -362,14 +368,14 @@ def load_saved(model: PreTrainedModel, folder: Path) -> bool:
 
 
 def router_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """Return the weight of the router loss: the argument's, else that of the model's config."""
+    """Return the weight of the router loss: the argument, else the value in the model's config."""
     coef = args.router_aux_loss_coef
     if has_moe_aux_loss(model):
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
         return own if coef is None else coef
     if coef:
         raise ValueError(
-            "router_aux_loss_coef: expected None or 0 with a model without a load-balancing loss "
-            f"of its routers, got {coef} for {type(model).__name__}"
+            "router_aux_loss_coef: expected None or 0 for a model without a load-balancing loss, "
+            f"got {coef} for {type(model).__name__}"
         )
     return 0.0

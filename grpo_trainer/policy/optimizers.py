@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: what they do not work with, and rounding at random on replicas."""
+"""Optimizers of other libraries: checks of their limits, and stochastic rounding on replicas."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 from grpo_trainer.config import GRPOConfig, check_weight_decay, optimizer_of
 from grpo_trainer.policy.placement import FullyShard, Placement, Zero
 
-OptimizerClass = tuple[type[Optimizer], dict[str, Any]]  # and what it is called with
+OptimizerClass = tuple[type[Optimizer], dict[str, Any]]  # and its arguments
 
 _ROUNDS = "bf16_stochastic_round"  # torchao's name
-_IN_BLOCKS = ("AdamW8bit", "AdamW4bit")  # of torchao
+_IN_BLOCKS = ("AdamW8bit", "AdamW4bit")  # torchao's
 
 
 def with_learning_rate(
     chosen: OptimizerClass | None, optimizers: tuple[Any, Any], args: GRPOConfig
 ) -> OptimizerClass | None:
-    """Return ``optimizer_cls_and_kwargs`` with ``learning_rate``, unless they have one.
+    """Return ``optimizer_cls_and_kwargs`` with ``learning_rate`` as ``lr``, unless it has an
+    ``lr``.
 
     Raises:
-        ValueError: they are no class and dictionary, or with a ``weight_decay`` that transformers
-            would replace by that of ``args``; or there are ``optimizers`` as well.
+        ValueError: it is not a class and a dictionary, or has a ``weight_decay`` that transformers
+            would replace with the one of ``args``; or ``optimizers`` is given as well.
     """
     if chosen is None:
         return None
@@ -37,14 +38,14 @@ def with_learning_rate(
         raise ValueError(f"{name}: expected a class and a dictionary, got {chosen!r}")
     if optimizers[0] is not None:
         raise ValueError(f"optimizers, {name}: expected one of them, got both")
-    if issubclass(kind, Optimizer):  # others make their own groups of weights
+    if issubclass(kind, Optimizer):  # other classes form their own groups of weights
         check_weight_decay(name, settings, args)
     return kind, {"lr": args.learning_rate} | settings
 
 
 def check_optimizer(trainer: Trainer, placement: Placement) -> None:
-    """Raise ValueError if the optimizer does not work with the policy's weights, or with where they
-    are; warn of settings that another one replaces."""
+    """Raise ValueError if the optimizer does not support the policy's weights or their placement;
+    warn of settings that have no effect."""
     args = trainer.args
     name, kind, settings = _chosen(trainer)
     if name != "optim":
@@ -61,15 +62,15 @@ def check_optimizer(trainer: Trainer, placement: Placement) -> None:
     if isinstance(placement, Zero) and kind.__name__ in _IN_BLOCKS:
         raise ValueError(
             f"{name}: expected an optimizer of torch or bitsandbytes (adamw_8bit) under DeepSpeed, "
-            f"from which {kind.__name__} of torchao gets all weights in one row, whose states it "
-            "keeps in float32 unless blocks divide it"
+            f"which passes all weights to torchao's {kind.__name__} as one vector: its states "
+            "would stay in float32 unless blocks divide the vector"
         )
     if kind.__name__ == "CPUOffloadOptimizer":
         _check_offload(args, name)
 
 
 def _chosen(trainer: Trainer) -> tuple[str, Any, dict[str, Any]]:
-    """Return the argument that chooses the optimizer, its class and its settings."""
+    """Return the argument that selects the optimizer, its class and its settings."""
     if trainer.optimizer is not None:
         rounds = getattr(trainer.optimizer, _ROUNDS, False)
         return "optimizers", type(trainer.optimizer), {_ROUNDS: rounds}
@@ -85,7 +86,7 @@ def _default(args: TrainingArguments, name: str) -> Any:
 def _trained(trainer: Trainer, placement: Placement) -> set[torch.dtype]:
     """Return the dtypes of the weights that the optimizer updates."""
     if isinstance(placement, FullyShard) and trainer.accelerator.mixed_precision != "no":
-        return {torch.float32}  # accelerate makes them so
+        return {torch.float32}  # accelerate casts them
     return {weight.dtype for weight in trainer.model.parameters() if weight.requires_grad}
 
 
@@ -94,12 +95,12 @@ def _check_shards(name: str, kind: type[Optimizer], bfloat16: bool) -> None:
     if library == "bitsandbytes" or kind is Adafactor:
         raise ValueError(
             f"{name}: expected an optimizer of torch or torchao (adamw_torch_8bit) under FSDP2, "
-            f"whose shards {kind.__name__} of {library} cannot update"
+            f"since {kind.__name__} of {library} cannot update its shards"
         )
     if bfloat16 and kind.__name__ in _IN_BLOCKS:
         raise ValueError(
-            f"{name}: expected float32 weights, which are bfloat16 in computation with "
-            f"mixed_precision=bf16, for {kind.__name__} under FSDP2, got bfloat16 (dtype=bfloat16)"
+            f"{name}: expected float32 weights for {kind.__name__} under FSDP2 (with "
+            "mixed_precision=bf16 they still compute in bfloat16), got bfloat16 (dtype=bfloat16)"
         )
 
 
@@ -113,7 +114,7 @@ def _check_rounding(trainer: Trainer, placement: Placement) -> None:
     if torch.bfloat16 not in trained:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
         raise ValueError(
-            f"{_ROUNDS}: expected False, or bfloat16 weights to train (dtype=bfloat16), which it "
+            f"{_ROUNDS}: expected False, or bfloat16 trained weights (dtype=bfloat16), which it "
             f"rounds; got {shown}"
         )
     if isinstance(placement, Zero):
@@ -126,20 +127,20 @@ def _check_rounding(trainer: Trainer, placement: Placement) -> None:
 def _check_offload(args: GRPOConfig, name: str) -> None:
     if args.device.type not in ("cuda", "xpu"):
         raise ValueError(
-            f"{name}: expected CPUOffloadOptimizer with a GPU only, got {args.device.type}"
+            f"{name}: expected CPUOffloadOptimizer only with a GPU, got {args.device.type}"
         )
     if args.max_grad_norm > 0:
         raise ValueError(
-            "max_grad_norm: expected 0 with CPUOffloadOptimizer, which has copied the gradients "
-            f"before they are clipped, got {args.max_grad_norm}"
+            "max_grad_norm: expected 0 with CPUOffloadOptimizer, which copies the gradients before "
+            f"they are clipped, got {args.max_grad_norm}"
         )
 
 
 class AlikeRounding(TrainerCallback):
-    """Lets processes that each have the whole policy round its weights alike.
+    """Makes processes that each have the whole policy round its weights identically.
 
-    ``bf16_stochastic_round`` draws from torch's generator, which is at another number on each
-    process. Without this the copies of the policy would drift apart.
+    ``bf16_stochastic_round`` draws from torch's generator, which has a different state on each
+    process. Without this callback, the copies of the policy would drift apart.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class AlikeRounding(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, **models: Any
     ) -> None:
-        optimizer = models["optimizer"].optimizer  # inside accelerate's
+        optimizer = models["optimizer"].optimizer  # inside accelerate's wrapper
         if getattr(optimizer, _ROUNDS, False):
             devices = [args.device] if args.device.type == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(devices))

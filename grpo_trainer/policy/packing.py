@@ -1,7 +1,7 @@
-"""Rows of a micro-batch without their padding: one behind the other, with positions that restart.
+"""Packs rows of a micro-batch without padding, one after another, with positions that restart.
 
-transformers reads from the positions which tokens see each other: it makes a mask of (W, W) for
-each row, or, for flash attention, lengths of what one row holds.
+transformers infers from the positions which tokens see each other: it builds a (W, W) mask for
+each row, or, for flash attention, the lengths of the sequences in a single row.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from grpo_trainer.policy.prefixes import Prefixes
 
 logger = logging.getLogger(__name__)
 
-# a model, and what enters the one that is called to run it
+# a model, and a context manager that yields the module to call
 Runs: TypeAlias = tuple[PreTrainedModel, AbstractContextManager[nn.Module]]
 
-_LENGTHS = (13, 5, 16, 1, 7)  # of the rows that are tried
-_SHARE = 0.25  # of what changes if rows see each other
-# kinds of layers that tell rows apart by their positions
+_LENGTHS = (13, 5, 16, 1, 7)  # of the test rows
+_SHARE = 0.25  # allowed error, relative to the change if rows see each other
+# types of layers that separate rows by their positions
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -44,11 +44,11 @@ class Packing:
     """Packs micro-batches: a column."""
 
     one_row: bool = False  # for flash attention
-    always: bool = False  # also where no tokens are saved
-    multiple: int | None = None  # of a packed row's width
-    shares: bool = False  # whether models let us say who sees whom
-    # how many pairs of tokens cost what one token does: 6 hidden sizes, section 3 of
-    # arXiv:2104.04473, where attention takes 4 operations times the hidden size for each pair
+    always: bool = False  # also if no tokens are saved
+    multiple: int | None = None  # a packed row's width is a multiple of it
+    shares: bool = False  # whether models accept our own masks
+    # how many pairs of tokens cost as much as one token: 6 hidden sizes, by section 3 of
+    # arXiv:2104.04473, where attention needs 4 operations times the hidden size per pair
     pairs_per_token: int = 6
 
     def __call__(self, batch: MicroBatch, policy: nn.Module) -> None:
@@ -70,8 +70,8 @@ class Packing:
             batch.packed = packed.to(device)
 
     def shared(self, prefixes: Prefixes, width: int) -> list[range] | None:
-        """Return which runs of rows stand together, so that what they have in common is computed
-        once; None where that saves nothing, or masks would be larger than those of padded rows.
+        """Return the runs of rows that are computed together, with shared prefixes only once; None
+        if that saves nothing, or needs larger masks than padded rows.
         """
         if not self.shares or not any(prefixes.common):
             return None
@@ -82,14 +82,14 @@ class Packing:
             if together[0] * together[1] ** 2 <= count * width**2:
                 break
             if most == width:
-                return None  # filled up to a multiple
+                return None  # because of padding to a multiple
             most = max(most / 2, width)
         apart = self.shape(prefixes.lengths)
         saves = math.prod(together) < math.prod(apart) and self._cost(together) < self._cost(apart)
         return runs if saves else None
 
     def shape(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return that of the packed rows of units of so many tokens."""
+        """Return the shape of the packed rows for units of these sizes, in tokens."""
         dealt = _best_dealt(sizes, self.one_row)
         return len(dealt), padded_length([total for total, _, _ in dealt], self.multiple)
 
@@ -101,20 +101,20 @@ class Packing:
 def make_pack(
     args: GRPOConfig, models: Sequence[Runs], images: bool, routers: bool = False
 ) -> Packing | None:
-    """Return what packs micro-batches for all ``models``, as ``args.packing`` says; None where all
-    rows stay padded.
+    """Return the Packing for all ``models``, according to ``args.packing``; None if rows stay
+    padded.
 
-    Those with ``images`` stay padded: images belong to rows in their order. What rows have in
-    common is computed once where the models let us say who sees whom; not with a loss of
-    ``routers``, which counts every token.
+    Rows with ``images`` stay padded: images belong to rows in order. Shared prefixes are computed
+    once if the models accept our own masks, except with a loss of ``routers``, which counts every
+    token.
 
     Raises:
-        ValueError: ``packing`` is ``packed``, and something needs padded rows.
+        ValueError: ``packing`` is ``packed``, but something needs padded rows.
     """
     if args.packing == "padded":
         return None
     multiple = args.pad_to_multiple_of
-    assert not isinstance(multiple, str)  # on construction auto became a number or None
+    assert not isinstance(multiple, str)  # auto was replaced on construction
     config = models[0][0].config
     one_row = is_flash_attention_requested(config)
     verdicts = [_try_both(args, *runs, one_row) for runs in models]
@@ -123,7 +123,7 @@ def make_pack(
     if reason:
         if args.packing == "packed":
             raise ValueError(f"packing: expected 'auto' or 'padded' with {reason}; got 'packed'")
-        logger.warning("packing: rows are padded with %s", reason)
+        logger.warning("packing: rows are padded because of %s", reason)
     if needed:
         return None
     return Packing(
@@ -138,11 +138,11 @@ def make_pack(
 def packed_rows(
     lengths: Sequence[int], width: int, one_row: bool = False, multiple: int | None = None
 ) -> Tensor:  # (R, W) int64
-    """Return which elements of padded rows, (B, ``width``), stand where without padding.
+    """Return the places of the elements of padded rows, (B, ``width``), without padding.
 
-    What fills up a row is ``B * width``. Where masks are dense, attention takes the square of a
-    row's width: rows are as many as make ``R * W**2`` least, which is no more than padded ones
-    take. With ``one_row`` there is one.
+    The index ``B * width`` marks padding. With dense masks, attention costs the square of a row's
+    width, so the number of rows minimizes ``R * W**2``, which never exceeds the cost of padded
+    rows. With ``one_row`` there is one row.
     """
     starts = range(0, len(lengths) * width, width)
     parts = zip(starts, lengths, strict=True)
@@ -153,7 +153,7 @@ def packed_rows(
 def _placed(
     units: Sequence[Tensor], fill: int, one_row: bool = False, multiple: int | None = None
 ) -> Tensor:  # (R, W) int64
-    """Put units one behind the other, each in one row; ``fill`` fills up."""
+    """Place units one after another, each within one row; pad with ``fill``."""
     dealt = _best_dealt([len(unit) for unit in units], one_row)
     width = padded_length([total for total, _, _ in dealt], multiple)
     packed = torch.full((len(dealt), width), fill)
@@ -163,7 +163,7 @@ def _placed(
 
 
 def _best_dealt(sizes: Sequence[int], one_row: bool) -> list[tuple[int, int, list[int]]]:
-    """Deal units to as many rows as make the area of their masks least."""
+    """Distribute units over the number of rows that minimizes the area of their masks."""
     if one_row:
         return _dealt(sizes, 1)
     longest, total = max(sizes), sum(sizes)
@@ -181,7 +181,7 @@ def _best_dealt(sizes: Sequence[int], one_row: bool) -> list[tuple[int, int, lis
 
 
 def _dealt(sizes: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]:
-    """Deal the longest first, each to what is shortest: its length, its number, its units."""
+    """Distribute units, longest first, each to the shortest row: (length, number, units)."""
     heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
     for unit in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         total, number, chosen = heap[0]
@@ -193,18 +193,18 @@ def _dealt(sizes: Sequence[int], count: int) -> list[tuple[int, int, list[int]]]
 def _try_both(
     args: GRPOConfig, model: PreTrainedModel, runs: AbstractContextManager[nn.Module], one_row: bool
 ) -> tuple[str | None, bool]:
-    """Try a few rows both ways. Return what needs padded rows and why, or None, and whether rows
-    may share what they begin with."""
+    """Test a few rows both ways. Return what needs padded rows and why, or None, and whether rows
+    may share prefixes."""
     name = type(model).__name__
     if args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha, whose noise depends on the width of rows", False
+        return "neftune_noise_alpha, because its noise depends on the width of rows", False
     if model._is_stateful:
-        return f"{name}, whose layers carry a state from one row on to the next", False
+        return f"{name}, because its layers carry state from one row to the next", False
     if is_flash_attention_requested(model.config) != one_row:
         attention = model.config._attn_implementation
-        return f"{name}, whose attention ({attention}) is not the policy's", False
+        return f"{name}, because its attention ({attention}) differs from the policy's", False
     if not _only_attention(model):
-        return f"{name}, whose layers read across the ends of rows: not all are attention", False
+        return f"{name}, because layers other than attention mix tokens across rows", False
     batch = _tried(model)
     width, device = max(_LENGTHS), batch.input_ids.device
     packed = packed_rows(_LENGTHS, width, one_row).to(device)
@@ -236,14 +236,14 @@ def _try_both(
     allowed = min(TOLERANCE[padded.dtype], _SHARE * error_of(mixed))
     if (wrong := error_of(hidden)) > allowed:
         why = f"expected errors of hidden states of at most {allowed:.1e}, got {wrong:.1e}"
-        return f"{name}, whose positions do not keep rows apart: {why}", False
+        return f"{name}, because its positions do not separate rows: {why}", False
     return None, shared is not None and error_of(shared) <= allowed
 
 
 def _only_attention(model: PreTrainedModel) -> bool:
-    """Return whether only attention mixes tokens, which tells rows apart by their positions.
+    """Return whether only attention, which separates rows by their positions, mixes tokens.
 
-    A convolution or a recurrence does not, by an error that may be as small as rounding.
+    A convolution or a recurrence mixes rows, with an error that may be as small as rounding.
     """
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
@@ -251,7 +251,8 @@ def _only_attention(model: PreTrainedModel) -> bool:
 
 
 def _takes_masks(model: PreTrainedModel) -> bool:
-    """Return whether a mask alone says who sees whom: ``sdpa``, in layers without windows."""
+    """Return whether only a mask decides which tokens see each other: sdpa, layers without
+    windows."""
     config = model.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
     windows = ("sliding_window", "attention_chunk_size")
@@ -271,7 +272,7 @@ def _hidden(model: nn.Module, batch: MicroBatch) -> Tensor:  # (N, D)
 
 
 def _tried(model: PreTrainedModel) -> MicroBatch:
-    """Return rows of different lengths, which begin alike, of tokens that stand for text."""
+    """Return rows of text tokens with different lengths and a common prefix."""
     configs = [model.config.to_dict(), model.config.get_text_config().to_dict()]
     special = [config[name] for config in configs for name in config if "_token_i" in name]
     words = [i for i in range(min(64, configs[1]["vocab_size"])) if i not in special]

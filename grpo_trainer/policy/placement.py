@@ -1,4 +1,4 @@
-"""Where the parameters of a policy are: whole on each process, or sharded by FSDP2 or DeepSpeed."""
+"""Where a policy's parameters are: whole on each process, or sharded by FSDP2 or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,58 +20,59 @@ from transformers.integrations import deepspeed as of_deepspeed
 
 from grpo_trainer.config import GRPOConfig
 
-# parts of DeepSpeed's configuration, wherever they stand
+# parts of DeepSpeed's configuration, at any level
 _OF_TRAINING = ("optimizer", "scheduler", "offload_optimizer")
 _EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 class Placement:
-    """Every process has the whole policy. Subclasses say what differs where it is sharded.
+    """Every process has the whole policy. Subclasses override what differs if it is sharded.
 
-    All processes call every method at the same time, unless it says otherwise.
+    All processes call every method at the same time, unless its docstring says otherwise.
     """
 
-    name: str | None = None  # of how it is sharded
-    sharded = False  # a process alone cannot read the parameters
-    late = False  # training places the policy when it begins, and then loads a checkpoint
-    unsynced = True  # gradients stay on their process until the last backward of a step
+    name: str | None = None  # of the sharding method
+    sharded = False  # whether a single process cannot read all parameters
+    late = False  # whether training places the policy at its start, and then loads a checkpoint
+    unsynced = True  # whether gradients stay on their process until a step's last backward
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self._accelerator: Any = accelerator
 
     @property
     def whole_checkpoints(self) -> bool:
-        """Whether a checkpoint has the whole model, beside what a run resumes from."""
+        """Whether a checkpoint also has the whole model, which resuming does not need."""
         return True
 
     def runs(self, policy: nn.Module) -> nn.Module:
-        """Return what is called to run ``policy`` forward; no communication."""
+        """Return the module to call for a forward of ``policy``; no communication."""
         return policy
 
     def place(self, policy: nn.Module) -> bool:
-        """Put a policy where it can be evaluated; return False if it is there."""
+        """Place a policy so that it can be evaluated; return False if it is already placed."""
         return False
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        """Return ``model``, which is never trained, placed as the policy is."""
+        """Return ``model``, which is never trained, placed like the policy."""
         return self._accelerator.prepare_model(model, evaluation_mode=True)
 
     def copied(self, model: nn.Module) -> nn.Module:
-        """Return a copy of a model that was not placed yet."""
+        """Return a copy of a model that is not placed yet."""
         return copy.deepcopy(model)
 
     def whole(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """Hold all parameters on every process, so that each may run the policy by itself."""
+        """Hold all parameters on every process, so that each can run the policy independently."""
         return nullcontext()
 
     def at_rest(self, model: nn.Module) -> None:
-        """Free what a forward has left gathered: ``parameters()`` are the trained ones again."""
+        """Free parameters that a forward left gathered, so that ``parameters()`` are trained
+        ones."""
 
     @contextmanager
     def accumulating(self, policy: nn.Module) -> Iterator[None]:
-        """Take no backward inside for the last of an optimizer step, as transformers does."""
+        """Treat no backward inside as the last of an optimizer step, as transformers does."""
         state = self._accelerator.gradient_state
-        last = state.sync_gradients  # else transformers has seen to it
+        last = state.sync_gradients  # else transformers has already set it
         waits = last and self.unsynced and not state.plugin_kwargs.get("sync_each_batch", False)
         state._set_sync_gradients(False)
         with self._accelerator.no_sync(policy) if waits else nullcontext():
@@ -81,16 +82,16 @@ class Placement:
     def weights(
         self, module: nn.Module, chosen: Callable[[str], bool] = lambda name: True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole tensors of ``module.state_dict()``, those that are ``chosen`` by
-        their names, one after the other."""
+        """Yield names and whole tensors of ``module.state_dict()``, one by one; ``chosen`` selects
+        names."""
         for name, value in module.state_dict(keep_vars=True).items():
             if chosen(name):
                 with self._gathered(value) as whole:
                     yield name, whole
-                    del whole  # or it would live as long as the next one is gathered
+                    del whole  # else it stays in memory while the next one is gathered
 
     def saved(self, module: nn.Module, chosen: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Return :meth:`weights` in the main memory of the first process; others get none."""
+        """Return :meth:`weights` in CPU memory on the first process; others get none."""
         kept = {}
         for name, value in self.weights(module, chosen):
             if self._accelerator.is_main_process:
@@ -99,7 +100,7 @@ class Placement:
 
     def described(self, module: nn.Module) -> dict[str, Tensor]:
         """Return ``module.state_dict()`` without values, on the meta device; no communication."""
-        return {  # of a shard of ZeRO-3 the whole shape has another name
+        return {  # ZeRO-3 shards have the whole shape under another name
             name: torch.empty(
                 getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta"
             )
@@ -107,12 +108,12 @@ class Placement:
         }
 
     def local(self, parameter: Tensor) -> Tensor:
-        """Return the part of ``parameter`` that this process holds; no communication."""
+        """Return the part of ``parameter`` on this process; no communication."""
         return parameter.detach()
 
     def whole_copy(self, module: nn.Module) -> Any:
-        """Return a copy of a small module with whole parameters, and without hooks."""
-        twin: Any = object.__new__(type(module))  # classes of wrappers have no other copy
+        """Return a copy of a small module with whole parameters and without hooks."""
+        twin: Any = object.__new__(type(module))  # wrappers' classes cannot be copied otherwise
         for name, value in vars(module).items():
             kept = copy.copy(value) if isinstance(value, list | dict) else value
             vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else kept
@@ -137,7 +138,7 @@ WHOLE = Placement()
 
 
 class FullyShard(Placement):
-    """Parameters are sharded by ``fully_shard``, the way accelerate applies it."""
+    """Parameters are sharded by ``fully_shard``, as accelerate applies it."""
 
     name = "FSDP2"
     sharded = True
@@ -150,9 +151,9 @@ class FullyShard(Placement):
     def place(self, policy: nn.Module) -> bool:
         if isinstance(policy, FSDPModule):
             return False
-        # accelerator.prepare asks for an optimizer, too; training makes one from this model
+        # accelerator.prepare also needs an optimizer; training creates one from this model
         fsdp2_prepare_model(self._accelerator, policy)
-        self._accelerator._models.append(policy)  # as it does
+        self._accelerator._models.append(policy)  # as prepare does
         return True
 
     def frozen(self, model: nn.Module) -> nn.Module:
@@ -164,7 +165,7 @@ class FullyShard(Placement):
         if not units:  # not placed yet
             yield
             return
-        # the root never frees its parameters after a forward: the backward begins with them
+        # the root keeps its parameters after a forward, since the backward begins with them
         frees = [unit is not policy and _frees(unit) for unit in units]
         policy.set_reshard_after_forward(False)  # type: ignore[operator]
         for unit in units:
@@ -187,7 +188,7 @@ class FullyShard(Placement):
     @contextmanager
     def _gathered(self, value: Tensor) -> Iterator[Tensor]:
         with torch.no_grad():
-            if isinstance(value, DTensor):  # if offloaded, gathered where the processes can talk
+            if isinstance(value, DTensor):  # if offloaded, gather on the communication device
                 there: Any = value.to(value.device_mesh.device_type)
                 value = there.full_tensor()
             yield value.detach()
@@ -205,8 +206,8 @@ def _frees(unit: Any) -> bool:
 
 
 class Zero(Placement):
-    """An engine steps the optimizer in its backward. In stage 3 a parameter is empty but in the
-    modules that run, and its shard lies beside it."""
+    """An engine steps the optimizer in its backward. In stage 3, a parameter is empty except in
+    running modules, and its shard is a separate attribute."""
 
     late = True
     unsynced = False
@@ -227,15 +228,15 @@ class Zero(Placement):
         return policy if engine is None else engine
 
     def place(self, policy: nn.Module) -> bool:
-        """Return False: training has placed the policy.
+        """Return False: training has already placed the policy.
 
         Raises:
-            ValueError: it has not, and an engine that is made without an optimizer gets none later.
+            ValueError: it has not, and an engine created without an optimizer cannot get one later.
         """
         if self._engine(policy) is None:
             raise ValueError(
-                "evaluate: expected it during or after train under DeepSpeed, whose engine is made "
-                "there; eval_on_start evaluates before the first step"
+                "evaluate: expected a call during or after train under DeepSpeed, since train "
+                "creates the engine; eval_on_start evaluates before the first step"
             )
         return False
 
@@ -269,7 +270,7 @@ class Zero(Placement):
 
     def at_rest(self, model: nn.Module) -> None:
         shards: Iterator[Any] = filter(_is_shard, model.parameters())
-        for parameter in shards:  # small ones stay gathered between forwards
+        for parameter in shards:  # small parameters stay gathered between forwards
             if parameter.ds_status.name == "AVAILABLE":
                 parameter.partition()
 
@@ -299,7 +300,7 @@ def _is_shard(value: Any) -> bool:
 
 
 def _without(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is about training, and what is left to DeepSpeed's defaults."""
+    """Remove settings about training, and settings left to DeepSpeed's defaults."""
     return {
         name: _without(value) if isinstance(value, dict) else copy.deepcopy(value)
         for name, value in config.items()
@@ -309,11 +310,11 @@ def _without(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Take DeepSpeed's hooks off the forwards of ``model``.
+    """Remove DeepSpeed's hooks from the forwards of ``model``.
 
-    They would free parameters after their use, and the first one waits for all processes, of which
-    each generates as long as it has to. (``deepspeed.runtime.zero.unwrap_model_for_generation``
-    leaves that one on.)
+    They would free parameters after use, and the first hook waits for all processes, but each
+    process generates for a different time. (``deepspeed.runtime.zero.unwrap_model_for_generation``
+    does not remove the first hook.)
     """
     kept = []
     for module in model.modules():
@@ -330,7 +331,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def placement_of(accelerator: Accelerator) -> Placement:
-    """Return where the policy of a run is placed; FSDP1 is refused."""
+    """Return the placement of a run's policy; ValueError for FSDP1."""
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if zero is not None:
@@ -339,14 +340,14 @@ def placement_of(accelerator: Accelerator) -> Placement:
         return Placement(accelerator)
     if fsdp.fsdp_version != 2:
         raise ValueError(
-            "fsdp_version: expected 2 (FSDP2), got 1; set it in the file of `accelerate launch`, "
+            "fsdp_version: expected 2 (FSDP2), got 1; set it in the file for `accelerate launch`, "
             "or version in fsdp_config"
         )
     return FullyShard(accelerator)
 
 
 def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process has one device, and a placement that fits ``args``."""
+    """Raise ValueError unless every process has one device, and the placement fits ``args``."""
     if args.n_gpu > 1:
         raise ValueError(
             f"expected one GPU per process, got {args.n_gpu}; start with `accelerate launch` or "
@@ -359,22 +360,22 @@ def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
     wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if wrong:
         raise ValueError(
-            f"parallelism_config: expected data parallelism alone (each process has whole "
+            f"parallelism_config: expected only data parallelism (each process has whole "
             f"sequences and whole layers), got {wrong}"
         )
     for name, plugin in {"fsdp": args.fsdp_plugin_args, "deepspeed": args.deepspeed_plugin}.items():
-        # by a field, or by the launcher's file
+        # set by a field, or in the launcher's file
         is_set = plugin is not None or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")
         if is_set and getattr(accelerator.state, f"{name}_plugin", None) is None:
             raise ValueError(
-                f"{name}: expected processes that accelerate shards a model over, with a GPU each, "
-                f"got {accelerator.distributed_type.value}, where it would have no effect"
+                f"{name}: expected processes with a GPU each, over which accelerate shards a "
+                f"model, got {accelerator.distributed_type.value}, where it would have no effect"
             )
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if args.cast_lm_head_to_fp32 and sharded and accelerator.mixed_precision != "no":
         raise ValueError(
             "cast_lm_head_to_fp32: expected False under FSDP and DeepSpeed with mixed_precision="
-            f"{accelerator.mixed_precision!r}, which compute in that dtype in all layers; got True"
+            f"{accelerator.mixed_precision!r}, which use that dtype in all layers, got True"
         )
 
 
@@ -382,8 +383,8 @@ def check_placement(args: GRPOConfig, accelerator: Accelerator) -> None:
 def loading_whole() -> Iterator[None]:
     """Let ``from_pretrained`` load every weight on every process.
 
-    ZeRO-3 shards what is loaded, and with ``fsdp_cpu_ram_efficient_loading`` only the first process
-    has weights: both are right for the policy alone.
+    ZeRO-3 shards models while they are loaded, and with ``fsdp_cpu_ram_efficient_loading`` only the
+    first process has weights. Both work only for the policy.
     """
     config, efficient = of_deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop(_EFFICIENT, None)
     of_deepspeed.unset_hf_deepspeed_config()

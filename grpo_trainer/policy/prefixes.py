@@ -1,4 +1,4 @@
-"""Rows that begin alike, as the leaves of a tree."""
+"""Rows with common prefixes, as the leaves of a tree."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Rows in an order in which those of a branch are neighbors.
+    """Rows in an order in which the rows of a branch are neighbors.
 
-    A run of neighbors has the tokens of its rows, less what each has in common with the one before.
+    A run of neighbors has the tokens of its rows, without each row's prefix shared with the
+    previous row.
     """
 
-    rows: list[int]  # their numbers
+    rows: list[int]  # their indices
     lengths: list[int]
-    common: list[int]  # tokens in common with the row before; 0 for the first
+    common: list[int]  # tokens in common with the previous row; 0 for the first
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> Prefixes:
@@ -36,19 +37,19 @@ class Prefixes:
         )
 
     def take(self, rows: Collection[int]) -> Prefixes:
-        """Return those of some rows, in the same order."""
+        """Return the prefixes of some rows, in the same order."""
         places = sorted(self._places[row] for row in rows)
         least = [min(self.common[one + 1 : other + 1]) for one, other in pairwise(places)]
         return self._ordered(places, [0, *least])
 
     def largest_first(self) -> Prefixes:
-        """Order the rows such that the largest branch comes first, and so on within each branch.
+        """Order the rows so that the largest branch comes first, also within each branch.
 
-        It is the same order for these rows whatever others there were when they were sorted.
+        The order of these rows does not depend on other rows in the original sort.
         """
         places: list[int] = []
         common: list[int] = []
-        branches = [(range(len(self.rows)), 0)]  # and what each has in common with the row before
+        branches = [(range(len(self.rows)), 0)]  # each with its prefix shared with the previous row
         while branches:
             branch, shared = branches.pop()
             if len(branch) == 1:
@@ -72,8 +73,8 @@ class Prefixes:
         return {row: place for place, row in enumerate(self.rows)}
 
     def runs(self, price: float, most: float = math.inf) -> list[range]:
-        """Cut the rows into runs of at most ``most`` tokens, or one row, such that the sum of
-        ``tokens + price * tokens**2`` over them is least."""
+        """Split the rows into runs of at most ``most`` tokens, or one row, that minimize the sum of
+        ``tokens + price * tokens**2``."""
         least, starts = [0.0], [0]
         for stop in range(1, len(self.rows) + 1):
             tokens, shared = 0, 0
@@ -96,11 +97,11 @@ class Prefixes:
         return runs[::-1]
 
     def tokens(self, run: range) -> int:
-        """Return how many a run has, those in common once."""
+        """Return the tokens of a run, with shared tokens counted once."""
         return sum(self.lengths[at] for at in run) - sum(self.common[at] for at in run[1:])
 
     def elements(self, run: range, width: int) -> Tensor:
-        """Return where its tokens stand in padded rows of ``width``, flattened."""
+        """Return the places of its tokens in flattened padded rows of ``width``."""
         parts = []
         for at in run:
             start, shared = self.rows[at] * width, 0 if at == run[0] else self.common[at]
@@ -108,8 +109,8 @@ class Prefixes:
         return torch.cat(parts)
 
     def owners(self, runs: Sequence[range], width: int) -> Tensor:  # (B, width) int16
-        """Return the row whose token stands for each element: the first of its run that begins
-        like its row up to there."""
+        """Return the row whose token represents each element: the first row of its run with the
+        same prefix up to there."""
         owners = torch.arange(len(self.rows), dtype=torch.int16)[:, None].repeat(1, width)
         for run in runs:
             for at in run[1:]:
@@ -119,6 +120,6 @@ class Prefixes:
 
 
 def _in_common(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two rows begin with alike."""
+    """Return the length of the common prefix of two rows."""
     shorter = min(len(one), len(other))
     return bisect_left(range(shorter), True, key=lambda at: one[: at + 1] != other[: at + 1])

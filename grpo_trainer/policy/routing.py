@@ -1,12 +1,12 @@
-"""Routing replay: tokens go through the experts that the engine sent them to.
+"""Routing replay: tokens go through the experts that the engine chose.
 
-It is Rollout Routing Replay (R3), arXiv:2510.11370: training takes the choice of experts from the
-engine. The policy's own router weights them, and its gradient is that of these weights.
+It implements Rollout Routing Replay (R3), arXiv:2510.11370: training uses the engine's choice of
+experts. The policy's own router weights them, and gets the gradient of these weights.
 
-A router chooses by ``torch.topk`` of one number per expert. A replay answers that call with the
-engine's experts and the policy's numbers for them. All that a family does before and after it
-(softmax, bias, normalization) stays as it is, and a policy that would have chosen the same experts
-computes the same bits.
+A router chooses with ``torch.topk`` of one number per expert. A replay answers that call with the
+engine's experts and the policy's numbers for them. Everything that a model family does before and
+after the call (softmax, bias, normalization) stays the same, and a policy that would have chosen
+the same experts computes the same bits.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from grpo_kernels.hf import EXPERTS_PER_TOKEN, TOLERANCE
 from grpo_kernels.losses import Stat
 from grpo_trainer.data import Column, MicroBatch, Sample
 
-NO_EXPERT = -1  # of a token that is routed by the policy itself
-_TOKENS = 6  # of the row that is tried
+NO_EXPERT = -1  # for a token that the policy itself routes
+_TOKENS = 6  # of the test row
 
 
 def add_routing_replay(model: PreTrainedModel) -> None:
-    """Teach ``model`` the keyword argument ``routed_experts``; call it before any wrapper is
+    """Add the keyword argument ``routed_experts`` to ``model``; call it before any wrapper is
     applied.
 
-    It is (B, L, layers, K) integers: the experts of each token in each of the decoder's layers, -1
-    where the model routes by itself. Layers without experts ignore theirs. Calling it twice is
+    The argument has (B, L, layers, K) integers: each token's experts in each decoder layer, or -1
+    if the model should route it. Layers without experts ignore it. Calling this function twice is
     harmless.
 
     Raises:
-        ValueError: no layer of the model has a router that is known to be one.
+        ValueError: no layer of the model has a known router.
     """
     check_experts(model.config)
     layers = getattr(model.get_decoder(), "layers", [])
     routers = [[x for x in layer.modules() if _is_router(x)] for layer in layers]
     if not any(routers) or max(map(len, routers)) > 1:
-        raise _unsupported(model, "no layer with one module whose class is named ...Router")
+        raise _unsupported(model, "no layer with one module of a class named ...Router")
     for number, layer in enumerate(layers):
         for router in routers[number]:
             apply_overlay(_ReplayingRouter, router)
@@ -54,24 +54,24 @@ def add_routing_replay(model: PreTrainedModel) -> None:
 
 
 def check_experts(config: PretrainedConfig) -> int:
-    """Return how many experts a token goes through; ValueError for a model without experts."""
+    """Return the number of experts per token; ValueError for a model without experts."""
     text = config.get_text_config()
     for name in EXPERTS_PER_TOKEN:
         if count := getattr(text, name, None):
             return count
     raise ValueError(
-        "use_rollout_routing_replay: expected False with a model that is no mixture of experts, "
-        f"got True for one of type {text.model_type!r}"
+        "use_rollout_routing_replay: expected False for a model that is not a mixture of experts, "
+        f"got True for a model of type {text.model_type!r}"
     )
 
 
 def check_routing_replay(model: PreTrainedModel, runs: nn.Module) -> None:
-    """Raise ValueError unless the routers of ``model`` can replay what they are told.
+    """Raise ValueError unless the routers of ``model`` can replay given experts.
 
-    Three forwards over a few tokens: by the model's own choice, by that choice replayed, which has
-    to give the same hidden states, and by other experts, which has to give others.
+    It runs three forwards over a few tokens: with the model's own choice; replaying that choice,
+    which must give the same hidden states; and with other experts, which must give different ones.
 
-    ``runs`` is what is called to run it, in evaluation mode: its wrapper, if it has one.
+    ``runs`` is the module to call, in evaluation mode: the model or its wrapper.
     """
     routers = {layer.number: _router_of(layer) for layer in _layers(model)}
     shape = (1, _TOKENS, len(model.get_decoder().layers), check_experts(model.config))
@@ -112,12 +112,12 @@ def check_routing_replay(model: PreTrainedModel, runs: nn.Module) -> None:
 def replayed_experts(model: PreTrainedModel) -> Column:
     """Return the column of the experts that the engine reported for each sample.
 
-    ``model`` has been checked. The model itself routes tokens that nothing is reported of: the last
-    one, which the engine never ran, and all of a sample without a report.
+    ``model`` must have been checked. The model itself routes tokens without a report: the last
+    one, which the engine never ran, and all tokens of a sample without a report.
     """
 
     def column(batch: MicroBatch, policy: nn.Module) -> None:
-        assert batch.samples is not None  # while columns run
+        assert batch.samples is not None  # columns are running
         sizes = (len(model.get_decoder().layers), check_experts(model.config))
         most = min(_router_of(layer).experts for layer in _layers(model))
         experts = torch.full((*batch.target.shape, *sizes), NO_EXPERT, dtype=torch.int16)
@@ -134,17 +134,17 @@ def replayed_experts(model: PreTrainedModel) -> Column:
 
 def _complete_owners(
     experts: Tensor,  # (B, L, layers, K), written to
-    owners: Tensor,  # (B, L) int64, as those of a micro-batch
+    owners: Tensor,  # (B, L) int64, as in a micro-batch
 ) -> None:
-    """Let a token that stands for several rows have another row's report where its own has none,
-    as for the last token of a row that another one begins with."""
+    """Give a token that represents several rows another row's report if its own row has none: it
+    may be the last token of a row that is a prefix of another row."""
     known = (experts != NO_EXPERT).flatten(2).all(2)
     rows, columns = (known & ~known.gather(0, owners)).nonzero(as_tuple=True)
     experts[owners[rows, columns], columns] = experts[rows, columns]
 
 
 def _checked(sample: Sample, sizes: tuple[int, int], most: int) -> Tensor:
-    """Return the experts of a sample; ValueError if they cannot be those of the policy."""
+    """Return the experts of a sample; ValueError if they cannot come from the policy."""
     reported, length = sample.routed_experts, len(sample.prompt_ids) + len(sample.completion_ids)
     assert reported is not None
     largest = int(reported.max())
@@ -158,27 +158,27 @@ def _checked(sample: Sample, sizes: tuple[int, int], most: int) -> Tensor:
 
 
 def replay_of(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the arguments by which a model that :func:`add_routing_replay` taught them replays
-    what ``batch`` has, in the places where its tokens run."""
+    """Return the arguments with which a model after :func:`add_routing_replay` replays the experts
+    of ``batch``, at the places where its tokens run."""
     experts = batch.routed_experts
     if experts is None:
         return {}
-    if batch.packed is not None:  # the last element, which fills up rows, routes by itself
+    if batch.packed is not None:  # the last element, for padding, is not replayed
         elements = functional.pad(experts.flatten(0, 1), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)
         experts = elements[batch.packed]
     return {"routed_experts": experts}
 
 
 def routing_metrics(model: nn.Module) -> Metrics:
-    """Return the share of replayed choices that the policy would have made otherwise in its last
-    forward: another set of experts for a token in a layer."""
+    """Return the share of replayed choices, in the last forward, that the policy would have made
+    differently: another set of experts for a token in a layer."""
     routers = [module for module in model.modules() if isinstance(module, _ReplayingRouter)]
     differ, replayed = torch.stack([router.counts for router in routers]).sum(0)
     return Metrics({"sampling/routing_difference": Stat("mean", differ, replayed)})
 
 
 class _ReplayingModel(ForwardOverlay):
-    """What :func:`add_routing_replay` makes of a model."""
+    """Overlay of :func:`add_routing_replay` for a model."""
 
     def forward(self: Any, *args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
         own_forward = super().forward
@@ -195,16 +195,16 @@ class _ReplayingModel(ForwardOverlay):
 
 
 class _ReplayingLayer(ForwardOverlay):
-    """What it makes of a layer with experts."""
+    """Overlay for a layer with experts."""
 
-    number: int  # among the decoder's layers
+    number: int  # index among the decoder's layers
     replayed: Tensor | None = None  # (N, K) while the model runs
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         own_call: Any = super().__call__  # type: ignore[misc]
         if self.replayed is None:
             return own_call(*args, **kwargs)
-        # an argument, which a gradient checkpoint keeps: it replays the same when it runs again
+        # passed as an argument, which a gradient checkpoint stores for its second run
         return own_call(*args, routed_experts=self.replayed, **kwargs)
 
     def forward(self: Any, *args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
@@ -213,19 +213,19 @@ class _ReplayingLayer(ForwardOverlay):
         router.replayed = routed_experts
         try:
             return own_forward(*args, **kwargs)
-        finally:  # a checkpoint leaves its second run by an exception
+        finally:  # a checkpoint ends its second run with an exception
             router.replayed = None
 
 
 class _ReplayingRouter(ForwardOverlay):
-    """What it makes of a router, and what that did last."""
+    """Overlay for a router, with data about its last run."""
 
     replayed: Tensor | None = None  # (N, K) while its layer runs
-    keeps_own = False  # while it is tried
-    own: Tensor | None = None  # (N, K) what it would have chosen
-    counts: Tensor  # (2,) fp64 choices that differ, and all that were replayed
+    keeps_own = False  # True during the check
+    own: Tensor | None = None  # (N, K) its own choice
+    counts: Tensor  # (2,) fp64: choices that differ, and all replayed choices
     choices = 0  # calls of topk that chose experts
-    experts = 0  # that it chooses from
+    experts = 0  # number of experts to choose from
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own_forward = super().forward
@@ -282,6 +282,6 @@ def _is_router(module: nn.Module) -> bool:
 
 def _unsupported(model: PreTrainedModel, got: str) -> ValueError:
     return ValueError(
-        "use_rollout_routing_replay: expected a model whose routers choose experts by one call of "
-        f"torch.topk, got {got} in {type(model).__name__}; set it to False"
+        "use_rollout_routing_replay: expected a model whose routers choose experts with one call "
+        f"of torch.topk, got {got} in {type(model).__name__}; set it to False"
     )

@@ -1,9 +1,9 @@
 """A teacher: its log-probabilities of the policy's tokens as advantages, or its distributions.
 
-On-policy distillation, arXiv:2306.13649. By log-probabilities it is the policy gradient of the
-reverse KL, whose reward of a token is ``log pi_T - log pi``, and any server will do. Over the whole
-vocabulary the divergence's own gradient is added to the loss, which takes the teacher's hidden
-states and head.
+On-policy distillation, arXiv:2306.13649. With log-probabilities it is the policy gradient of the
+reverse KL, in which a token's reward is ``log pi_T - log pi``; any server can be the teacher. Over
+the whole vocabulary, the divergence's own gradient is added to the loss, which needs the teacher's
+hidden states and head.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from grpo_trainer.policy.load import base_policy, load_model
 from grpo_trainer.policy.placement import Placement
 from grpo_trainer.policy.tiled_mlp import tile_mlps
 
-# token ids of whole sequences to the log-probability of each token after the first
+# token ids of whole sequences -> the log-probability of each token after the first
 LogprobsFunction: TypeAlias = Callable[[list[list[int]]], Sequence[Sequence[float]]]
 TeacherSource: TypeAlias = PreTrainedModel | str | LogprobsFunction
 
 
 class Teacher(Term):
-    """What the policy learns from: by log-probabilities a column, :meth:`add_to_advantages`; by
-    whole distributions a term.
+    """The policy's teacher: a column (:meth:`add_to_advantages`) for log-probabilities, or a term
+    for whole distributions.
 
     Args:
         source: a model; its name or folder; the name of an adapter of the policy; or a function of
-            lists of token ids that gives log-probabilities of all but the first.
+            lists of token ids that returns the log-probability of every token except the first.
         policy: has the adapters.
-        args: which divergence, and its weight.
-        placement: where parameters are.
-        tokens: of the policy's tokenizer.
+        args: give the divergence and its weight.
+        placement: of the parameters.
+        tokens: the size of the policy's tokenizer.
 
     Raises:
-        ValueError: it cannot be loaded, has another vocabulary, or cannot give what is asked for.
+        ValueError: it cannot be loaded, has another vocabulary, or does not support the setting.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Teacher(Term):
         self._function: LogprobsFunction | None = None
         self._reference: Reference | None = None
         own = policy.config.get_text_config().vocab_size
-        self.vocab_size = own  # ids below it can be read by both
+        self.vocab_size = own  # both models know the ids below it
         if is_peft_model(policy) and isinstance(source, str) and source in policy.peft_config:
             self._reference = Reference(placement, adapter=source)
         elif callable(source) and not isinstance(source, PreTrainedModel):
             if not self.by_logprobs:
                 raise ValueError(
-                    "distillation: expected 'logprobs' with a teacher that gives log-probabilities "
-                    f"alone, got {args.distillation!r}"
+                    "distillation: expected 'logprobs' with a teacher that returns only "
+                    f"log-probabilities, got {args.distillation!r}"
                 )
             for name, expected in {"temperature": 1.0, "use_sampling_mask": False}.items():
                 if (got := getattr(args, name)) != expected:
                     raise ValueError(
-                        f"{name}: expected {expected}, as for such a teacher's log-probabilities, "
-                        f"got {got}"
+                        f"{name}: expected {expected}, as in the log-probabilities of this "
+                        f"teacher, got {got}"
                     )
             self._function = source
         else:
@@ -81,7 +81,7 @@ class Teacher(Term):
             if isinstance(model, str):
                 model = load_model(model, args, what="teacher: model").to(args.device)
             ids = model.config.get_text_config().vocab_size
-            if ids != own and ids < tokens:  # others differ in rows of padding
+            if ids != own and ids < tokens:  # else only padding rows differ
                 raise ValueError(
                     f"teacher: expected the policy's vocabulary, of {tokens} tokens, got a model "
                     f"of {ids} ids"
@@ -93,19 +93,20 @@ class Teacher(Term):
         if placement.sharded and not self.by_logprobs:
             raise ValueError(
                 "distillation: expected 'logprobs' with sharded parameters, since a teacher's head "
-                f"is gathered for its own forward alone, got {args.distillation!r}"
+                f"is gathered only for its own forward, got {args.distillation!r}"
             )
 
     def own_model(self, policy: PreTrainedModel) -> list[Any]:
-        """Return the model that is its alone, with what enters the one to run; or nothing."""
+        """Return the teacher's own model, with a context manager for the module to call; or
+        nothing."""
         if (one := self._reference) is None or one.model is None:
             return []
         return [(base_policy(one.model), one.running(policy))]
 
     def add_to_advantages(self, batch: MicroBatch, policy: nn.Module) -> Metrics:
-        """Add ``log pi_T - log pi_old`` to each token's advantage; return their negative mean, the
+        """Add ``log pi_T - log pi_old`` to each token's advantage; return the negative mean, the
         estimated KL(policy, teacher)."""
-        assert batch.old_logprobs is not None  # computed for it
+        assert batch.old_logprobs is not None  # computed before
         gain = self._logprobs(batch, policy) - batch.old_logprobs
         gain = gain.where(batch.target != IGNORE_INDEX, 0.0)
         batch.add_to_advantages(self._args.distillation_coef * gain)
@@ -122,7 +123,7 @@ class Teacher(Term):
         answers = self._function(rows)
         if [len(each) for each in answers] != [n - 1 for n in lengths]:
             raise ValueError(
-                "teacher: expected a log-probability for each token but the first of "
+                "teacher: expected a log-probability for each token except the first of "
                 f"{lengths} tokens, got {[len(each) for each in answers]}"
             )
         found = torch.zeros(batch.target.shape, device=batch.target.device)
@@ -131,8 +132,8 @@ class Teacher(Term):
         return found
 
     def on_head(self, batch: MicroBatch, policy: nn.Module) -> HeadTerm:
-        """Run the teacher, and return what makes of hidden states and head the batch's share of the
-        weighted divergence, a mean over the tokens of a micro-step."""
+        """Run the teacher, and return a function of hidden states and head that computes the
+        batch's share of the weighted divergence, a mean over the tokens of a micro-step."""
         kept: list[tuple[Tensor, Head]] = []
 
         def keep(hidden: Tensor, head: Head) -> Tensor:

@@ -1,13 +1,13 @@
-"""MLPs that run over tiles of tokens: what is alive inside of one is bounded by the tile.
+"""MLPs that run in tiles of tokens, so that the tile size bounds their memory.
 
-Tiled MLPs are Arctic Long Sequence Training's, arXiv:2506.13996. Each tile is a checkpoint of
-torch's, so random numbers, autocast and hooks of parameters are as without tiles. What all tiles
-begin with is saved before the first one runs: a layer that is checkpointed itself has then all that
-its backward needs, and does not run its MLP a second time for nothing.
+Tiled MLPs come from Arctic Long Sequence Training, arXiv:2506.13996. Each tile is a torch
+checkpoint, so random numbers, autocast and parameter hooks work as without tiles. The inputs of all
+tiles are saved before the first tile runs: if the layer itself is checkpointed, it then has all
+that its backward needs, and does not run its MLP a second time for nothing.
 
-Processes have different numbers of tiles, and all of them have to gather sharded parameters equally
-often. So parameters of an MLP are gathered once for all tiles: FSDP2 gathers a whole layer, and for
-ZeRO-3 a tiled MLP is one of its leaf modules.
+Processes have different numbers of tiles, but must gather sharded parameters the same number of
+times. So an MLP's parameters are gathered once for all tiles: FSDP2 gathers a whole layer, and for
+ZeRO-3 a tiled MLP is a leaf module.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from grpo_kernels.hf import TOKEN_WISE_MLPS
 
 
 def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
-    """Run the MLP of each layer over tiles of ``tokens`` tokens; None takes the tiles off again.
+    """Run the MLP of each layer in tiles of ``tokens`` tokens; None removes the tiles.
 
-    The backward computes each tile again. Outputs and gradients are the same up to rounding, and
-    names of weights stay. Parts for images are left as they are.
+    The backward recomputes each tile. Outputs and gradients are the same up to rounding, and names
+    of weights do not change. Image parts of the model are unchanged.
 
     Raises:
-        ValueError: there is a layer without an MLP, or with one that is not known to be token-wise.
+        ValueError: a layer has no MLP, or an MLP that is not known to be token-wise.
     """
     for module in model.modules():
         if isinstance(module, _Tiled):
@@ -47,7 +47,7 @@ def tile_mlps(model: PreTrainedModel, tokens: int | None) -> None:
 
 
 def _make_leaf(mlp: Any, leaf: bool) -> None:
-    """Let ZeRO-3 gather all of an MLP when it is called, or each part when that is called."""
+    """Let ZeRO-3 gather an MLP as a whole, or each part when it is called."""
     if is_deepspeed_zero3_enabled():
         from deepspeed.utils import set_z3_leaf_module
 
@@ -68,7 +68,7 @@ def _mlp_of(layer: nn.Module, model: PreTrainedModel) -> Any:
     kind = type(mlp)
     if kind.__name__ not in TOKEN_WISE_MLPS or not kind.__module__.startswith("transformers."):
         raise _unsupported(model, f"a {kind.__name__}")
-    if "forward" in vars(mlp):  # it would hide that of a class
+    if "forward" in vars(mlp):  # it would hide the class's forward
         raise _unsupported(model, f"a {kind.__name__} with a patched forward")
     return mlp
 
@@ -82,12 +82,12 @@ def _unsupported(model: PreTrainedModel, got: str) -> ValueError:
 
 
 class _Tiled(ForwardOverlay):
-    """What :func:`tile_mlps` makes of an MLP."""
+    """Overlay of :func:`tile_mlps` for an MLP."""
 
     tile_tokens: int
 
     def __call__(self: Any, hidden: Tensor) -> Tensor:
-        # ZeRO-3 reduces the gradients of a leaf module when the gradient of its input is there
+        # ZeRO-3 reduces a leaf module's gradients when its input's gradient is complete
         trains = any(parameter.requires_grad for parameter in self.parameters())
         if torch.is_grad_enabled() and trains and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
@@ -99,7 +99,7 @@ class _Tiled(ForwardOverlay):
         own_forward = super().forward
         if torch.is_grad_enabled():
             again = _Tiles(rows, self.tile_tokens, own_forward)
-            # a tile comes in a list, which nothing saves
+            # a tile is passed in a list, so that autograd does not save it
             done = [
                 checkpoint(again.run, index, [tile], use_reentrant=False)
                 for index, tile in enumerate(tiles)
@@ -110,10 +110,10 @@ class _Tiled(ForwardOverlay):
 
 
 class _Tiles:
-    """Runs tiles, and runs them again in the backward, when it takes them from what was saved."""
+    """Runs tiles, and in the backward runs them again from the saved inputs."""
 
     def __init__(self, rows: Tensor, size: int, forward: Callable[[Tensor], Tensor]) -> None:
-        start = torch.empty(0, requires_grad=True)  # or frozen rows would not be saved
+        start = torch.empty(0, requires_grad=True)  # else frozen rows would not be saved
         self._saved: Any = _Save.apply(start, rows).grad_fn
         self._size = size
         self._forward = forward
@@ -129,7 +129,7 @@ class _Tiles:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor for a backward, in the order in which others are saved."""
+    """Saves a tensor for the backward, in order with other saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, rows: Tensor) -> Tensor:
@@ -138,4 +138,4 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("nothing uses the output")
+        raise AssertionError("the output is unused")

@@ -172,7 +172,7 @@ def test_a_function_teaches(tmp_path: Path) -> None:
     assert batch.input_ids[0, :length].tolist() in asked
     assert found[0, : length - 1].tolist() == [-0.5 * i for i in range(1, length)]
     trained._models.teacher._function = lambda sequences: [[0.0]] * len(sequences)
-    with pytest.raises(ValueError, match="teacher: expected a log-probability for each token but"):
+    with pytest.raises(ValueError, match="teacher: expected a log-probability for each token except"):
         trained._models.teacher._logprobs(batch, trained.model)
 
 
@@ -227,12 +227,15 @@ SMALLER = {"teacher": of_nine_ids(), "distillation": "jsd"}
         ("distillation_coef: expected a number > 0", {"distillation_coef": 0}),
         ("distillation_beta: expected a number in ", {"distillation_beta": 1.0}),
         (
-            "distillation: expected 'logprobs' with a teacher that gives log-probabilities alone",
+            "distillation: expected 'logprobs' with a teacher that returns only log-probabilities",
             {"teacher": without_model, "distillation": "jsd"},
         ),
-        ("temperature: expected 1.0, as for such a teacher's", {"teacher": without_model}),
         (
-            "use_sampling_mask: expected False, as for such a teacher's",
+            "temperature: expected 1.0, as in the log-probabilities of this teacher",
+            {"teacher": without_model},
+        ),
+        (
+            "use_sampling_mask: expected False, as in the log-probabilities of this",
             {"teacher": without_model, "temperature": 1.0, "top_k": 3, "use_sampling_mask": True},
         ),
         ("teacher: expected the policy's vocabulary, of 14 tokens, got a model of 9", SMALLER),

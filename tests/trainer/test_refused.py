@@ -100,7 +100,7 @@ REFUSED = [
     ({"use_rollout_routing_replay": True},
      "use_rollout_routing_replay: expected use_vllm=True or .* the transformers engine"),
     ({"use_rollout_routing_replay": True, "rollout_engine": CannedEngine()},
-     "use_rollout_routing_replay: expected False with a model that is no mixture .* 'qwen3'"),
+     "use_rollout_routing_replay: expected False for a model that is not a mixture .* 'qwen3'"),
     ({"use_rollout_routing_replay": True, "use_vllm": True, "rollout_func": print},
      "rollout_func: expected none with use_rollout_routing_replay"),
     (OVERLAP, "generation_batches_ahead: .*own.*got TransformersEngine"),

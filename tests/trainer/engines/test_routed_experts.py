@@ -153,7 +153,7 @@ def test_a_turn_that_is_cut(make_args):
         (lambda experts: [x.float() for x in experts], "completion 0: expected routed_experts as"),
         (lambda experts: [x[0] for x in experts], r"as integers >= -1, \(tokens, layers"),
         (lambda experts: [x - 2 for x in experts], "as integers >= -1"),
-        (lambda experts: experts[1:], "routed_experts of 4 completions, got 3"),
+        (lambda experts: experts[1:], "routed_experts for 4 completions, got 3"),
         (lambda experts: [x + 1 for x in experts], r"3 layers, 3 of 8 experts\), got .* up to 8"),
         (lambda experts: [x[:, 1:] for x in experts], r"got \(7, 2, 3\) with experts up to"),
     ],
@@ -180,7 +180,7 @@ def test_what_nobody_replays_is_not_kept(make_trainer, tokenizer):
 
 def test_a_model_by_name_is_refused_before_it_is_loaded(make_trainer, policy, tmp_path):
     policy.config.save_pretrained(tmp_path / "described")  # without weights
-    with pytest.raises(ValueError, match="use_rollout_routing_replay: expected False with a model"):
+    with pytest.raises(ValueError, match="use_rollout_routing_replay: expected False for a model"):
         make_trainer(model=str(tmp_path / "described"), engine=CannedEngine(), **REPLAY)
 
 

@@ -151,9 +151,9 @@ def test_tied_ends_stay_tied(make_trainer, tokenizer, tmp_path, kind, trained):
          "expected modules_to_save or trainable_token_indices with ensure_weight_tying=True"),
         ({"target_modules": ["embed_tokens"], "trainable_token_indices": [3]},
          "peft_config: trainable_token_indices cannot be applied"),
-        ({"trainable_token_indices": [3, 99]}, r"expected different ids below 14, .* \[3, 99\]"),
-        ({"trainable_token_indices": {"lm_head": [3, 3]}}, r"expected different ids .* \[3, 3\]"),
-        ({"trainable_token_indices": [-1]}, r"expected different ids .* \[-1\]"),
+        ({"trainable_token_indices": [3, 99]}, r"expected distinct ids below 14, .* \[3, 99\]"),
+        ({"trainable_token_indices": {"lm_head": [3, 3]}}, r"expected distinct ids .* \[3, 3\]"),
+        ({"trainable_token_indices": [-1]}, r"expected distinct ids .* \[-1\]"),
     ],
 )  # fmt: skip
 def test_adapters_that_peft_does_not_train_as_they_say(make_trainer, tokenizer, lora, message):

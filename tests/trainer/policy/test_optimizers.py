@@ -297,7 +297,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optimizer_cls_and_kwargs": (CPUOffloadOptimizer, {})},
-        "CPUOffloadOptimizer with a GPU only, got cpu",
+        "CPUOffloadOptimizer only with a GPU, got cpu",
     ),
     # transformers makes groups with that of the field, in which the optimizer's own is lost
     (

@@ -271,19 +271,19 @@ H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state":
 # of small weights: the error is no larger than rounding
 LFM2 = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "initializer_range": 0.02}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "state": (lambda: tiny("mamba", "eager", state_size=4), {}, "MambaForCausalLM, whose layers"),
+    "state": (lambda: tiny("mamba", "eager", state_size=4), {}, "MambaForCausalLM, because"),
     # too little for the rounding of bf16
-    "some": (lambda: tiny("falcon_h1", **H1).bfloat16(), {}, "FalconH1ForCausalLM, whose layers"),
-    "convolutions": (lambda: tiny("lfm2", **LFM2), {}, "Lfm2ForCausalLM, whose layers read across"),
-    "in bf16": (lambda: tiny("lfm2", **LFM2).bfloat16(), {}, "Lfm2ForCausalLM, whose layers read"),
+    "some": (lambda: tiny("falcon_h1", **H1).bfloat16(), {}, "FalconH1ForCausalLM, because its"),
+    "convolutions": (lambda: tiny("lfm2", **LFM2), {}, "Lfm2ForCausalLM, because layers"),
+    "in bf16": (lambda: tiny("lfm2", **LFM2).bfloat16(), {}, "Lfm2ForCausalLM, because layers oth"),
     "alibi": (
         lambda: tiny("bloom", "eager", **BLOOM), {},
-        r"BloomForCausalLM, whose positions do not .* expected .* at most 1.0e-03, got [1-9]",
+        r"BloomForCausalLM, because its positions do not .* expected .* at most 1.0e-03, got [1-9]",
     ),
     # rows that see each other change less than rounding allows
     "small": (
         lambda: tiny("bloom", "eager", **BLOOM, initializer_range=0.02).bfloat16(), {},
-        "BloomForCausalLM, whose positions",
+        "BloomForCausalLM, because its positions",
     ),
     "sums": (lambda: tiny("opt", ffn_dim=48, word_embed_proj_dim=32), {}, "OPTFor.*, whose posi"),
     "noise": (lambda: tiny("llama"), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha, whose"),
@@ -300,7 +300,7 @@ def test_models_that_need_padding(case: str, make_args: Any, caplog: Any) -> Non
     pack = make_pack(make_args(**changes), models, images=False)
     assert packed_by(pack, batch_of()).packed is None
     [record] = [x for x in caplog.records if x.name.startswith("grpo_trainer")]
-    assert record.getMessage().startswith("packing: rows are padded with ")
+    assert record.getMessage().startswith("packing: rows are padded because of ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -333,7 +333,9 @@ def test_what_fails_is_told(make_args: Any) -> None:
 def test_models_of_two_kinds_of_attention(make_args: Any) -> None:
     models = [(model, nullcontext(model)) for model in (tiny("llama"), tiny("qwen3"))]
     models[1][0].config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM, whose attention \(flash_attention_2"):
+    with pytest.raises(
+        ValueError, match=r"Qwen3ForCausalLM, because its attention \(flash_attention_2"
+    ):
         make_pack(make_args(packing="packed"), models, images=False)
 
 

@@ -73,7 +73,7 @@ def test_a_merged_adapter(make, policy):
     """PEFT runs the merged weights, so that the adapter would get no gradient."""
     model = pretrained(policy)
     model.merge_adapter()
-    with pytest.raises(ValueError, match="model: expected a PeftModel whose adapter is not merged"):
+    with pytest.raises(ValueError, match="model: expected a PeftModel with an unmerged adapter"):
         make(model)
     model.unmerge_adapter()
     make(model)
@@ -240,7 +240,9 @@ def test_a_quantized_base_without_an_adapter(make_args, policy, tmp_path):
         if model is None:
             model = type(policy).from_pretrained(tmp_path / "model", quantization_config=NF4)
         config = NF4 if isinstance(model, str) else None
-        with pytest.raises(ValueError, match="peft_config: expected one with a quantized model"):
+        with pytest.raises(
+            ValueError, match="peft_config: expected an adapter with a quantized model"
+        ):
             load_policy(model, make_args(), quantization_config=config)
 
 

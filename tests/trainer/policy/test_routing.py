@@ -300,8 +300,8 @@ def test_with_an_adapter() -> None:
 
 def test_models_that_cannot() -> None:
     for family, message in (
-        ("llama", "expected False with a model that is no mixture of experts, .* 'llama'"),
-        ("doge", "no layer with one module whose class is named ...Router in DogeForCausalLM"),
+        ("llama", "expected False for a model that is not a mixture of experts, .* 'llama'"),
+        ("doge", "no layer with one module of a class named ...Router in DogeForCausalLM"),
         ("phimoe", "got 0 calls of topk in a PhimoeTopKRouter in PhimoeForCausalLM"),
     ):
         more = {"num_local_experts": 4} if family == "phimoe" else {}

@@ -274,7 +274,7 @@ def refused(placement: str, folder: str) -> Found:
         assert "cpu_ram_efficient_loading: expected False" in refusal(make)
     else:
         said = refusal(trainer_of("token budget", placement, folder).evaluate)
-        assert "evaluate: expected it during or after train" in said
+        assert "evaluate: expected a call during or after train" in said
     return {}
 
 

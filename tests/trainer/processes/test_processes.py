@@ -212,7 +212,7 @@ def flat(options: dict[str, object]) -> list[str]:
 PLAIN = {"parallelism_config": None, "distributed_type": DistributedType.MULTI_CPU}
 TENSORS = {"parallelism_config": SimpleNamespace(tp_size=2, cp_size=1, sp_size=1)}
 
-SHARDS = "fsdp: expected processes that accelerate shards a model over"
+SHARDS = "fsdp: expected processes with a GPU each, over which"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ SHARDS = "fsdp: expected processes that accelerate shards a model over"
     [
         ({"fsdp": True}, "no", PLAIN, SHARDS),
         ({}, "true", PLAIN, SHARDS),
-        ({}, "no", TENSORS, "parallelism_config: expected data .*, got tp_size=2"),
+        ({}, "no", TENSORS, "parallelism_config: expected only data .*, got tp_size=2"),
     ],
     ids=["plain", "launched", "tensors"],
 )
