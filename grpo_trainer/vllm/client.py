@@ -1,4 +1,5 @@
-"""VLLMClient: prompts in, token ids and log-probabilities out, by the weights last sent."""
+"""VLLMClient: sends prompts, and returns token ids and log-probabilities from the latest
+weights."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPLETIONS = 512  # requests for them that run at the same time; others wait
+_COMPLETIONS = 512  # completion requests at the same time; others wait
 _TEXT_PATH, _GENERATE_PATH = "/v1/completions", "/inference/v1/generate"
 # fields of requests that every server knows
 _KNOWN = {
@@ -41,22 +42,22 @@ _KNOWN = {
 
 
 class Sent(NamedTuple):
-    """The weights that a server was sent last."""
+    """The weights last sent to a server."""
 
-    run: str = ""  # a name that no other client gives
+    run: str = ""  # a name that is unique to this client
     updates: int = 0
-    adapter: str = ""  # the model that is the weights with an adapter; empty: there is none
+    adapter: str = ""  # the name of the model with an adapter; empty: none
 
     @property
     def version(self) -> str:
-        """What the server calls them."""
+        """Their name on the server."""
         return f"{self.run}-{self.updates}"
 
     def update_of(self, version: str) -> int:
-        """Return the number of the update that a version came with.
+        """Return the number of the update of a version.
 
         Raises:
-            ValueError: nobody of this run sent it.
+            ValueError: this run did not send it.
         """
         run, _, number = version.rpartition("-")
         if run != self.run:
@@ -65,21 +66,21 @@ class Sent(NamedTuple):
 
 
 class VLLMClient:
-    """Talks to a vLLM server that was started with ``grpo-train serve``.
+    """Client of a vLLM server that was started with ``grpo-train serve``.
 
     Args:
         base_url: of the server, such as ``http://127.0.0.1:8000``; replaces the next two.
-        host, server_port: of the server. The host 0.0.0.0 is this machine.
-        group_port: port of this machine for weights that go from GPU to GPU.
-        connection_timeout: seconds to wait for a server that is not up yet.
-        request_timeout: seconds that one request may take.
+        host, server_port: of the server. The host 0.0.0.0 means this machine.
+        group_port: port on this machine for sending weights from GPU to GPU.
+        connection_timeout: seconds to wait until the server is up.
+        request_timeout: time limit for one request, in seconds.
         api_key: of the server. Default: the environment variable VLLM_API_KEY.
-        vocab_size: of the model: a token id from the server is below it. None: it is not checked.
+        vocab_size: of the model: the server's token ids must be below it. None: not checked.
 
     Raises:
         ConnectionError: no server answers in time.
-        ServerError: one answers that it cannot.
-        ValueError: the URL is none, or has a password beside an API key.
+        ServerError: the server reports an error.
+        ValueError: the URL is invalid, or has a password in addition to an API key.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class VLLMClient:
         api_key: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        # what a server binds to reach it from everywhere is no host
+        # the address that a server binds to for all interfaces is not a host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{server_port}" if base_url is None else base_url
@@ -104,15 +105,15 @@ class VLLMClient:
         self.request_timeout = request_timeout
         self._vocab_size = vocab_size
         self._schemas: dict[str, Any] | None = None  # of the server's requests
-        self._nccl: NCCLTransfer | None = None  # for weights; adapters go by file
-        self._files: FileTransfer | None = None  # of adapters, and without NCCL of weights
-        self.sent = Sent()  # by this client, or another one of the same run
-        # other requests need not wait: a server that is paused ends no completion
+        self._nccl: NCCLTransfer | None = None  # for weights; adapters are sent as files
+        self._files: FileTransfer | None = None  # for adapters, and for weights without NCCL
+        self.sent = Sent()  # by this client, or by another client of the same run
+        # other requests need not wait: a paused server does not end any completion
         self._room = asyncio.Semaphore(_COMPLETIONS)
         self.server.ask("GET", "/health", stop=stop_after_delay(connection_timeout))
 
     def get_world_size(self) -> int:
-        """Return processes that hold the server's model."""
+        """Return the number of processes that hold the server's model."""
         return int(self.server.field(self.server.ask("GET", "/get_world_size"), "world_size"))
 
     def get_server_info(self) -> dict[str, Any]:
@@ -135,29 +136,29 @@ class VLLMClient:
         logprobs: int | None = 0,
         **generation_kwargs: Any,
     ) -> dict[str, Any]:
-        """Return ``n`` completions of each prompt, those of a prompt in a row.
+        """Return ``n`` completions per prompt; the completions of a prompt are consecutive.
 
         Args:
             prompts: texts, which the server encodes as the trainer does, or token ids.
-            images: of each prompt: None, an image or a list of them, which are PIL images or URLs.
+            images: for each prompt None, an image or a list of images (PIL images or URLs).
                 Prompts have one placeholder token per image.
             temperature, max_tokens, repetition_penalty, top_p, top_k, min_p: as in vLLM.
-            logprobs: 0: of the tokens that were drawn; None: none; above: also find out which of
-                so many of the likeliest ids the filters left.
+            logprobs: 0: of the sampled tokens; None: none; above 0: also report which of this many
+                likeliest ids the filters kept.
             generation_kwargs: more fields of vLLM's request, such as ``seed`` or
                 ``structured_outputs``.
 
         Returns:
-            ``prompt_ids`` (one list per prompt, with as many tokens per image as the model has),
+            ``prompt_ids`` (one list per prompt, with the model's number of tokens per image),
             ``completion_ids`` (``n`` lists per prompt) and ``logprobs`` (one number per token of
             these, or None); with ``logprobs`` above 0 also ``sampling_mask`` (a list of ids per
             token); from a server with ``--enable-return-routed-experts`` also ``routed_experts`` (a
-            tensor per completion, (tokens, layers, experts of a token), of all tokens of prompt and
-            completion but the last).
+            tensor per completion, (tokens, layers, experts per token), for all tokens of prompt and
+            completion except the last).
 
         Raises:
-            ServerError: the server fails, refuses, answers something else, or was restarted since
-                it was sent weights, and has lost them.
+            ServerError: the server fails, rejects the request, returns something unexpected, or was
+                restarted and has lost the weights.
             ValueError: an argument is wrong.
         """
         prompts = checked_prompts(prompts)
@@ -193,16 +194,16 @@ class VLLMClient:
         fields: dict[str, Any],
         in_flight: bool = False,
     ) -> tuple[list[TokenIds], Completions]:
-        """Return the ids of the prompts and their completions, by ``fields`` of the request.
+        """Return the ids of the prompts and their completions, with ``fields`` in the request.
 
-        With ``in_flight`` weights may come meanwhile, and completions have ``versions``.
+        With ``in_flight``, weights may arrive meanwhile, and completions have ``versions``.
         """
         if self.sent.run and not in_flight:
             answer = await self.server.answer("GET", "/weight_info")
             if self.server.field(answer, "weight_version") != self.sent.version:
                 raise ServerError(
                     f"{self.server.url}: expected the weights that were sent last, got others: the "
-                    "server was restarted, or somebody else sends it weights; a run goes on with "
+                    "server was restarted, or another run sends it weights; continue the run with "
                     "resume_from_checkpoint"
                 )
         await self._check_known(fields)
@@ -216,7 +217,7 @@ class VLLMClient:
             return completions_of(sent, answers, fields, self._vocab_size, update_of)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
-                f"{self.server.url}{path}: expected {fields['n']} completions of "
+                f"{self.server.url}{path}: expected {fields['n']} completions for "
                 f"each of {len(prompts)} prompts: {error!r}; got {str(answers)[:500]}"
             ) from error
 
@@ -229,13 +230,13 @@ class VLLMClient:
         """Prepare for sending weights.
 
         Args:
-            device: where they are.
-            way: ``nccl``: from GPU to GPU, by vLLM's own transfer; ``file``: through a folder that
-                the server sees, too; ``auto``: the first if device and server can.
-            folder: for files. Default: one among the system's temporary files.
+            device: has the weights.
+            way: ``nccl``: from GPU to GPU, with vLLM's own transfer; ``file``: through a folder
+                that the server also sees; ``auto``: NCCL if device and server support it.
+            folder: for files. Default: a temporary folder.
 
         Raises:
-            ServerError: the server fails or refuses.
+            ServerError: the server fails or rejects the request.
             ImportError: ``nccl`` without vLLM installed here.
         """
         self.close_communicator()
@@ -243,7 +244,7 @@ class VLLMClient:
             on_gpu = torch.cuda.is_available() and torch.device(device).type == "cuda"
             prepared = on_gpu and self.get_server_info().get("weight_transfer_config") is not None
             way = "nccl" if prepared else "file"
-            logger.info("weights reach %s by %s", self.server.url, way)
+            logger.info("sending weights to %s by %s", self.server.url, way)
         if way == "nccl":
             from grpo_trainer.vllm.nccl import NCCLTransfer  # imports vllm
 
@@ -256,21 +257,19 @@ class VLLMClient:
         """Replace the server's weights, or its LoRA adapter, and clear its caches.
 
         Args:
-            weights: names of a checkpoint and their tensors, the same names in every update.
+            weights: names and tensors of a checkpoint, with the same names in every update.
             adapter: ``weights`` are the factors of a LoRA adapter on the weights that were sent
-                before. They have the names of PEFT's files, and B is multiplied by the scaling.
+                before, under the names of PEFT's files, and with B multiplied by the scaling.
 
-        Raises:
-            ServerError: the server fails or refuses, or has lost the adapter before.
+            Raises:
+                ServerError: the server fails or rejects the request, or has lost the adapter.
             ValueError: :meth:`init_communicator` was not called.
         """
         if self._files is None:
-            raise ValueError(
-                "init_communicator: expected to be called before weights are sent, got none"
-            )
+            raise ValueError("init_communicator: expected a call before weights are sent, got none")
         old = self.sent
         sent = Sent(old.run or uuid.uuid4().hex, old.updates + 1)
-        if adapter:  # under a new name, which no key and value in the cache belongs to
+        if adapter:  # under a new name, for which nothing is cached
             sent = sent._replace(adapter=sent.version)
         self.sent = old._replace(updates=sent.updates)  # it counts even if it fails
         self.server.ask("POST", "/pause?mode=keep")
@@ -282,12 +281,12 @@ class VLLMClient:
         else:
             (self._nccl or self._files).send(self.server, weights)
         self.server.wait(self.server.retrying()(self._reset))
-        # only now has the server all of them
+        # only now the server has all of them
         self.server.ask("POST", "/update_weight_version", {"new_version": sent.version})
         self.server.ask("POST", "/resume")
 
     def close_communicator(self) -> None:
-        """End the transfer of weights. The server keeps those that it has."""
+        """End the transfer of weights. The server keeps its current weights."""
         for transfer in (self._nccl, self._files):
             if transfer is not None:
                 transfer.close()
@@ -295,12 +294,12 @@ class VLLMClient:
         self.sent = Sent()
 
     def prompt_logprobs(self, sequences: Sequence[TokenIds]) -> list[list[float]]:
-        """Return the log-probability of each token but the first, given those before it.
+        """Return the log-probability of each token except the first, given the tokens before it.
 
-        At temperature 1, by whatever model the server has: it need not be the policy's.
+        At temperature 1, from the server's model, which need not be the policy.
 
         Raises:
-            ServerError: the server fails, refuses or answers something else.
+            ServerError: the server fails, rejects the request or returns something unexpected.
         """
         body = {"prompt": [list(ids) for ids in sequences], "max_tokens": 1, "prompt_logprobs": 0}
         answer = self.server.ask("POST", _TEXT_PATH, body, timeout=self.request_timeout)
@@ -319,7 +318,7 @@ class VLLMClient:
             ) from error
 
     def close(self) -> None:
-        """End the connection. The server goes on."""
+        """Close the connection. The server continues to run."""
         self.close_communicator()
         self.server.close()
 
@@ -343,8 +342,8 @@ class VLLMClient:
         fields: dict[str, Any],
         in_flight: bool,
     ) -> tuple[str, list[dict[str, Any]]]:
-        """Return a path, and the bodies to send there: one, or one per prompt with images or where
-        the answer has to say which weights drew a token."""
+        """Return a path, and the bodies to send there: one, or one per prompt if there are images
+        or the answer must report which weights sampled a token."""
         if not any(images_of) and not in_flight:
             body = {
                 "prompt": prompts,
@@ -356,9 +355,9 @@ class VLLMClient:
             return _TEXT_PATH, [body]
         if "content_parts" not in await self._fields("GenerateRequest"):
             raise ServerError(
-                f"{self.server.url}: expected a server that takes images next to token ids and "
-                "says which weights drew a token: vLLM 0.32 or later, as `grpo-train serve` "
-                "starts it"
+                f"{self.server.url}: expected a server that accepts images together with token ids "
+                "and reports which weights sampled a token: vLLM 0.32 or later, started with "
+                "`grpo-train serve`"
             )
         return _GENERATE_PATH, [
             {
@@ -384,10 +383,10 @@ class VLLMClient:
 
     async def _reset(self) -> None:
         await self.server.answer("POST", "/reset_encoder_cache")
-        # keys and values of requests that go on are computed again, by the new weights
+        # keys and values of running requests are computed again with the new weights
         path = "/reset_prefix_cache?reset_running_requests=true"
         answer = await self.server.answer("POST", path)
         if not self.server.field(answer, "success"):
             raise RetryableError(
-                f"{self.server.url}/reset_prefix_cache: failed, its cache is in use"
+                f"{self.server.url}/reset_prefix_cache: failed, the cache is in use"
             )

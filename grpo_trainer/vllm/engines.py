@@ -68,7 +68,7 @@ _STRIDE = 1_000_003  # between the seeds of processes
 _NOISE = {
     # tables of angles are computed, not loaded
     "vllm.model_executor.model_loader.reload.layerwise": "Rotary",
-    # an fp32 policy is rounded to the engine's dtype, as it should be
+    # an fp32 policy is rounded to the engine's dtype, as intended
     "vllm.model_executor.models.utils": "Attempted to load weight",
 }
 
@@ -78,17 +78,17 @@ def _lacks(words: str, record: logging.LogRecord) -> bool:
 
 
 class ColocatedVLLM:
-    """Samples with a vLLM engine of its own per process, or per tensor-parallel group.
+    """Samples with one vLLM engine per process, or per tensor-parallel group.
 
     Raises:
-        ValueError: vLLM is not installed, or refuses the settings.
+        ValueError: vLLM is not installed, or rejects the settings.
     """
 
     def __init__(self, context: EngineContext) -> None:
         args = context.args
-        # the engine runs in this process: weights are handed over by reference, never serialised
+        # the engine runs in this process: weights are passed by reference, never serialized
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # on a CPU it would pin the threads of this process, which trains, to some of the cores
+        # on a CPU it would pin the threads of this training process to some of the cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # it reports every update
         for name, words in _NOISE.items():
@@ -101,7 +101,7 @@ class ColocatedVLLM:
             ) from error
         self._vllm = vllm
         self._accelerator = context.accelerator
-        self._group = _tensor_parallel_group(context)  # None: every process is alone
+        self._group = _tensor_parallel_group(context)  # None: no group
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         own = options("vllm_engine_kwargs", args.vllm_engine_kwargs)
         check_engine_options(own)
@@ -109,7 +109,7 @@ class ColocatedVLLM:
         rank = adapter_rank(context, partial(engine_ranks, context, settings))
         settings |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
         self.takes_adapter = rank > 0
-        self._adapter: Any = None  # vLLM's request for it
+        self._adapter: Any = None  # vLLM's request for the adapter
         self.has_base = loads_base(
             context,
             takes_adapter=self.takes_adapter,
@@ -124,17 +124,17 @@ class ColocatedVLLM:
             settings |= {"load_format": "auto"} | source | own
         self._reports_experts = args.use_rollout_routing_replay
         self._llm = self._made(context, settings)
-        if not self.has_base:  # whatever has quantized them
+        if not self.has_base:  # also if weights were quantized
             check_requantized(self._llm.llm_engine.model_config.quantization, _QUANTIZATION)
         # Level 2 keeps no copy of the weights: the policy has them, and sends them. A base that the
-        # policy does not have moves to main memory at level 1, and comes back as it was, in the
-        # layout of its kernels; a reload would read and quantize its files for each generation.
-        # Nor does the policy have the weights of a drafter.
+        # policy does not have moves to CPU memory at level 1, and returns unchanged, in its
+        # kernels' layout; reloading would read and quantize its files for each generation. The
+        # policy does not have a drafter's weights either.
         self._sleep_level = 0
         if args.vllm_enable_sleep_mode:
             keeps = self.has_base or drafter_has_weights(own.get("speculative_config"))
             self._sleep_level = 1 if keeps else 2
-        self._asleep: set[str] = set()  # what has no memory now
+        self._asleep: set[str] = set()  # parts without memory now
         atexit.register(self.close)
         self._speculation = speculation_of_engine(self._llm, context.accelerator.device)
 
@@ -145,10 +145,10 @@ class ColocatedVLLM:
     def generate(
         self, prompt_ids: list[TokenIds], sampling: Sampling, images: Images = None
     ) -> Completions:
-        """Return completions of the prompts of this process; a group of them is one request.
+        """Return completions of this process's prompts; each group is one request.
 
         Raises:
-            ValueError: vLLM writes other tokens for an image than the processor did.
+            ValueError: vLLM and the processor write different tokens for an image.
         """
         self._wake("weights")
         self._wake("kv_cache")
@@ -191,8 +191,8 @@ class ColocatedVLLM:
         return completions._replace(sampling_mask=mask)
 
     def update_weights(self, weights: WeightSource, adapter: bool = False) -> None:
-        """Replace the weights in place, tensor by tensor, and drop what was cached by the old; with
-        ``adapter`` the LoRA adapter that completions are sampled with."""
+        """Replace the weights in place, tensor by tensor, and clear caches; with ``adapter``,
+        replace the LoRA adapter that completions are sampled with."""
         self._wake("weights")
         if adapter:
             number = self._adapter.lora_int_id + 1 if self._adapter else 1
@@ -205,12 +205,12 @@ class ColocatedVLLM:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         self._llm.llm_engine.reset_encoder_cache()  # of images
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM: expected its prefix cache to be free between generations")
+            raise RuntimeError("vLLM: expected a free prefix cache between generations")
 
     def _wake(self, tag: str) -> None:
-        """Give what sleeps its memory again; the cache only when the weights have theirs."""
+        """Restore the memory of a sleeping part; the cache comes after the weights."""
         if tag in self._asleep:
-            torch.cuda.empty_cache()  # what training took and no longer uses; no GPU: nothing
+            torch.cuda.empty_cache()  # release training's unused memory; no effect without a GPU
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 
@@ -219,13 +219,13 @@ class ColocatedVLLM:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _made(self, context: EngineContext, settings: dict[str, Any]) -> Any:
-        """Return ``vllm.LLM`` by ``settings``.
+        """Return ``vllm.LLM`` with ``settings``.
 
-        Weights that come from the policy are not read from a disk; only their description is.
+        If weights come from the policy, only their description is read from disk.
         """
         place = tempfile.TemporaryDirectory()
         with place as folder, self._own_random_numbers(), loading_whole():
-            if not context.args.trust_remote_code:  # whose code lies beside its description
+            if not context.args.trust_remote_code:  # the code is next to the description
                 describe(context, folder)
                 settings = {"tokenizer": folder} | settings
                 settings |= {} if self.has_base else {"model": folder}
@@ -236,16 +236,16 @@ class ColocatedVLLM:
                     raise
                 raise ValueError(
                     f"use_vllm: expected a base that vLLM can load, got {settings['model']!r}: "
-                    f"{error}; vllm_engine_kwargs={{'model': ...}} can name a folder or hub id of "
+                    f"{error}; set vllm_engine_kwargs={{'model': ...}} to a folder or hub id with "
                     "the same weights in another format"
                 ) from error
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """Give the engine random numbers of its own: it takes and seeds those of the whole process.
+        """Give the engine its own random numbers: it would use and seed the whole process's.
 
-        They are seeded from the trainer's, which a checkpoint has; alike in the processes that draw
-        the same tokens, and in no others.
+        They are seeded from the trainer's generator, which checkpoints store. Processes that sample
+        the same tokens share a seed; all others have different seeds.
         """
         seed = [int(torch.randint(2**31, ()))]
         first = self._accelerator.process_index - self._rank
@@ -267,7 +267,7 @@ class ColocatedVLLM:
             params["structured_outputs"] = kind(**structured)
         try:
             return self._vllm.SamplingParams(n=count, detokenize=False, **params)
-        except TypeError as error:  # a name that it does not have
+        except TypeError as error:  # an unknown name
             raise ValueError(f"generation_kwargs: {error}") from error
 
 
@@ -286,8 +286,8 @@ def _tensor_parallel_group(context: EngineContext) -> Any | None:
 class VLLMServer(RolloutEngine):
     """Samples with a server that was started with ``grpo-train serve``.
 
-    Each process asks for the completions that it samples ahead; the first one asks for the others,
-    and sends the weights.
+    Each process requests the completions that it samples ahead; the first process requests all
+    others, and sends the weights.
 
     Raises:
         ConnectionError: no server answers in time.
@@ -325,7 +325,7 @@ class VLLMServer(RolloutEngine):
         requests, mine = joined(parts, self._accelerator.process_index)
 
         def ask(_: WeightSource) -> list[Completions]:
-            # almost always one part: every prompt has as many completions
+            # almost always one part: every prompt has the same number of completions
             work = [
                 self._complete([one for one, _ in part], params | {"n": n})
                 for n, part in groupby(requests, key=lambda pair: pair[1])
@@ -339,7 +339,7 @@ class VLLMServer(RolloutEngine):
     async def complete_one(
         self, prompt_ids: TokenIds, sampling: Sampling, images: ImageInputs | None = None
     ) -> Completion:
-        """Ask for one completion, for this process."""
+        """Request one completion, for this process."""
         params = vllm_params(sampling) | {"n": 1}
         answer = await self._complete(requests_of([prompt_ids], [images]), params, self._in_flight)
         [completion] = answer.rows()
@@ -353,7 +353,7 @@ class VLLMServer(RolloutEngine):
         sent = self._on_first(send, weights)
         if self.client is not None:
             self.client.sent = sent
-        self._speculation.log()  # what was sampled ahead by the weights before
+        self._speculation.log()  # for completions sampled ahead with the previous weights
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -362,16 +362,16 @@ class VLLMServer(RolloutEngine):
 
     @property
     def _here(self) -> VLLMClient:
-        assert self.client is not None  # on the first process, and where completions are ahead
+        assert self.client is not None  # on the first process, or with completions ahead
         return self.client
 
     def _counts(self) -> Counts:
-        """Return what the server has counted of drafted tokens."""
+        """Return the server's counts of drafted tokens."""
         return counts_of_server(self._on_first(lambda _: self._here.server.ask("GET", "/metrics")))
 
     def _connect(self, context: EngineContext) -> tuple[bool, bool, bool]:
-        """Return whether the server applies the policy's adapter, and to a base that it has, and
-        whether it has a drafter."""
+        """Return whether the server applies the policy's adapter, whether it has the base itself,
+        and whether it has a drafter."""
         args = context.args
         folder = args.vllm_weights_folder or Path(str(args.output_dir)) / "vllm_weights"
         device = context.accelerator.device
@@ -384,7 +384,7 @@ class VLLMServer(RolloutEngine):
             context,
             takes_adapter=takes_adapter,
             quantization=server["model_config"]["quantization"],
-            setting="--quantization of the server",
+            setting="the server's --quantization",
         )
         drafter = server["speculative_config"]
         if drafter is not None:

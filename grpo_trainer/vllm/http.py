@@ -1,4 +1,4 @@
-"""JSON over HTTP with timeouts, a few retries, and errors that say what the server said."""
+"""JSON over HTTP with timeouts, a few retries, and errors with the server's answer."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # tries of what may work the next time
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between tries; each is twice the one before
+ONCE, A_FEW = stop_after_attempt(1), stop_after_attempt(4)  # attempts, for retryable errors
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0  # seconds between attempts, doubled each time
 _CONNECT_TIMEOUT = 10.0
 _SHOWN = 500  # characters of an answer in a message
-# what to do if no server answers, or one without a path
-_ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that takes weights"
-# without that path; TRL's server had a slash behind it before it was vLLM's own
+# advice if no server answers, or a server lacks a path
+_ADVICE = "`grpo-train serve --model MODEL --port PORT` starts a server that accepts weights"
+# for a missing path; TRL's server had a slash after it before TRL used vLLM's server
 _ANOTHER_SERVER = (httpx.codes.NOT_FOUND, httpx.codes.TEMPORARY_REDIRECT)
 
-_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # answer by a sentence, no JSON
+_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # answer with text, not JSON
 _TEXT = ("/metrics",)  # answers are returned as they are
 
 
 class ServerError(RuntimeError):
-    """A server did not do what it was asked; the message names it and its last answer."""
+    """A server's request failed; the message has the server and its last answer."""
 
 
 class RetryableError(ServerError):
-    """It may work the next time."""
+    """The request may succeed if repeated."""
 
 
 class NoServerError(RetryableError, ConnectionError):
@@ -51,30 +51,30 @@ class NoServerError(RetryableError, ConnectionError):
 class JsonServer:
     """One server that speaks JSON at ``url``, which :func:`check_url` accepts.
 
-    A user and a password in it are sent as basic authentication, ``api_key`` as a bearer token.
-    Requests run on the thread of all coroutines, where they can be cut off.
+    A user and a password in the URL are sent as basic authentication, ``api_key`` as a bearer
+    token. Requests run on the event loop's thread, where they can be canceled.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         root = url.rstrip("/")
         self.url = masked_url(root)  # for messages
         parts = httpx.URL(root)
-        if parts.query or parts.fragment:  # paths are appended to it
+        if parts.query or parts.fragment:  # paths are appended to the URL
             raise ValueError(
-                f"url: expected http://host:port without a query, got {self.url!r}; VLLM_API_KEY "
-                "takes an API key"
+                f"url: expected http://host:port without a query, got {self.url!r}; put an API key "
+                "in VLLM_API_KEY"
             )
         if api_key and parts.userinfo:
             raise ValueError(
                 f"api_key: expected none with a user and a password in the URL, {self.url}: a "
-                "request carries one of the two"
+                "request can have only one of the two"
             )
         self._root = str(parts.copy_with(userinfo=b"")).rstrip("/")  # httpx logs it
         self._client = httpx.AsyncClient(
             auth=(parts.username, parts.password) if parts.userinfo else None,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # neither proxies nor passwords of the user's shell
+            trust_env=False,  # ignore proxies and passwords of the environment
         )
 
     def ask(self, method: str, path: str, body: Any = None, **limits: Any) -> Any:
@@ -89,18 +89,18 @@ class JsonServer:
         timeout: float = 60.0,
         stop: stop_base = A_FEW,
     ) -> Any:
-        """Return the answer of the first try that has one; each may take ``timeout`` seconds.
+        """Return the answer of the first attempt that succeeds; each has ``timeout`` seconds.
 
         Raises:
             NoServerError: there is no connection.
-            ServerError: the server refuses, or what is its own fault does not go away.
+            ServerError: the server rejects the request, or fails repeatedly.
         """
-        # it asks for a content type that no page in a browser may send elsewhere
+        # servers require a content type that web pages cannot send to other sites
         body = {} if body is None and method == "POST" else body
         return await self.retrying(stop)(self._once, method, path, body, timeout)
 
     def retrying(self, stop: stop_base = A_FEW) -> AsyncRetrying:
-        """Return what repeats work that raises RetryableError, from its start."""
+        """Return a retrier that repeats work from its start if it raises RetryableError."""
         return AsyncRetrying(
             retry=retry_if_exception_type(RetryableError),
             wait=wait_exponential(multiplier=_FIRST_DELAY, max=_LONGEST_DELAY),
@@ -110,7 +110,7 @@ class JsonServer:
         )
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` does. An interrupt cuts it off."""
+        """Return the result of ``work``. An interrupt cancels it."""
         running = start([work])
         try:
             return running.result()[0]
@@ -118,7 +118,7 @@ class JsonServer:
             running.cancel()
 
     def field(self, answer: Any, name: str) -> Any:
-        """Return what an answer says about ``name``; raise ServerError if it says nothing."""
+        """Return the field ``name`` of an answer; ServerError if it is missing."""
         if not isinstance(answer, dict) or name not in answer:
             shown = str(answer)[:_SHOWN]
             raise ServerError(f"{self.url}: expected an answer with {name!r}, got {shown!r}")
@@ -167,12 +167,12 @@ class JsonServer:
 
 
 def _warn(state: RetryCallState) -> None:
-    """Say once that it is tried again, and why."""
+    """Warn once that a request is repeated, and why."""
     if state.attempt_number == 1 and state.outcome is not None:
-        logger.warning("%s; it is tried again", state.outcome.exception())
+        logger.warning("%s; trying again", state.outcome.exception())
 
 
 def _first_cause(error: BaseException) -> str:
-    """Say what happened, without the layers that passed it on."""
+    """Return the original error's message, without outer layers."""
     cause = error.__cause__ or error.__context__
     return str(error) or type(error).__name__ if cause is None else _first_cause(cause)

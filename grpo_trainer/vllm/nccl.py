@@ -1,4 +1,4 @@
-"""Weights from the trainer's GPU to those of the server, by vLLM's own NCCL transfer."""
+"""Sends weights from the trainer's GPU to the server's GPUs, with vLLM's own NCCL transfer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_trainer.common import is_loopback
 from grpo_trainer.engines import WeightSource
 from grpo_trainer.vllm.http import ONCE, JsonServer
 
-# what vLLM's transfer asks of the server, each at the path of its name -> field of its argument
+# requests of vLLM's transfer to the server, each at the path of its name -> its argument's field
 _CALLS = {
     "init_weight_transfer_engine": "init_info",
     "start_weight_update": "",
@@ -31,9 +31,9 @@ _CALLS = {
 
 
 class NCCLTransfer(VLLMWeightSource):
-    """Joins the server's workers in one NCCL group, and is what vLLM's transfer reads weights from.
+    """Joins the server's workers in one NCCL group, and provides weights to vLLM's transfer.
 
-    They meet at ``port`` of this machine. One request may take ``timeout`` seconds.
+    They connect to ``port`` on this machine. Each request has a limit of ``timeout`` seconds.
     """
 
     def __init__(self, workers: int, port: int, timeout: float) -> None:
@@ -68,7 +68,7 @@ class NCCLTransfer(VLLMWeightSource):
     def _join(self, server: JsonServer) -> Any:
         def call(name: str, *value: Any, **named: Any) -> None:
             body = dict(zip((_CALLS[name],), value, strict=False)) | named
-            # the broadcast beside it is made once
+            # the broadcast in parallel is done once
             server.ask("POST", f"/{name}", body, timeout=self._timeout, stop=ONCE)
 
         address = "127.0.0.1" if is_loopback(urlsplit(server.url).hostname or "") else get_ip()

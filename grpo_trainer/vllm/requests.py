@@ -1,4 +1,4 @@
-"""What vLLM is asked, and what its server answers."""
+"""Requests to vLLM, and its server's answers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from grpo_trainer.engines import NEVER, Completions, Images, TokenIds, checked_i
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt for an engine that has a processor of its own."""
+    """A prompt for an engine with its own processor."""
 
-    ids: TokenIds  # as the policy takes it
+    ids: TokenIds  # for the policy
     short_ids: TokenIds  # with one token per image
     images: tuple[Any, ...]
 
     def check(self, ids: TokenIds | None) -> None:
-        """Raise ValueError unless the engine took the prompt for what the policy is trained on."""
+        """Raise ValueError unless the engine read the prompt as the policy is trained on it."""
         if self.images and list(ids or ()) != self.ids:
             raise ValueError(
-                f"processing_class: expected a processor that writes an image as vLLM does, which "
-                f"made {len(ids or ())} tokens of a prompt, got {len(self.ids)}"
+                f"processing_class: expected a processor that writes images as vLLM does, with "
+                f"{len(ids or ())} tokens for a prompt, got {len(self.ids)}"
             )
 
 
 def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
-    """Return the requests for prompts with ``images``, without what a model takes of them."""
+    """Return the requests for prompts with ``images``, without other model inputs."""
     return [
         Request(ids, ids, ()) if one is None else Request(ids, one.shortened(ids), one.images)
         for ids, one in zip(prompt_ids, images or [None] * len(prompt_ids), strict=True)
@@ -43,9 +43,11 @@ def requests_of(prompt_ids: list[TokenIds], images: Images) -> list[Request]:
 
 
 def joined(parts: list[list[Request]], rank: int) -> tuple[list[tuple[Request, int]], slice]:
-    """Return the requests of processes that sample together, and which completions are ``rank``'s.
+    """Return the requests of processes that sample together, and the slice of ``rank``'s
+    completions.
 
-    One that follows itself comes once, with how often: a group is one prompt, sampled n times.
+    Consecutive equal requests are merged, with their number: a group is one prompt, sampled n
+    times.
     """
     counted = [(one, len(list(same))) for one, same in groupby(chain(*parts))]
     first = sum(map(len, parts[:rank]))
@@ -63,14 +65,14 @@ def completions_of(
 
     Args:
         sent: the ids of each request's prompts; None: only the server knows them.
-        answers: the server's, one per request.
+        answers: the server's answers, one per request.
         fields: of the requests.
-        vocab_size: ids are below it; None: it is not known.
-        update_of: returns the number of the update that a version of the weights came with. None:
-            which weights drew a token is not asked.
+        vocab_size: ids must be below it; None: unknown.
+        update_of: returns the number of the update of a version of the weights. None: versions are
+            not requested.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: an answer is no such thing.
+        ValueError, KeyError, TypeError, AttributeError: an answer is invalid.
     """
     n, logprobs = fields["n"], fields["logprobs"]
     prompt_ids: list[TokenIds] = []
@@ -87,8 +89,8 @@ def completions_of(
             if choice["index"] % n == 0:
                 ids = known[choice["index"] // n]
                 prompt_ids.append(checked_ids(own, vocab_size) if ids is None else ids)
-            if own not in (None, prompt_ids[-1]):  # None: that of the choice before
-                raise ValueError("the completion of another prompt")
+            if own not in (None, prompt_ids[-1]):  # None: the same as the previous choice's
+                raise ValueError("a completion of another prompt")
             token_ids.append(choice["token_ids"])
             experts.append(choice.get("routed_experts"))
             if logprobs is not None:
@@ -109,12 +111,12 @@ def completions_of(
 
 
 def _array(text: str) -> Any:
-    """Return what vLLM sends as base64 of a file of NumPy's."""
+    """Return an array that vLLM sends as the base64 of a NumPy file."""
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def _columns(logprobs: Any, masks: bool) -> tuple[list[Any], list[TokenIds]]:
-    """Return of each token its log-probability and, with ``masks``, the ids that filters left."""
+    """Return each token's log-probability and, with ``masks``, the ids that filters kept."""
     if "content" in logprobs:
         entries = logprobs["content"]
         numbers = [entry["logprob"] for entry in entries]
@@ -151,7 +153,7 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def checked_images(images: Any, count: int) -> list[list[Any]]:
-    """Return the images of each of ``count`` prompts: None is none, one that is no list is one."""
+    """Return a list of images for each of ``count`` prompts."""
     if images is None:
         return [[] for _ in range(count)]
     if not isinstance(images, list | tuple) or len(images) != count:
@@ -167,7 +169,7 @@ def checked_images(images: Any, count: int) -> list[list[Any]]:
 
 
 def image_url(image: Any) -> str:
-    """Return a PIL image as a data URL, without loss; a URL as it is."""
+    """Return a PIL image as a lossless data URL, or a URL unchanged."""
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return image
     if not is_pil_image(image):

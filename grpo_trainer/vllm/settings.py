@@ -1,4 +1,4 @@
-"""How vLLM is started: what it loads, in which precision, with room for which adapter."""
+"""vLLM's start settings: weights, precision, and room for adapters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from grpo_trainer.policy import base_policy, is_quantized
 
 logger = logging.getLogger(__name__)
 
-# Methods that make vLLM's weights of those of a checkpoint in full precision. vLLM reloads a layer
-# in the checkpoint's dtype and then quantizes it again (model_loader/reload/layerwise.py), which it
-# does for each update. Others reload only what was quantized before, which the policy is not.
+# Methods with which vLLM quantizes the weights of a full-precision checkpoint. For each update it
+# reloads a layer in the checkpoint's dtype and quantizes it again
+# (model_loader/reload/layerwise.py). Other methods reload only quantized weights, which the policy
+# does not have.
 REQUANTIZED = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-# of LoRA's factors: those that leave the base as it is in its folder
+# values of init_lora_weights that do not change the base
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -31,7 +32,7 @@ def engine_settings(context: EngineContext) -> dict[str, Any]:
     args, accelerator = context.args, context.accelerator
     if args.vllm_enable_sleep_mode and accelerator.device.type != "cuda":
         raise ValueError(
-            "vllm_enable_sleep_mode: expected False without a GPU, where there is nothing to free"
+            "vllm_enable_sleep_mode: expected False without a GPU, since there is nothing to free"
         )
     computes_in = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     settings = {
@@ -44,10 +45,10 @@ def engine_settings(context: EngineContext) -> dict[str, Any]:
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        # of the distribution that tokens are drawn from, after temperature and filters
+        # from the distribution that tokens are sampled from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # none of the model's own sampling
+        "generation_config": "vllm",  # ignore the model's own sampling settings
         "disable_log_stats": True,
     }
     if args.use_rollout_routing_replay:
@@ -71,14 +72,14 @@ def check_engine_options(names: Iterable[str]) -> None:
 
 
 def engine_ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[int] | str:
-    """Return the largest ranks that vLLM can have room for, or why it can apply no adapter."""
+    """Return the ranks that vLLM can reserve room for, or why it cannot apply an adapter."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     if settings.get("enable_lora") is False:
         return "vllm_engine_kwargs has enable_lora=False"
     if settings.get("lora_target_modules"):
-        return "vllm_engine_kwargs has lora_target_modules, which leaves out other layers"
+        return "vllm_engine_kwargs has lora_target_modules, which excludes other layers"
     if settings["dtype"] == "float32" and context.accelerator.device.type == "cuda":
         return (
             "vLLM computes in float32, and its LoRA kernels for GPUs in 16 bits: set bf16, or "
@@ -87,27 +88,27 @@ def engine_ranks(context: EngineContext, settings: dict[str, Any]) -> Sequence[i
     kind = type(base_policy(context.policy())).__name__
     model = ModelRegistry.models.get(kind)
     if model is not None and not supports_lora(model.load_model_cls()):
-        return f"vLLM's code of {kind} takes no adapters"
+        return f"vLLM's implementation of {kind} does not support adapters"
     return (settings["max_lora_rank"],) if "max_lora_rank" in settings else get_args(MaxLoRARanks)
 
 
 def server_ranks(server: dict[str, Any]) -> Sequence[int] | str:
-    """Return the largest rank of a server by its configuration, or why it applies no adapter."""
+    """Return the ranks of a server from its configuration, or why it cannot apply an adapter."""
     lora = server["lora_config"]
     if not lora:
         return "the server was started without --enable-lora --max-lora-rank"
     if lora["target_modules"]:
-        return "the server was started with --lora-target-modules, which leaves out other layers"
+        return "the server was started with --lora-target-modules, which excludes other layers"
     return [lora["max_lora_rank"]]
 
 
 def check_reports_experts(server: dict[str, Any]) -> None:
-    """Raise ValueError unless a server by its configuration reports routed experts."""
+    """Raise ValueError unless a server's configuration reports routed experts."""
     reports = server.get("aux_output_config", {})
     if not reports.get("enable_return_routed_experts"):
         raise ValueError(
-            "use_rollout_routing_replay: expected a server of vLLM 0.32 or later that reports "
-            "routed experts, got one that was started without --enable-return-routed-experts"
+            "use_rollout_routing_replay: expected a server with vLLM 0.32 or later that reports "
+            "routed experts, got a server that was started without --enable-return-routed-experts"
         )
 
 
@@ -121,7 +122,7 @@ def describe(context: EngineContext, folder: str) -> None:
 
 
 def quantization_of(engine_options: Mapping[str, Any]) -> str | None:
-    """Return how ``vllm_engine_kwargs`` has vLLM quantize its weights; None: it does not."""
+    """Return vLLM's quantization method in ``vllm_engine_kwargs``; None if there is none."""
     by_layer = engine_options.get("quantization_config") is not None
     return engine_options.get("quantization") or ("online" if by_layer else None)
 
@@ -134,15 +135,15 @@ def loads_base(
     setting: str,
     model: str | None = None,
 ) -> bool:
-    """Return whether vLLM loads the weights below the adapter itself: only the adapter is sent.
+    """Return whether vLLM loads the base weights itself, and only the adapter is sent.
 
     Args:
         quantization: of vLLM's weights; None: they have the policy's precision.
-        setting: where it comes from, in an error.
-        model: what vLLM loads in place of the policy's base; None: the base.
+        setting: the name of its setting, for errors.
+        model: vLLM loads it instead of the policy's base; None: the base.
 
     Raises:
-        ValueError: vLLM would sample by other weights than the policy's.
+        ValueError: vLLM would sample with other weights than the policy's.
     """
     policy = context.policy()
     if quantization is not None or is_quantized(policy):
@@ -156,41 +157,41 @@ def loads_base(
         check_requantized(quantization, setting)
         return False
     if model is None and not is_quantized(policy) and quantization in (None, *REQUANTIZED):
-        return False  # the policy has the base, whatever was done to it since it was loaded
+        return False  # the policy sends the base, which may have changed since it was loaded
     init = policy.peft_config[policy.active_adapters[0]].init_lora_weights
     if init not in _KEEPS_BASE:
         raise ValueError(
             f"peft_config: expected one of {', '.join(map(repr, _KEEPS_BASE))} for "
-            "init_lora_weights, since vLLM loads the base itself, which others change; got "
+            "init_lora_weights, since vLLM loads the base itself, and other values change it; got "
             f"{init!r}"
         )
     return True
 
 
 def check_requantized(quantization: str | None, setting: str) -> None:
-    """Raise ValueError unless vLLM quantizes the weights of an update as its first ones."""
+    """Raise ValueError unless vLLM quantizes the weights of updates like the initial ones."""
     if quantization is None or quantization in REQUANTIZED:
         return
     raise ValueError(
-        f"{setting}: expected one of {', '.join(REQUANTIZED)} where weights are updated: by these "
-        "vLLM quantizes what it is sent, others need a checkpoint that is quantized; got "
-        f"{quantization!r}. A LoRA adapter that vLLM applies goes with all methods"
+        f"{setting}: expected one of {', '.join(REQUANTIZED)} if weights are updated: with these "
+        "vLLM quantizes the weights it is sent, while others need a quantized checkpoint; got "
+        f"{quantization!r}. A LoRA adapter that vLLM applies works with all methods"
     )
 
 
 def base_source(context: EngineContext) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM that name the files which the policy's base is from.
+    """Return the arguments of vllm.LLM for the files that the policy's base was loaded from.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such files.
     """
     policy = context.policy()
     name = base_policy(policy).config._name_or_path
     if not name or (looks_local(name) and not Path(name).is_dir()):
         raise ValueError(
-            "model: expected one that was loaded from a folder or the hub, where vLLM finds the "
-            f"base that it loads itself, got one of {name!r}; set vllm_engine_kwargs={{'model': "
-            "...}, a folder or hub id of the same weights"
+            "model: expected a model that was loaded from a folder or the hub, from which vLLM can "
+            f"load the base itself, got {name!r}; set vllm_engine_kwargs={{'model': "
+            "...}, to a folder or hub id with the same weights"
         )
     return {"model": name, "revision": policy.peft_config[policy.active_adapters[0]].revision}
 
@@ -199,6 +200,6 @@ def _warn_without_correction(context: EngineContext) -> None:
     loss = loss_config(context.args)
     if loss.correction_mode is None and not loss.bypasses:
         logger.warning(
-            "vllm_importance_sampling_correction: off, although policy and vLLM compute with "
-            "weights that are rounded differently; set it to True, which corrects the loss for that"
+            "vllm_importance_sampling_correction: off, although the weights of policy and vLLM are "
+            "rounded differently; set it to True to correct the loss for this"
         )

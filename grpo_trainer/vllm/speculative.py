@@ -1,7 +1,7 @@
-"""Speculative decoding: a drafter proposes tokens, and vLLM keeps those that the policy would draw.
+"""Speculative decoding: a drafter proposes tokens, and vLLM accepts those the policy would sample.
 
-The tokens that are kept have the policy's distribution (Leviathan et al. 2023, arXiv:2211.17192),
-so only the speed depends on the drafter.
+The accepted tokens have the policy's distribution (Leviathan et al. 2023, arXiv:2211.17192), so
+only the speed depends on the drafter.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True)
 class Counts:
-    """What vLLM has counted since it was started."""
+    """vLLM's counts since it was started."""
 
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return what was counted after ``before``; all of it if vLLM was restarted since."""
+        """Return the counts after ``before``, or all counts if vLLM was restarted since."""
         if self.drafts < before.drafts:
             return self
         differences = {
@@ -48,16 +48,16 @@ class Speculation:
     """Logs how many drafted tokens vLLM accepts, for each generation.
 
     Args:
-        counts: returns what vLLM has counted; None: it counts nothing, and nothing is logged.
+        counts: returns vLLM's counts; None: there are none, and nothing is logged.
     """
 
     def __init__(self, counts: Callable[[], Counts] | None) -> None:
         self._counts = counts
-        # of an engine that was here before, or of another run with the same server
+        # from an earlier engine here, or another run with the same server
         self._before = Counts() if counts is None else counts()
 
     def log(self) -> None:
-        """Log what was drafted since the last call. All processes call it."""
+        """Log the drafts since the last call. All processes call it."""
         if self._counts is None:
             return
         now = self._counts()
@@ -68,7 +68,7 @@ class Speculation:
 
 
 def counts_of_engine(llm: Any) -> Counts:
-    """Return what ``llm``, a ``vllm.LLM`` with ``disable_log_stats=False``, has counted."""
+    """Return the counts of ``llm``, a ``vllm.LLM`` with ``disable_log_stats=False``."""
     totals = dict.fromkeys((each.name for each in fields(Counts)), 0)
     for metric in llm.get_metrics():
         name = metric.name.removeprefix(_METRIC)
@@ -78,28 +78,29 @@ def counts_of_engine(llm: Any) -> Counts:
 
 
 def counts_of_server(text: str) -> Counts:
-    """Return what a server has counted, by the text of its path ``/metrics``."""
+    """Return a server's counts from the text of its path ``/metrics``."""
     totals = {}
     for each in fields(Counts):
         values = re.findall(rf"^{_METRIC}{each.name}_total\b.* (\S+)$", text, re.MULTILINE)
-        totals[each.name] = int(sum(map(float, values)))  # of each engine of the server
+        totals[each.name] = int(sum(map(float, values)))  # over the server's engines
     return Counts(**totals)
 
 
 def check_speculation(context: EngineContext, config: Mapping[str, Any], setting: str) -> None:
-    """Check what holds for an engine in this process and for a server; warn of a stale drafter.
+    """Check the configuration of an engine in this process or a server; warn of a stale drafter.
 
     Args:
         config: vLLM's ``speculative_config``.
-        setting: where it comes from, in an error.
+        setting: the name of its setting, for errors.
 
     Raises:
-        ValueError: completions would not be drawn as the policy's, or vLLM refuses to draw them.
+        ValueError: completions would not follow the policy's distribution, or vLLM does not
+            support the combination.
     """
     if config.get("rejection_sample_method") == "synthetic":
         raise ValueError(
             f"{setting}: expected the rejection_sample_method 'standard' or 'block', got "
-            "'synthetic', which accepts tokens that the policy would not draw"
+            "'synthetic', which accepts tokens that the policy would not sample"
         )
     sampling = Sampling.from_config(
         context.args, context.tokenizer, context.policy(), context.vocab_size
@@ -107,23 +108,23 @@ def check_speculation(context: EngineContext, config: Mapping[str, Any], setting
     params = vllm_params(sampling)
     if params["min_p"]:
         raise ValueError(
-            f"min_p: expected None or 0 with {setting}, with which vLLM does not support it, got "
+            f"min_p: expected None or 0, since vLLM does not support it with {setting}, got "
             f"{params['min_p']!r}"
         )
     if sampling.suppressed:
         raise ValueError(
-            f"{setting}: expected none for a policy with token ids that must not be drawn (of "
+            f"{setting}: expected none for a policy with token ids that must not be sampled (of "
             "images, or beyond a teacher's vocabulary), since vLLM does not support logit_bias "
             f"with it, got {config!r}"
         )
     if params.get("logit_bias"):
         raise ValueError(
-            f"generation_kwargs['logit_bias']: expected none with {setting}, with which vLLM does "
-            "not support it"
+            f"generation_kwargs['logit_bias']: expected none, since vLLM does not support it with "
+            f"{setting}"
         )
     if drafter_has_weights(config):
         logger.warning(
-            "%s: the weights of the drafter (%s, %s) stay as they are while the policy is trained, "
+            "%s: the weights of the drafter (%s, %s) do not change while the policy is trained, "
             "so fewer of its tokens are accepted over time; see sampling/draft_acceptance_rate. "
             "The methods ngram and suffix have no weights",
             setting,
@@ -133,18 +134,19 @@ def check_speculation(context: EngineContext, config: Mapping[str, Any], setting
 
 
 def drafter_has_weights(config: Mapping[str, Any] | None) -> bool:
-    """Return whether the drafter of a ``speculative_config`` is a model; None: there is none."""
+    """Return whether the drafter of a ``speculative_config`` is a model; None means no drafter."""
     return config is not None and config.get("method") not in _WITHOUT_WEIGHTS
 
 
 def with_speculation(
     context: EngineContext, engine_options: Mapping[str, Any], *, loads_weights: bool
 ) -> dict[str, Any]:
-    """Return ``vllm_engine_kwargs`` with what its ``speculative_config`` needs; that is checked.
+    """Check ``speculative_config`` in ``vllm_engine_kwargs``, and return them with its
+    requirements.
 
     Args:
-        loads_weights: whether vLLM loads the policy's weights itself. Where these come from the
-            policy, vLLM would give a drafter random weights, too.
+        loads_weights: whether vLLM loads the policy's weights itself. If they come from the policy,
+            vLLM would give a drafter random weights, too.
 
     Raises:
         ValueError: see :func:`check_speculation`; or the drafter's weights cannot be found.
@@ -158,22 +160,22 @@ def with_speculation(
     if drafter_has_weights(config) and not loads_weights:
         if config.get("method") in (None, "draft_model"):
             raise ValueError(
-                f"{SETTING}: expected another method than 'draft_model' where all weights of vLLM "
-                "come from the policy, since vLLM then gives such a drafter random weights; got "
+                f"{SETTING}: expected another method than 'draft_model' if all weights of vLLM "
+                "come from the policy, since vLLM then gives this drafter random weights; got "
                 f"{config.get('method')!r}. The method 'suffix' has no weights; a server "
-                "(vllm_mode='server') loads the drafter's"
+                "(vllm_mode='server') loads the drafter's weights"
             )
         if not config.get("model"):
             raise ValueError(
                 f"{SETTING}: expected a 'model', the folder or hub id with the drafter's weights "
-                "(for the method 'mtp' that of the policy), got none"
+                "(for the method 'mtp' the policy's), got none"
             )
         config = {"draft_load_config": {"load_format": "auto"}} | dict(config)
     return {"disable_log_stats": False, **engine_options, "speculative_config": dict(config)}
 
 
 def speculation_of_engine(llm: Any, device: torch.device) -> Speculation:
-    """Return what logs the drafts of ``llm``, a ``vllm.LLM``.
+    """Return the Speculation that logs the drafts of ``llm``, a ``vllm.LLM``.
 
     Raises:
         ValueError: its sampler is wrong on this device.
@@ -186,22 +188,22 @@ def speculation_of_engine(llm: Any, device: torch.device) -> Speculation:
 
 
 def check_server_speculation(context: EngineContext, server: Mapping[str, Any]) -> None:
-    """Check the drafter of a server by its configuration, ``server``.
+    """Check the drafter in a server's configuration, ``server``.
 
     Raises:
         ValueError: see :func:`check_speculation`; or the server runs on a CPU.
     """
-    setting = "--speculative-config of the server"
+    setting = "the server's --speculative-config"
     check_speculation(context, server["speculative_config"], setting)
     if server["device_config"]["device"] == "cpu":
         raise _wrong_sampler(setting, "cpu")
 
 
 def _check_sampler(device: torch.device) -> None:
-    """Raise ValueError where vLLM draws at another temperature than it was asked for.
+    """Raise ValueError if vLLM samples at another temperature than requested.
 
-    The CPU build of vLLM 0.32 does: its kernel writes the temperatures of drafted tokens into a
-    copy, and the tensor keeps what the memory had.
+    The CPU build of vLLM 0.32 does: its kernel writes the temperatures of drafted tokens to a copy,
+    and the tensor stays uninitialized.
     """
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
@@ -214,6 +216,6 @@ def _check_sampler(device: torch.device) -> None:
 
 def _wrong_sampler(setting: str, device: str) -> ValueError:
     return ValueError(
-        f"{setting}: expected none on this device ({device}), where vLLM samples with it at wrong "
+        f"{setting}: expected none on this device ({device}), where vLLM then samples at wrong "
         "temperatures"
     )

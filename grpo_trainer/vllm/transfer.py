@@ -1,4 +1,4 @@
-"""Weights to vLLM through files that both sides see, and whether an adapter goes alone."""
+"""Sending weights to vLLM through shared files, and whether only an adapter is sent."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from grpo_trainer.vllm.http import JsonServer, ServerError
 
 logger = logging.getLogger(__name__)
 
-_FILE_BYTES = 1 << 30  # so much of the weights is in memory a second time
+_FILE_BYTES = 1 << 30  # this much of the weights is in memory twice
 
 
 class FileTransfer:
-    """Writes the weights into a folder for each update, and deletes those of the one before.
+    """Writes the weights to a folder for each update, and deletes the previous update's.
 
-    The server may take ``timeout`` seconds to load them.
+    The server has ``timeout`` seconds to load them.
     """
 
     def __init__(self, folder: Path, timeout: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # runs that share an output folder do not share this one
+        # runs that share an output folder must not share this one
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
         self._timeout = timeout
 
     def send(self, server: JsonServer, weights: WeightSource, adapter: str = "") -> None:
-        """Replace the server's weights, or those of the model ``adapter`` that is made of them."""
+        """Replace the server's weights, or the weights of its adapter model ``adapter``."""
         for old in self._folder.iterdir():
             shutil.rmtree(old)
-        # under a new name, of which no other machine remembers what was there
+        # under a new name, which no other machine has cached
         written = tempfile.mkdtemp(dir=self._folder)
         body: dict[str, Any] = {"lora_name": adapter, "lora_path": written}
         if adapter:
@@ -51,18 +51,18 @@ class FileTransfer:
             body = {"method": "reload_weights", "kwargs": {"weights_path": written}}
             for number, tensors in enumerate(_parts(weights())):
                 save_file(tensors, f"{written}/model-{number:05d}.safetensors")
-                tensors.clear()  # or it would live as long as the next part is made
+                tensors.clear()  # else it stays in memory while the next part is read
         try:
             server.ask("POST", path, body, timeout=self._timeout)
         except ServerError as error:
-            raise type(error)(f"{error} (does the server see the folder {written}?)") from error
+            raise type(error)(f"{error} (can the server read the folder {written}?)") from error
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def save_adapter(folder: str, factors: WeightSource) -> None:
-    """Write a LoRA adapter as PEFT does, with the scaling in its factors."""
+    """Write a LoRA adapter in PEFT's format, with the scaling in its factors."""
     tensors = {name: value for part in _parts(factors()) for name, value in part.items()}
     save_file(tensors, f"{folder}/adapter_model.safetensors")
     rank = max(len(value) for name, value in tensors.items() if name.endswith(".lora_A.weight"))
@@ -71,19 +71,19 @@ def save_adapter(folder: str, factors: WeightSource) -> None:
 
 
 def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str]) -> int:
-    """Return which of ``ranks`` has room for the policy's adapter; 0: vLLM gets it merged.
+    """Return the one of ``ranks`` that fits the policy's adapter; 0: vLLM gets it merged.
 
-    ``ranks`` may say why there are none.
+    ``ranks`` may instead return the reason why there are none.
 
     Raises:
-        ValueError: vLLM cannot apply the adapter, and ``vllm_lora_transfer`` asks for that, or the
+        ValueError: vLLM cannot apply the adapter, but ``vllm_lora_transfer`` requires it, or the
             base is quantized, so that the adapter cannot be merged either.
     """
     setting, policy = context.args.vllm_lora_transfer, context.policy()
     if setting == "merged" and is_quantized(policy):
         raise ValueError(
-            "vllm_lora_transfer: expected auto or adapter with a quantized base, into which no "
-            "adapter can be merged exactly, got 'merged'"
+            "vllm_lora_transfer: expected auto or adapter with a quantized base, into which an "
+            "adapter cannot be merged exactly, got 'merged'"
         )
     if context.args.max_staleness is not None:
         return _merged_in_flight(context)
@@ -98,8 +98,8 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
         elif room := [each for each in known if each >= rank]:
             return min(room)
         else:
-            most = f"{max(known)} at most (max_lora_rank)"
-            reason = f"its rank is {rank}, and vLLM as it was started takes {most}"
+            most = f"at most {max(known)} (max_lora_rank)"
+            reason = f"its rank is {rank}, and vLLM was started with {most}"
     if setting == "adapter":
         raise ValueError(f"vllm_lora_transfer: expected an adapter that vLLM applies, but {reason}")
     if is_quantized(policy):
@@ -108,40 +108,40 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
             f"it cannot be merged exactly, but {reason}; generate with transformers, or leave the "
             "base in full precision"
         )
-    logger.warning("vllm_lora_transfer: the adapter is merged into the weights: %s", reason)
+    logger.warning("vllm_lora_transfer: merging the adapter into the weights: %s", reason)
     return 0
 
 
 def _merged_in_flight(context: EngineContext) -> int:
-    """Return 0: vLLM gets the adapter merged; a request in vLLM keeps the adapter it began with."""
+    """Return 0: vLLM gets the adapter merged, since its requests keep their first adapter."""
     setting, policy = context.args.vllm_lora_transfer, context.policy()
     if is_peft_model(policy) and (setting == "adapter" or is_quantized(policy)):
         on = " on a quantized base" if is_quantized(policy) else ""
         raise ValueError(
             f"max_staleness: expected None with an adapter that vLLM applies{on}: a completion in "
-            "vLLM keeps the adapter that it began with; merged into the weights it can change"
+            "vLLM keeps its first adapter, while merged weights can change"
         )
     return 0
 
 
 def _beyond_vllm(policy: Any) -> str | None:
-    """Return why no vLLM can apply the adapter as the policy does."""
+    """Return why vLLM can never apply the adapter like the policy, or None."""
     if not is_peft_model(policy):
         return "the policy has none"
     if takes_images(policy):
-        return "the policy takes images"
+        return "the policy accepts images"
     head, [adapter] = base_policy(policy).get_output_embeddings(), policy.active_adapters
     for name, parameter in policy.named_parameters():
         path, _, factor = name.rpartition(".lora_")
         layer = policy.get_submodule(path)
         plain = layer is not head and _is_plain(layer)
         if parameter.requires_grad and not (plain and factor[1:] == f".{adapter}.weight"):
-            return f"{name} is no factor of plain LoRA on a linear layer of the body"
+            return f"{name} is not a factor of plain LoRA on a linear layer of the body"
     return None
 
 
 def _is_plain(layer: Any) -> bool:
-    """Return whether a module is LoRA of PEFT's on what is a linear layer in vLLM."""
+    """Return whether a module is PEFT's LoRA on a layer that is linear in vLLM."""
     from peft.tuners import lora
 
     if is_bitsandbytes_available() and type(layer) in (lora.Linear4bit, lora.Linear8bitLt):
@@ -151,7 +151,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield dictionaries of about _FILE_BYTES in main memory, no two tensors on the same memory."""
+    """Yield dictionaries of about _FILE_BYTES in CPU memory, without tensors that share memory."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in weights:

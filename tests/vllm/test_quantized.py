@@ -115,7 +115,9 @@ def test_a_base_that_is_nowhere(make_sampler, rounded, tmp_path, caplog):
     config = policy.get_base_model().config
     off = {"vllm_importance_sampling_correction": False}
     for config._name_or_path in ("", str(tmp_path / "nowhere")):
-        with pytest.raises(ValueError, match=r"model: expected one that was loaded from a folder"):
+        with pytest.raises(
+            ValueError, match=r"model: expected a model that was loaded from a folder"
+        ):
             make_sampler(policy, **off)
         assert "vllm_importance_sampling_correction: off" in caplog.messages[-1]
     named = {"vllm_engine_kwargs": ENGINE | {"model": rounded}}

@@ -175,7 +175,7 @@ def make_rollouts(make_args, policy, tokenizer):
     ("answer", "message"),
     [
         (None, "expected Completions, got None"),
-        ([[[2]]], "expected token_ids of 2 completions, got 1"),
+        ([[[2]]], "expected token_ids for 2 completions, got 1"),
         ([[[2], []]], "completion 1: expected 1 to 3 tokens, got 0"),
         ([[[2], [2, 3, 4, 5]]], "completion 1: expected 1 to 3 tokens, got 4"),
         ([[[2], [2, 14]]], "completion 1: expected token ids 0 <= id < 14, got 14"),
@@ -187,7 +187,7 @@ def make_rollouts(make_args, policy, tokenizer):
         ([[[2], [3]], [0.0, 0.0]], "one log-probability per token, got float for 1"),
         ([torch.ones(2, 1)], "expected a list of token_ids, got tensor"),
         ([[[2], [3]], torch.zeros(2, 1)], "expected a list of logprobs, got tensor"),
-        ([[[2], [3]], [[0.0]]], "expected logprobs of 2 completions, got 1"),
+        ([[[2], [3]], [[0.0]]], "expected logprobs for 2 completions, got 1"),
         ([[[2], [3]], [[0.0], [0.0, 0.0]]], "one log-probability per token, got 2 for 1"),
         ([[[2], [3]], [[0.5], [0.0]]], "log-probabilities of at most 0, got 0.5"),
         ([[[2], [3]], [["a"], [0.0]]], "expected log-probabilities, got 'a'"),

@@ -170,7 +170,7 @@ def test_faults_are_retried(make_client, stub, faults, tries):
         ("/health", (307, b""), 1, r"/health: got 307: ''. `grpo-train serve --model"),  # TRL's
         ("/openapi.json", (200, {"components": {"schemas": {}}}), 1, r"images .*: vLLM 0\.32 or l"),
         ("/pause?mode=keep", (404, {"detail": "Not Found"}), 1, "grpo-train serve"),
-        ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* see the folder .*weights"),
+        ("/collective_rpc", (500, {"error": "Repo id"}), 4, "Repo id.* read the folder .*weights"),
         (RESET, (200, {"success": False}), 4, "cache is in use"),
     ],
 )
@@ -308,14 +308,16 @@ def test_an_adapter_is_a_model_of_its_own(make_client, stub, tmp_path):
     client.generate([[1]])
     assert "model" not in stub.asked[-1][1] and len(stub.loaded) == 2
     stub.script[load] = [(404, {"detail": "Not Found"})]
-    with pytest.raises(ServerError, match=r"load_lora_adapter: got 404.* see the folder .*weights"):
+    with pytest.raises(
+        ServerError, match=r"load_lora_adapter: got 404.* read the folder .*weights"
+    ):
         client.update_weights(lambda: iter(FACTORS.items()), adapter=True)
 
 
 def test_a_communicator_that_is_not_there(stub):
     client = VLLMClient(stub.url)
     assert client.generate([[1]])["completion_ids"] == [[7, 0]]  # nobody asks for it
-    with pytest.raises(ValueError, match="init_communicator: expected to be called before"):
+    with pytest.raises(ValueError, match="init_communicator: expected a call before"):
         client.update_weights(weights(1.0))
 
 
@@ -344,7 +346,7 @@ def test_a_server_that_is_gone(make_client, stub, caplog):
         with pytest.raises(NoServerError, match=gone):
             ask()
         [warning] = caplog.messages  # of many tries
-        assert warning.endswith("it is tried again")
+        assert warning.endswith("; trying again")
         caplog.clear()
     with pytest.raises(ConnectionError, match="no connection.*`grpo-train serve --model") as error:
         make_client(connection_timeout=0.0)

@@ -218,7 +218,7 @@ def room(model, setting="auto", ranks=(8, 16)) -> int:
     return adapter_rank(context, lambda: ranks)
 
 
-NO_FACTOR = "is no factor of plain LoRA on a linear layer of the body"
+NO_FACTOR = "is not a factor of plain LoRA on a linear layer of the body"
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ NO_FACTOR = "is no factor of plain LoRA on a linear layer of the body"
         ({"trainable_token_indices": [3]}, [8], f"trainable_tokens_delta.default {NO_FACTOR}"),
         ({"lora_bias": True}, [8], f"lora_B.default.bias {NO_FACTOR}"),
         ({"bias": "all"}, [8], f"q_proj.base_layer.bias {NO_FACTOR}"),
-        ({"r": 17}, [8, 16], "rank is 17, and vLLM as it was started takes 16 at most"),
-        (PATTERNS, [1, 4], "rank is 5, and vLLM as it was started takes 4 at most"),
+        ({"r": 17}, [8, 16], "rank is 17, and vLLM was started with at most 16"),
+        (PATTERNS, [1, 4], "rank is 5, and vLLM was started with at most 4"),
         ({}, "it has no room for any", "it has no room for any"),
     ],
 )
@@ -241,7 +241,7 @@ def test_adapters_that_are_merged(changes, ranks, reason, caplog):
     assert room(model, "merged", ranks) == 0 and not caplog.messages
     assert room(model, "auto", ranks) == 0
     [said] = caplog.messages
-    assert said.startswith("vllm_lora_transfer: the adapter is merged") and reason in said
+    assert said.startswith("vllm_lora_transfer: merging the adapter") and reason in said
     with pytest.raises(ValueError, match=f"vllm_lora_transfer: expected an adapter .*{reason}"):
         room(model, "adapter", ranks)
 
@@ -251,7 +251,7 @@ def test_adapters_that_are_merged(changes, ranks, reason, caplog):
     [
         ({}, "merged", [8], "vllm_lora_transfer: expected auto or adapter with a quantized base"),
         ({"use_dora": True}, "auto", [8], f"use_vllm: expected a LoRA adapter .*{NO_FACTOR}"),
-        ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM as it was started takes 8"),
+        ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM was started with at most 8"),
         ({}, "auto", "it has no room", "use_vllm: .*but it has no room; generate with"),
         ({}, "adapter", "it has no room", "vllm_lora_transfer: .*but it has no room"),
     ],

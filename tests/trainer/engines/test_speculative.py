@@ -60,7 +60,7 @@ def make_context(tmp_path):
         ({"min_p": 0.1}, SUFFIX, "min_p: expected None or 0 with vllm_engine_kwargs"),
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, SUFFIX, r"\['logit_bias'\]"),
         ({}, "suffix", "expected a dictionary, got 'suffix'"),
-        ({}, {"method": "mtp"}, "expected a 'model'.*for the method 'mtp' that of the policy"),
+        ({}, {"method": "mtp"}, "expected a 'model'.*for the method 'mtp' the policy's"),
         ({}, {"method": "draft_model", "model": "small"}, "another method than 'draft_model'"),
         ({}, {"model": "small"}, "another method than 'draft_model'.*got None"),
     ],
@@ -104,7 +104,7 @@ def test_a_server_on_a_cpu(make_context):
     server = {"speculative_config": SUFFIX, "device_config": {"device": "cuda"}}
     check_server_speculation(make_context(), server)
     server["device_config"]["device"] = "cpu"
-    with pytest.raises(ValueError, match="--speculative-config of the server: expected none"):
+    with pytest.raises(ValueError, match="the server's --speculative-config: expected none"):
         check_server_speculation(make_context(), server)
 
 
