@@ -21,7 +21,7 @@ TWO_PROCESSES = "two_processes"
 ELSEWHERE = ("openenv_env", "verifiers_env")
 NEEDS = {"lora": "peft"}
 LEARNED = {"images": 0.8, "tools": 0.4}  # only the task itself gives as much
-SAID = {"continuous_batching": r"log-probabilities are off by at most \d\.\de-0[5-9] nats"}
+SAID = {"continuous_batching": r"log-probabilities differ by at most \d\.\de-0[5-9] nats"}
 
 
 @pytest.fixture(autouse=True)

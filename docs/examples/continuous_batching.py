@@ -1,6 +1,6 @@
-"""An engine by subclass: transformers' continuous batching, reporting log-probabilities.
+"""A custom engine: transformers' continuous batching, with log-probabilities.
 
-A finished completion makes room for the next one in a paged cache.
+When a completion is finished, the next one takes its room in a paged cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCHING = ContinuousBatchingConfig(return_logprobs=True, num_blocks=64, max_bat
 
 
 class ContinuousBatching(TransformersEngine):
-    """Completes text prompts by ``generate_batch``."""
+    """Completes text prompts with ``generate_batch``."""
 
     def complete(self, model, prompt_ids, sampling, images) -> Completions:
         if has_images(images) or self.in_step:
@@ -33,9 +33,9 @@ class ContinuousBatching(TransformersEngine):
             generation_config=self.generation_config(sampling),
             continuous_batching_config=BATCHING,
             progress_bar=False,
-        ).values()  # in the order of the prompts
+        ).values()  # in prompt order
         failed = [output.error for output in outputs if output.error is not None]
-        if failed or len(outputs) != len(prompt_ids):  # the cache may have no room
+        if failed or len(outputs) != len(prompt_ids):  # the cache may be full
             raise ValueError(f"rollout_engine: of {len(prompt_ids)} prompts failed: {failed}")
         ids = [cut_after_eos(output.generated_tokens, sampling.eos_token_ids) for output in outputs]
         logprobs = [output.logprobs[: len(row)] for output, row in zip(outputs, ids, strict=True)]
@@ -48,7 +48,7 @@ def zeros(completions, **kwargs):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     register_rollout_engine("continuous_batching", ContinuousBatching)
     tokenizer = make_tokenizer()
     trainer = GRPOTrainer(
@@ -71,7 +71,7 @@ def main() -> None:
     trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     apart = max(row["sampling/sampling_logp_difference/max"] for row in rows)
-    print(f"the engine's log-probabilities are off by at most {apart:.1e} nats")
+    print(f"the engine's log-probabilities differ by at most {apart:.1e} nats")
     print(f"final reward {rows[-1]['reward']:.3f}, at first {rows[0]['reward']:.3f}")
 
 

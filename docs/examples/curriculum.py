@@ -1,4 +1,4 @@
-"""A curriculum: the prompt says how many zeros to write, and asks for more once that is learned."""
+"""A curriculum: the prompt sets the number of zeros to write, and raises it once it is learned."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
-ENOUGH = 0.7  # mean reward of a prompt that is mastered
+ENOUGH = 0.7  # mean reward at which a prompt counts as learned
 MOST = 5
 
 
 def zeros_reward(prompts, completions, **kwargs):
-    """Return 1 for as many zeros as the prompt asks for. The curriculum rewrites prompts."""
+    """Return 1 for the number of zeros in the prompt, which the curriculum rewrites."""
     counts = [int(prompt.rstrip("=")) for prompt in prompts]
     return [
         text[:count].count("0") / max(count, len(text))
@@ -22,13 +22,13 @@ def zeros_reward(prompts, completions, **kwargs):
 
 
 class MoreWhenReady:
-    """Asks for one zero more once the current number of them is mastered."""
+    """Asks for one more zero once the current number is learned."""
 
     def __init__(self) -> None:
         self.zeros = 1
 
     def __call__(self, prompts, completions, rewards, metas):
-        """Return one prompt per completion; the row in ``metas`` has the one that was completed."""
+        """Return one prompt per completion; its row in ``metas`` has the completed prompt."""
         asked = f"{self.zeros}="
         current = [r for r, row in zip(rewards, metas, strict=True) if row["prompt"] == asked]
         if current and sum(current) / len(current) > ENOUGH:
@@ -38,7 +38,7 @@ class MoreWhenReady:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tokenizer()
     trainer = GRPOTrainer(
         model=make_policy(tokenizer, seed=0),

@@ -1,6 +1,6 @@
-"""A loss of one's own: a few lines of torch with their settings, registered under a name.
+"""A custom loss: a few lines of torch with settings, registered under a name.
 
-No derivative is written: autograd derives it, and on a GPU the Triton kernel is generated from it.
+You write no derivative: autograd derives it, and on a GPU the Triton kernel is generated from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class PenalisedRatio(Surrogate):
-    """The advantage times the ratio, less a penalty on the ratio's distance from 1.
+class PenalizedRatio(Surrogate):
+    """The advantage times the ratio, minus a penalty on the ratio's distance from 1.
 
     Args:
         penalty: weight of the penalty.
@@ -36,10 +36,10 @@ def zeros(completions, **kwargs):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     register_loss(
-        "penalised",
-        NamedLoss(surrogate=PenalisedRatio, aggregation="window_token_mean", source="this example"),
+        "penalized",
+        NamedLoss(surrogate=PenalizedRatio, aggregation="window_token_mean", source="this example"),
     )
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"{n}="} for n in range(100, 132)]
@@ -48,7 +48,7 @@ def main() -> None:
         reward_funcs=zeros,
         args=GRPOConfig(
             output_dir="out/custom_loss",
-            loss_type="penalised",
+            loss_type="penalized",
             loss_kwargs={"penalty": 2.0},
             num_iterations=2,  # so that the ratio is not always 1
             per_device_train_batch_size=64,

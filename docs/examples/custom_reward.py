@@ -1,6 +1,6 @@
-"""The trainer with rewards of one's own: a plain function, and one that waits for something.
+"""The trainer with custom rewards: a plain function, and an async function that waits for a judge.
 
-Both log beside their rewards: a metric, and a column of the table of completions.
+They also log: one a metric, the other a column in the table of completions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_trainer.rewards import text_of
 
 
 def right_digits(completions, answer, log_metric, **kwargs):
-    """Return the share of digits in their place."""
+    """Return the share of correct digits."""
     scores = [
         sum(a == b for a, b in zip(text, right, strict=False)) / len(right)
         for text, right in zip(map(text_of, completions), answer, strict=True)
@@ -26,7 +26,7 @@ def right_digits(completions, answer, log_metric, **kwargs):
 
 
 async def judged(completions, log_extra, **kwargs):
-    """Score as a judge behind a network: all completions at once, beside the other rewards."""
+    """Score like a judge on a network: all completions at once, in parallel with other rewards."""
 
     async def judge(text):
         await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def judged(completions, log_extra, **kwargs):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tokenizer()
     numbers = [f"{n:03d}" for n in range(100, 164)]
     rows = [{"prompt": f"{number}=", "answer": number[::-1]} for number in numbers]

@@ -1,7 +1,7 @@
-"""A small student learns the policy of a bigger one, on its own completions.
+"""A small student learns from a larger model, on its own completions.
 
-The teacher first learns the demo's task by its reward; the student never sees a reward. Beside the
-divergence over the whole vocabulary stands what log-probabilities of the sampled tokens give.
+The teacher first learns from a reward; the student never sees a reward. The divergence over the
+whole vocabulary is compared with the log-probabilities of only the sampled tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
         small = copy.deepcopy(teacher.config)
         small.update({"hidden_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
         student = Qwen3ForCausalLM(small)
-        # the reward is watched, not learned from
+        # the reward is logged, but not trained on
         settings = {"teacher": teacher, "distillation": kind, "reward_weights": [0.0]}
         logs[kind] = run(kind, student, **settings).state.log_history
     print("step " + "".join(f"{kind:>26}" for kind in logs))

@@ -1,7 +1,7 @@
 """Images: a vision-language model with random weights learns which half of a picture is brighter.
 
-Its reward says no more than whether the word was right; out/images/report.html shows pictures and
-words over the run.
+The reward only says whether the word was correct; out/images/report.html shows pictures and words
+over the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZE, PATCH, STEPS = 16, 4, 120  # pixels, pixels, optimizer steps
 
 
 def picture(rng: random.Random) -> tuple[Image.Image, str]:
-    """Return a picture of two grey halves, and which of them is brighter."""
+    """Return a picture with two gray halves, and which half is brighter."""
     dark, bright = rng.randrange(0, 96), rng.randrange(160, 256)
     answer = rng.choice(["left", "right"])
     left, right = (bright, dark) if answer == "left" else (dark, bright)
@@ -46,7 +46,7 @@ def picture(rng: random.Random) -> tuple[Image.Image, str]:
 
 
 def right_word(completions, answer, **columns):
-    """Return one for each completion that is the right word, else zero."""
+    """Return 1 for each completion with the right word, else 0."""
     words = [completion[0]["content"].strip() for completion in completions]
     return [float(word == wanted) for word, wanted in zip(words, answer, strict=True)]
 
@@ -87,7 +87,7 @@ def make_policy() -> LlavaForConditionalGeneration:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     rng = random.Random(0)
     images, answers = zip(*(picture(rng) for _ in range(256)), strict=True)
     asked = [{"role": "user", "content": "brighter?"}]
@@ -101,7 +101,7 @@ def main() -> None:
             max_completion_length=2,
             learning_rate=2e-3,
             lr_scheduler_type="constant",
-            entropy_coef=0.1,  # with less, some seeds end at one word for all pictures
+            entropy_coef=0.1,  # with less, some seeds converge to one word for all pictures
             max_steps=STEPS,
             logging_steps=10,
             log_completions=True,

@@ -1,4 +1,4 @@
-"""LoRA: only an adapter is trained and saved, and the model without it is the reference."""
+"""LoRA: only an adapter is trained and saved; the model without it is the reference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def zeros(completions, **kwargs):
 def make_base(tokenizer):
     policy = make_policy(tokenizer, seed=0)
     with torch.no_grad():
-        policy.lm_head.weight.mul_(8)  # peaked, as a policy that was trained
+        policy.lm_head.weight.mul_(8)  # peaked, like a trained policy
     return policy
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tokenizer()
     trainer = GRPOTrainer(
         model=make_base(tokenizer),
@@ -55,7 +55,7 @@ def main() -> None:
     trained = sum(p.numel() for name, p in adapted.named_parameters() if "lora" in name)
     print(f"KL to the model without the adapter {kl[0]:.4f} -> {kl[-1]:.4f}")
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    print(f"adapter of {trained} parameters in out/lora")
+    print(f"adapter with {trained} parameters in out/lora")
     print(f"final reward {rewards[-1]:.3f}, at first {rewards[0]:.3f}")
 
 

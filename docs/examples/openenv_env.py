@@ -1,7 +1,7 @@
 """An OpenEnv environment: the policy guesses a number, and a server on this machine answers.
 
-Needs `pip install openenv`. The server could as well be a container or a Space: only its URL is
-known here.
+Needs `pip install openenv`. The server could also be a container or a Space: the policy's client
+only needs its URL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class GuessObservation(Observation):
 
 
 class GuessEnvironment(Environment):
-    """Knows a number, and says whether it is less or more than a guess. The second one counts."""
+    """Has a secret number, and says whether it is less or more than a guess. The second guess
+    counts."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -61,7 +62,7 @@ class GuessEnvironment(Environment):
 
 
 def serve() -> str:
-    """Start the server in a thread of this process, and return its URL."""
+    """Start the server on a thread of this process, and return its URL."""
     app = create_fastapi_app(
         GuessEnvironment, GuessAction, GuessObservation, max_concurrent_envs=BATCH
     )
@@ -74,7 +75,7 @@ def serve() -> str:
 
 
 class Guess:
-    """What a completion acts on: a client of the server, with a method for each tool."""
+    """The environment of a completion: a client of the server, with a method for each tool."""
 
     def __init__(self, url: str) -> None:
         self.client = GenericEnvClient(base_url=url).sync()
@@ -99,7 +100,7 @@ class Guess:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     url = serve()
     tokenizer = make_tool_tokenizer(WORDS)
     question = [{"role": "user", "content": "?"}]

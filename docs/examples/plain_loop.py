@@ -1,7 +1,7 @@
-"""A training loop of one's own around the fused loss: no trainer, no logits.
+"""Your own training loop around the fused loss: no trainer, no logits.
 
-The model samples its completions, a rule scores them, and the loss comes from the last hidden
-states and the head's weight. Learns to write many zeros.
+The model samples completions, a rule scores them, and the loss is computed from the last hidden
+states and the head's weight. The model learns to write many zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUP, STEPS, LENGTH = 16, 20, 6
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tokenizer()
     policy = make_policy(tokenizer, seed=0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
@@ -30,7 +30,7 @@ def main() -> None:
         with torch.no_grad():
             sampled = policy.generate(
                 prompts,
-                attention_mask=torch.ones_like(prompts),  # nothing is padded
+                attention_mask=torch.ones_like(prompts),  # there is no padding
                 max_new_tokens=LENGTH,
                 min_new_tokens=LENGTH,
                 do_sample=True,

@@ -1,8 +1,8 @@
-"""DPPO's trust region beside DAPO's clipping, with an engine that computes in bf16.
+"""DPPO's trust region compared with DAPO's clipping, with an engine that computes in bf16.
 
-The engine samples from a copy of the policy whose weights are rounded, and reports what it thinks
-the log-probabilities were, as fast engines do. DAPO takes ratios against the policy's own
-log-probabilities; DPPO takes the engine's, and drops tokens whose probability has moved too far.
+The engine samples from a rounded copy of the policy, and reports its own log-probabilities, as fast
+engines do. DAPO computes ratios with the policy's log-probabilities; DPPO uses the engine's, and
+drops tokens if their probability has moved too far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 from grpo_trainer.engines import Completions, RolloutEngine, Sampling
 
-SEEDS = (0,)  # more of them say more
+SEEDS = (0,)  # use more seeds for a clearer result
 LOSSES = {
     "dapo": {"vllm_importance_sampling_correction": False},
     "dppo_tv": {},
@@ -38,7 +38,7 @@ class RoundedEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Completions:
-        ids, logprobs = torch.tensor(prompt_ids), []  # of one length
+        ids, logprobs = torch.tensor(prompt_ids), []  # prompts of equal length
         start, (end,) = ids.shape[1], sampling.eos_token_ids
         for _ in range(sampling.max_tokens):
             scores = self._copy(ids).logits[:, -1] / sampling.temperature

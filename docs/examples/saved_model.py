@@ -1,6 +1,6 @@
-"""A saved model: a folder of save_pretrained is trained, and what comes out is one again.
+"""A saved model: trains the model in a save_pretrained folder, and saves it to such a folder.
 
-The name of a model on the hub goes in the same place.
+A model's name on the hub works in the same place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def zeros(completions, **kwargs):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(BASE)
     make_policy(tokenizer, seed=0).save_pretrained(BASE)

@@ -1,7 +1,7 @@
-"""A sparse backward of the head next to the exact one: what it leaves out, and what it learns.
+"""The head's sparse backward compared with the exact backward: what it skips, and how it learns.
 
-With ``backward_exact_weight=False`` the head's own gradient is sampled, too, which AdamW answers
-with longer steps for rare ids: reward then rises later, and entropy stays higher.
+With ``backward_exact_weight=False`` the head's own gradient is also sampled. AdamW then takes
+longer steps for rare ids: the reward rises later, and entropy stays higher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.demo.policy import make_policy, make_tokenizer
 
-SEEDS = (0,)  # more of them say more
+SEEDS = (0,)  # use more seeds for a clearer result
 GRADIENTS = {
     "exact": {},
     "sparse, head exact": dict(backward="sparse"),
@@ -31,9 +31,9 @@ def train(seed: int, **settings: Any) -> list[dict[str, float]]:
     """Return what was logged; all gradients share a seed's policy and data."""
     tokenizer = make_tokenizer()
     policy = make_policy(tokenizer, seed=seed)
-    policy.resize_token_embeddings(1000, mean_resizing=False)  # ids without a text
+    policy.resize_token_embeddings(1000, mean_resizing=False)  # adds ids without text
     with torch.no_grad():
-        policy.lm_head.weight.mul_(20)  # peaked, as a policy that was trained
+        policy.lm_head.weight.mul_(20)  # peaked, like a trained policy
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=even,
@@ -60,7 +60,7 @@ def train(seed: int, **settings: Any) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     for seed in SEEDS:
         for name, settings in GRADIENTS.items():
             rows = train(seed, **settings)
@@ -69,8 +69,8 @@ def main() -> None:
             for row in rows:
                 if "backward_entries" in row:
                     print(
-                        f"  step {row['step']}: {row['backward_entries']:.0f} of 1000 entries a "
-                        f"token, {row['backward_whole_rows']:.0%} of the tokens whole, "
+                        f"  step {row['step']}: {row['backward_entries']:.0f} of 1000 entries per "
+                        f"token, {row['backward_whole_rows']:.0%} of tokens exact, "
                         f"relative error {row['backward_error']:.1e}"
                     )
     print(f"final reward {rewards[-1]:.3f}, at first {rewards[0]:.3f}")

@@ -1,7 +1,7 @@
-"""Tool calling: a policy that knows how to write a call learns to make the right one.
+"""Tool calling: a policy that knows the format of calls learns to make the right call.
 
-The tokenizer has a token for each part of a call, and short supervised training shows the policy
-the format, with random numbers. What to add, it finds out by the reward alone.
+The tokenizer has a token for each part of a call, and short supervised training teaches the policy
+the format, with random numbers. It learns what to add only from the reward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add(a: int, b: int) -> int:
 
 
 def sum_reward(prompts, completions, **kwargs):
-    """Return a third for each right number in the one call, and a third for the right answer."""
+    """Return 1/3 for each correct number in the single call, and 1/3 for the correct answer."""
     scores = []
     for prompt, messages in zip(prompts, completions, strict=True):
         a, b = map(int, prompt[0]["content"].split("+"))
@@ -45,7 +45,7 @@ def sum_reward(prompts, completions, **kwargs):
 
 
 def show_the_format(policy, tokenizer) -> None:
-    """Train supervised steps on conversations whose calls add other numbers."""
+    """Run supervised steps on conversations with calls that add other numbers."""
     numbers = random.Random(0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
     for _ in range(SHOWN_STEPS):
@@ -69,7 +69,7 @@ def show_the_format(policy, tokenizer) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tokenizer = make_tool_tokenizer(WORDS)
     policy = make_policy(tokenizer, seed=0)
     show_the_format(policy, tokenizer)

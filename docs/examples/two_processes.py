@@ -25,7 +25,7 @@ def main() -> None:
         reward_funcs=digits_reversal_reward,
         args=GRPOConfig(
             output_dir="out/two_processes",
-            per_device_train_batch_size=16,  # each: 32 completions in all
+            per_device_train_batch_size=16,  # 32 completions over both
             num_generations=8,
             max_completion_length=4,
             learning_rate=2e-3,

@@ -1,7 +1,7 @@
-"""A verifiers environment: the policy looks into a box, by a tool, and says what is in it.
+"""A verifiers environment: the policy looks into a box with a tool, and names its contents.
 
-Needs `pip install verifiers` (0.4). Its taskset has the prompts, a toolset the tools, and the
-tasks' methods marked with `vf.reward` say what a rollout is worth.
+Needs `pip install verifiers` (0.4). Its taskset has the prompts, a toolset has the tools, and the
+tasks' methods marked with `vf.reward` score a rollout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Boxes(vf.Taskset[BoxTask]):
 
 
 class Rollout:
-    """What a completion acts on: its task, and a method for each tool of the task."""
+    """The environment of a completion: its task, and a method for each tool of the task."""
 
     def __init__(self, tasks: list[vf.Task]) -> None:
         self.tasks = tasks
@@ -70,7 +70,7 @@ class Rollout:
 
 
 def as_verifiers(message):
-    """Return a message as verifiers has it: calls have ids, and their arguments are JSON."""
+    """Return a message in verifiers' format: calls have ids, and arguments in JSON."""
     message = dict(message)
     if message["role"] == "tool":
         message["tool_call_id"] = message["name"]
@@ -84,7 +84,7 @@ def as_verifiers(message):
 
 
 def trace_of(environment, prompt, completion) -> vf.Trace:
-    """Return a rollout as the rewards of its task take it."""
+    """Return a rollout in the format that its task's rewards need."""
     data = environment.task.data
     nodes = [
         vf.MessageNode(
@@ -111,7 +111,7 @@ async def rubric(environments, prompts, completions, **kwargs):
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     tasks = list(Boxes(vf.TasksetConfig()))
     rows = [
         {"prompt": [{"role": "user", "content": task.data.prompt}], "index": index}

@@ -1,10 +1,10 @@
 """NeMo-RL's fused linear log-probabilities (Megatron) on our kernels.
 
-    import grpo_nemo_rl  # a copy of this file, where the processes that train find it
+    import grpo_nemo_rl  # a copy of this file, where the training processes find it
 
-    grpo_nemo_rl.enable()  # in every one of them
+    grpo_nemo_rl.enable()  # in each of them
 
-It acts where ``policy.megatron_cfg.use_fused_linear_logprobs`` is set.
+It takes effect if ``policy.megatron_cfg.use_fused_linear_logprobs`` is set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: Any = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Do what NeMo-RL's function of this name does: log-probabilities (B, S - 1) of next tokens.
+    """Replace NeMo-RL's function of this name: log-probabilities (B, S - 1) of next tokens.
 
     Args:
         tensor_parallel_hidden_states: (S, B, D), or (S / n, B, D) under sequence parallelism.
@@ -44,14 +44,14 @@ def from_parallel_hidden_states_to_logprobs(
         target: (B, S) int64 ids, not shifted.
         vocab_start_index, vocab_end_index: the ids of the rows.
         tp_group: the n ranks that share the vocabulary.
-        inference_only: whether no gradient will be wanted.
+        inference_only: whether no gradient is needed.
         cp_group: None, or a group of one rank.
-        runtime_gather_output, chunk_size: without effect: no logits are formed to be gathered, and
-            there is one kernel, in chunks of its own.
+        runtime_gather_output, chunk_size: ignored: there are no logits to gather, and the kernel
+            chooses its own chunks.
 
     Returns:
-        (B, S - 1) fp32. On every rank the gradient of the hidden states is that of its own rows, of
-        the whole vocabulary.
+        (B, S - 1) fp32. On each rank, the gradient of the hidden states covers its own rows and the
+        whole vocabulary.
 
     Raises:
         ValueError: sequences are split over ranks (context parallelism), or a shape, dtype or value
@@ -68,18 +68,18 @@ def from_parallel_hidden_states_to_logprobs(
         hidden = _whole_sequence(tensor_parallel_hidden_states, target.shape[1], tp_group)
         output = linear_logprobs(hidden[:-1], weight, target[:, 1:].t(), vocab_shard=shard)
         assert output.logprobs is not None
-        # no view: they divide it in place
+        # not a view: NeMo-RL divides it in place
         return output.logprobs.t().clone(memory_format=torch.contiguous_format)
 
 
 def _whole_sequence(hidden: Tensor, length: int, tp_group: Any) -> Tensor:
-    """Return (S, B, D) hidden states of rows that may be split over the ranks (S / n, B, D).
+    """Return (S, B, D) hidden states from rows that may be split over the ranks (S / n, B, D).
 
-    The gradient of the result is taken to be whole on every rank, as our ops give it: each rank
-    keeps that of its rows.
+    The gradient of the result is whole on every rank, as our ops return it; each rank keeps its
+    own rows.
 
     Raises:
-        ValueError: the rows are neither all ``length`` nor a rank's share of them.
+        ValueError: there are neither ``length`` rows nor a rank's share of them.
     """
     group = process_group("tp_group", tp_group)
     size = dist.get_world_size(group)

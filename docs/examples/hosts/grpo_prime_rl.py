@@ -1,10 +1,9 @@
 """prime-rl's fused LM heads on our kernels, and our losses as its custom ones.
 
     import grpo_prime_rl  # a copy of this file, where the trainer's process finds it
+    grpo_prime_rl.enable()  # in that process; also changes existing heads
 
-    grpo_prime_rl.enable()  # in that process; heads that exist already change as well
-
-Losses need no ``enable()``. They are named in prime-rl's configuration, with settings of
+Losses need no ``enable()``: name them in prime-rl's configuration, with settings of
 :class:`grpo_kernels.LossConfig`::
 
     [trainer.loss]
@@ -33,10 +32,10 @@ from grpo_kernels.losses import LOSSES, check_name
 # module: its head
 _LAYERS = "prime_rl.trainer.models.layers"
 _HEADS = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
-# settings of LossConfig that prime-rl leaves no room for
+# settings of LossConfig that prime-rl cannot support
 _OF_PRIME_RL = (
     "temperature",
-    "loss_aggregation",  # the sum of all samples is divided by the loss tokens of the step
+    "loss_aggregation",  # prime-rl divides the sum of all samples by the step's loss tokens
     "max_completion_length",
     "exclude_zero_variance",
     "entropy_coef",  # a loss gets no entropies
@@ -48,12 +47,12 @@ _OF_PRIME_RL = (
 
 
 def _forward(
-    self: Any,  # a head of theirs: an nn.Linear, called as a module
+    self: Any,  # prime-rl's head: an nn.Linear, called as a module
     hidden_states: Tensor,  # (b, s, h)
     labels: Tensor | None = None,  # (b, s)
     temperature: Tensor | None = None,  # (b, s)
 ) -> Any:
-    """Return their output, with fp32 log-probabilities and entropies (b, s) of the labels."""
+    """Return prime-rl's output, with fp32 log-probabilities and entropies (b, s) of the labels."""
     for name, value in (("labels", labels), ("temperature", temperature)):
         if value is None:
             raise ValueError(f"{name}: expected a tensor of shape (b, s), got None")
@@ -78,15 +77,15 @@ enable, disable, enabled = SWITCH.enable, SWITCH.disable, SWITCH.enabled
 def loss_fn(loss_type: str) -> Callable[..., Any]:
     """Return one of our losses as a loss function of prime-rl, ``fn(inputs, **settings)``.
 
-    It returns ``LossOutputs``: the sum over the tokens of a sample, each times its weight in
+    It returns ``LossOutputs``: the weighted sum over the tokens of a sample, with weights from
     ``loss_weights``, and the metrics. ``inference_logprobs`` are the old policy's. Settings are
-    those of :class:`grpo_kernels.LossConfig`. ``grpo_prime_rl.<name>`` is the same, also
-    for losses that you have registered.
+    fields of :class:`grpo_kernels.LossConfig`. ``grpo_prime_rl.<name>`` returns the same, also for
+    losses that you have registered.
 
     Raises:
         ValueError: the loss is unknown, or does not average over the tokens of a step, as prime-rl
-            does. In a call: a setting is unknown, out of range or cannot be honoured; ``beta`` is
-            not 0 and there are no ``ref_logprobs``.
+            does. In a call: a setting is unknown, out of range or not supported; ``beta`` is not 0
+            and there are no ``ref_logprobs``.
     """
     possible = [name for name, loss in LOSSES.items() if loss.aggregation == "window_token_mean"]
     check_name("loss_type", loss_type, possible)
@@ -97,14 +96,14 @@ def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
     for name in _OF_PRIME_RL:
         if name in settings:
             raise ValueError(
-                f"{name}: expected none here, it is prime-rl's, got {settings[name]!r}"
+                f"{name}: expected none, since prime-rl sets it, got {settings[name]!r}"
             )
-    # a sum has no aggregation, and this one needs nothing of a batch
+    # a sum needs no aggregation, and this one uses nothing from a batch
     fixed = {"loss_aggregation": "window_token_mean", "rollout_correction_mode": None}
     config = LossConfig(loss_type=loss_type, **fixed, **settings)
     mask = inputs.loss_mask
     batch = TokenBatch.from_packed(
-        torch.zeros_like(mask, dtype=torch.int64),  # ids, which no loss reads
+        torch.zeros_like(mask, dtype=torch.int64),  # ids, which losses do not read
         inputs.advantages,
         torch.tensor([0, mask.numel()], device=mask.device),
         mask,
@@ -114,13 +113,13 @@ def _loss(loss_type: str, inputs: Any, /, **settings: Any) -> Any:
     )
     loss, metrics = summed_loss(inputs.trainer_logprobs, batch, config, inputs.loss_weights)
     outputs = import_module("prime_rl.trainer.rl.loss").LossOutputs
-    # a mean over no token is NaN
+    # a mean over no tokens is NaN
     logged = {name: value.float() for name, value in metrics.items()} if batch.num_tokens else {}
     return outputs(loss=loss, metrics=logged)
 
 
 def __getattr__(name: str) -> Any:
-    # losses may be registered at any time
+    # losses can be registered at any time
     if name not in LOSSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return loss_fn(name)

@@ -1,11 +1,11 @@
 """SkyRL's fused LM head (Megatron) on our kernels, and our losses in its registry.
 
-    import grpo_skyrl  # a copy of this file, where the processes that train find it
+    import grpo_skyrl  # a copy of this file, where the training processes find it
 
-    grpo_skyrl.enable()  # in every one of them
+    grpo_skyrl.enable()  # in each of them
     name = grpo_skyrl.register_policy_loss("cispo", epsilon_high=5.0)
 
-The head acts where ``trainer.fused_lm_head_logprob`` is set, the loss where
+The head takes effect if ``trainer.fused_lm_head_logprob`` is set, the loss if
 ``trainer.algorithm.policy_loss_type`` is its name.
 """
 
@@ -34,7 +34,7 @@ _LOSSES = Probe(
     override="any_version=True",
 )
 _MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-# our aggregation: their loss_reduction, which scales the advantages before a loss sees them
+# our aggregation -> SkyRL's loss_reduction, which scales the advantages before the loss
 _REDUCTIONS = {
     "window_token_mean": "token_mean",
     "token_mean": "token_mean_legacy",
@@ -42,7 +42,7 @@ _REDUCTIONS = {
     "fixed_length": "seq_mean_token_sum_norm",
     "prompt_mean": "prompt_mean",
 }
-# settings of LossConfig that SkyRL leaves no room for
+# settings of LossConfig that SkyRL cannot support
 _OF_SKYRL = (
     "beta",  # use trainer.algorithm.use_kl_loss
     "temperature",
@@ -51,7 +51,7 @@ _OF_SKYRL = (
     "entropy_coef",  # a loss gets no entropies
     "top_entropy_quantile",
 )
-# of their off_policy_correction, those that switch something on
+# settings of SkyRL's off_policy_correction that enable something
 _CORRECTIONS = (
     "tis_ratio_type",
     "sequence_mask_metric",
@@ -73,20 +73,19 @@ def fused_lm_head_logprob_apply(
     tp_group: Any,
     inference_only: bool,
 ) -> Tensor:
-    """Do what SkyRL's ``_fused_lm_head_logprob_apply`` does: log-probabilities (B, S) of targets.
+    """Replace SkyRL's ``_fused_lm_head_logprob_apply``: log-probabilities (B, S) of targets.
 
     Args:
-        hidden: (B, S, D), gathered if they were split; taken to the dtype of ``weight``.
+        hidden: (B, S, D), gathered if they were split; cast to the dtype of ``weight``.
         weight: (V / n, D), this rank's rows.
         target: (B, S) int64 ids, shifted by the caller.
         vocab_start_index, vocab_end_index: the ids of the rows.
         tp_group: the n ranks that share the vocabulary.
-        inference_only: whether no gradient will be wanted.
-        backend, chunk_size: without effect: there is one kernel, in chunks of its own.
+        inference_only: whether no gradient is needed.
+        backend, chunk_size: ignored: there is one kernel, which chooses its own chunks.
 
     Returns:
-        (B, S) fp32. The gradients that the ranks give ``hidden`` are shares: their sum, which SkyRL
-        takes, is the whole.
+        (B, S) fp32. Each rank's gradient of ``hidden`` is a part; SkyRL sums the parts.
 
     Raises:
         ValueError: a shape, dtype or value is wrong.
@@ -103,9 +102,9 @@ def fused_vocab_parallel_entropy_from_hidden(
     chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Do what SkyRL's function of this name does: entropies (B, S) in nats, fp32.
+    """Replace SkyRL's function of this name: entropies (B, S) in nats, fp32.
 
-    Arguments are those of :func:`fused_lm_head_logprob_apply`; ``temperature`` divides the logits.
+    Arguments are as in :func:`fused_lm_head_logprob_apply`; ``temperature`` divides the logits.
     """
     shard = vocab_shard_of(lm_head_weight, tp_group)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -144,24 +143,24 @@ def register_policy_loss(
     any_version: bool = False,
     **settings: Any,
 ) -> str:
-    """Put one of our losses into SkyRL's registry; return its name for ``policy_loss_type``.
+    """Add one of our losses to SkyRL's registry; return its name for ``policy_loss_type``.
 
     Args:
-        loss_type: a name of ``grpo_kernels.losses.LOSSES``. ``trainer.algorithm.loss_reduction``
-            has to be its own: token_mean (dapo, cispo, vespo, pg, topr), token_mean_legacy (bnpo),
+        loss_type: a name in ``grpo_kernels.losses.LOSSES``. ``trainer.algorithm.loss_reduction``
+            must match it: token_mean (dapo, cispo, vespo, pg, topr), token_mean_legacy (bnpo),
             sequence_mean (grpo, gspo, sapo, gmpo) or seq_mean_token_sum_norm (dr_grpo).
-        name: what to call it; None: ``grpo_kernels.`` and ``loss_type``.
-        loss_aggregation: in place of the loss's own: window_token_mean, token_mean, sequence_mean,
-            fixed_length or prompt_mean. ``loss_reduction`` has to be token_mean,
-            token_mean_legacy, sequence_mean, seq_mean_token_sum_norm or prompt_mean then.
-        any_version: also with a version of SkyRL that differs.
-        settings: of :class:`grpo_kernels.LossConfig`. SkyRL's own settings of losses are not read.
+        name: the name to register; None: ``grpo_kernels.`` plus ``loss_type``.
+        loss_aggregation: replaces the loss's own: window_token_mean, token_mean, sequence_mean,
+            fixed_length or prompt_mean. ``loss_reduction`` must then be token_mean,
+            token_mean_legacy, sequence_mean, seq_mean_token_sum_norm or prompt_mean.
+        any_version: also accept other versions of SkyRL.
+        settings: of :class:`grpo_kernels.LossConfig`. SkyRL's own loss settings are ignored.
 
     Raises:
         ImportError: SkyRL is not installed, or it differs.
-        ValueError: the loss is unknown or has no ``loss_reduction`` of SkyRL's, a setting is
-            unknown, out of range or cannot be honoured, or the name is taken. In a call:
-            ``loss_reduction`` is another, or ``off_policy_correction`` is set (use
+        ValueError: the loss is unknown or has no matching ``loss_reduction``, a setting is
+            unknown, out of range or not supported, or the name is taken. In a call:
+            ``loss_reduction`` does not match, or ``off_policy_correction`` is set (use
             ``rollout_correction_mode`` here).
     """
     _LOSSES.check(any_version)
@@ -171,9 +170,9 @@ def register_policy_loss(
     for setting in _OF_SKYRL:
         if setting in settings:
             raise ValueError(
-                f"{setting}: expected none here, it is SkyRL's, got {settings[setting]!r}"
+                f"{setting}: expected none, since SkyRL sets it, got {settings[setting]!r}"
             )
-    # a sum has no aggregation, and this one needs nothing of a batch
+    # a sum needs no aggregation, and this one uses nothing from a batch
     fixed = {"loss_aggregation": "window_token_mean"}
     settings = {"rollout_correction_mode": None, **settings}
     config = LossConfig(loss_type=loss_type, **fixed, **settings)
@@ -192,9 +191,9 @@ def register_policy_loss(
 def _policy_loss(
     own: LossConfig,
     reduction: str,  # the loss_reduction that it is registered for
-    log_probs: Tensor,  # (B, T), as all that follow
+    log_probs: Tensor,  # (B, T), like the following arguments
     old_log_probs: Tensor,
-    advantages: Tensor,  # over what loss_reduction divides by
+    advantages: Tensor,  # already divided as loss_reduction requires
     config: Any,
     loss_mask: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
@@ -202,7 +201,7 @@ def _policy_loss(
     _check_algorithm(own.loss_type, reduction, config)
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
     batch = TokenBatch.from_padded(
-        torch.zeros_like(log_probs, dtype=torch.int64),  # ids, which no loss reads
+        torch.zeros_like(log_probs, dtype=torch.int64),  # ids, which losses do not read
         advantages,
         mask,
         old_logprobs=old_log_probs,
@@ -215,7 +214,7 @@ def _policy_loss(
 
 
 def _check_algorithm(loss_type: str, reduction: str, config: Any) -> None:
-    """Raise ValueError if SkyRL's settings ask for what the loss is not."""
+    """Raise ValueError if SkyRL's settings do not match the loss."""
     if config.loss_reduction != reduction:
         raise ValueError(
             f"loss_reduction: expected {reduction!r} for {loss_type}, got {config.loss_reduction!r}"
@@ -224,6 +223,6 @@ def _check_algorithm(loss_type: str, reduction: str, config: Any) -> None:
         value = getattr(config.off_policy_correction, name)
         if value is not None:
             raise ValueError(
-                f"off_policy_correction.{name}: expected None (rollout_correction_mode of "
-                f"register_policy_loss is ours), got {value!r}"
+                f"off_policy_correction.{name}: expected None (use rollout_correction_mode of "
+                f"register_policy_loss instead), got {value!r}"
             )

