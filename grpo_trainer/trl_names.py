@@ -37,8 +37,8 @@ class TrlNames:
         field = ALIASES.get(name, name)
         if field in CHANGEABLE:  # nothing would read the attribute
             raise AttributeError(
-                f"{name}: use trainer.change({field}={value!r}), which takes effect with the "
-                "next generation batch, instead of an assignment"
+                f"{name}: expected trainer.change({field}={value!r}), which takes effect with the "
+                "next generation batch, got an assignment"
             )
         super().__setattr__(name, value)
 
@@ -120,7 +120,10 @@ def check_overrides(kind: type, base: type) -> None:
     called."""
     for name, advice in _INSTEAD.items():
         if getattr(kind, name, None) is not getattr(base, name, None):
-            raise ValueError(f"{kind.__name__}.{name}: this method is never called; {advice}")
+            raise ValueError(
+                f"{kind.__name__}.{name}: expected no method of this name, since it is never "
+                f"called; {advice}"
+            )
     for name, arguments in CALLED.items():
         method = getattr(kind, name)
         if method is getattr(base, name):

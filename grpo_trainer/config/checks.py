@@ -396,13 +396,13 @@ def _check_generation(args: TrainingArguments) -> None:
     for name in options("generation_kwargs", args.generation_kwargs):
         if name in _SHARED_WITH_THE_LOSS:
             raise ValueError(
-                f"generation_kwargs[{name!r}]: set the field {_SHARED_WITH_THE_LOSS[name]} "
-                "instead, which the loss reads too"
+                f"generation_kwargs[{name!r}]: expected the field {_SHARED_WITH_THE_LOSS[name]} "
+                "instead, which the loss also reads"
             )
         if not own_names and name in ("stop", "stop_strings"):
             raise ValueError(
-                f"generation_kwargs[{name!r}]: not supported by the transformers engine; pass the "
-                "ids of tokens that end a completion as 'stop_token_ids'"
+                f"generation_kwargs[{name!r}]: expected none with the transformers engine; pass "
+                "the ids of tokens that end a completion as 'stop_token_ids'"
             )
         if not own_names and name != "stop_token_ids" and not hasattr(known, name):
             raise ValueError(f"generation_kwargs: GenerationConfig has no {name!r}")

@@ -244,8 +244,8 @@ class Settings:
             )
         if name in OF_SAMPLING and self.args.generation_batches_ahead:
             raise ValueError(
-                f"{name}: cannot change with generation_batches_ahead, whose next completions are "
-                f"already being sampled, got {value!r}"
+                f"{name}: expected no change with generation_batches_ahead, whose next completions "
+                f"are already being sampled, got {value!r}"
             )
         if name == "beta" and value != 0 and self._began.beta == 0:
             raise ValueError(
@@ -254,7 +254,7 @@ class Settings:
             )
         if name == "entropy_coef" and self.args.use_adaptive_entropy:
             raise ValueError(
-                f"entropy_coef: cannot change with use_adaptive_entropy, got {value!r}"
+                f"entropy_coef: expected no change with use_adaptive_entropy, got {value!r}"
             )
 
 

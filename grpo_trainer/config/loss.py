@@ -103,7 +103,7 @@ def loss_config(args: TrainingArguments) -> LossConfig:
         if name in LossConfig.__dataclass_fields__:
             raise ValueError(
                 f"loss_kwargs: expected the loss's own settings, got {name!r}, a setting of all "
-                "losses; set it as an option of its own name"
+                "losses; set it as its own option"
             )
         if name in changed:
             raise ValueError(

@@ -35,7 +35,7 @@ Images = Sequence[ImageInputs | None] | None  # one entry per prompt
 Weights = Iterator[tuple[str, Tensor]]
 WeightSource = Callable[[], Weights]
 
-MAX_LOGPROBS = 1024  # the most ids per token that an engine is asked for
+MAX_LOGPROBS = 1024  # the most ids per token that an engine reports
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 _NEVER = -100.0  # added to a logit: the smallest value that vLLM accepts
 _WALK = "walk"  # from the first process to the others: gather the weights with me

@@ -407,8 +407,8 @@ IMAGE_FREE = "train_dataset: expected no images without a processor"
 OTHER = "train_dataset: expected prompts of text and images, got .* of type"
 # what is wrong with a run, and what names it; the family is llava
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"family": "qwen3_vl", "processing_class": LLAVA}, "a LlavaProcessor, with whose"),
-    ({"model": partial(tiny_model, "llava", image_token_index=7)}, "in which token 7 stand"),
+    ({"family": "qwen3_vl", "processing_class": LLAVA}, "a LlavaProcessor, and the policy fails"),
+    ({"model": partial(tiny_model, "llava", image_token_index=7)}, "with the image token 7"),
     ({"model": text_model}, "expected the processor of Qwen2ForCausalLM"),
     ({"processing_class": LLAVA.tokenizer}, IMAGE_FREE),
     ({"processing_class": LLAVA.tokenizer, "train_dataset": dataset(None)}, IMAGE_FREE),

@@ -184,7 +184,7 @@ def test_a_function(make, changes):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rollout_versions": [[0, 7]] * 8}, "versions' of 0 to 0, the optimizer .* got 7"),
+        ({"rollout_versions": [[0, 7]] * 8}, "versions' from 0 to 0, the optimizer .* got 7"),
         ({"logprobs": None}, "rollout_func: expected 'logprobs' with generation_batches_ahead"),
     ],
 )

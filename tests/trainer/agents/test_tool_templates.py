@@ -92,11 +92,11 @@ THINKS = TEMPLATE.replace(
         (None, "expected a chat template for conversations with tools, got none"),
         (TEMPLATE.replace("call.function", "''"), "got a template that omits tool calls"),
         (TEMPLATE.replace("m.content", "m.content if m.role == 'user'"), "omits the results"),
-        ("{{ raise_exception('no') }}", "tools, got one that fails: no"),
-        ("{{ 'a' + messages }}", "tools, got one that fails: can only concatenate"),
+        ("{{ raise_exception('no') }}", "tools, got a template that fails: no"),
+        ("{{ 'a' + messages }}", "tools, got a template that fails: can only concatenate"),
         (
             "{% if messages[1:] %}{{ raise_exception('no calls') }}{% endif %}",
-            "tools, got one that fails: no calls",
+            "tools, got a template that fails: no calls",
         ),
         (TEMPLATE.replace("m.role", "m.role ~ loop.revindex"), "writes earlier turns differently"),
         (

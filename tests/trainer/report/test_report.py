@@ -239,7 +239,7 @@ def test_a_run_leaves_its_report(make_trainer, monkeypatch, caplog):
     assert record.recipe["rewards"] == {"digits_reversal_reward": 1.0}
     assert record.environment["torch"] and record.recipe["loss_type"] == "dapo"
     assert any("reward" in row for row in record.history)
-    assert "Settings that are not" in (folder / "report.html").read_text()
+    assert "Settings that differ" in (folder / "report.html").read_text()
 
     for name in ("report.html", "run.json"):
         (folder / name).unlink()
