@@ -39,7 +39,7 @@ test: announce-test $(VENV)/.dev
 
 announce-test:
 	@echo "make test: about 45 minutes on two free cores, and 7 GB in six environments."
-	@echo "make test-main is its largest part, kernels and trainer: about 15 minutes, and 2.8 GB in $(VENV)."
+	@echo "make test-main runs the largest part, kernels and trainer: about 15 minutes, and 2.8 GB in $(VENV)."
 
 # everything that needs only .venv
 test-main: $(VENV)/.dev

@@ -368,7 +368,7 @@ def _batch(sampling_mask: dict[str, Tensor] | None, **attributes: Any) -> MicroB
     if attributes.pop("shares_prompts", False):  # version 1.0.0 packed these in another way
         attributes["packed"] = None
     batch = MicroBatch(**{name: attributes[name] for name in attributes if name in known})
-    vars(batch).update(attributes)  # those of columns, too
+    vars(batch).update(attributes)  # including attributes set by columns
     if sampling_mask is not None:
         batch.sampling_mask = SamplingMask.from_csr(**sampling_mask)
     return batch

@@ -172,7 +172,7 @@ def test_a_function_teaches(tmp_path: Path) -> None:
     assert batch.input_ids[0, :length].tolist() in asked
     assert found[0, : length - 1].tolist() == [-0.5 * i for i in range(1, length)]
     trained._models.teacher._function = lambda sequences: [[0.0]] * len(sequences)
-    with pytest.raises(ValueError, match="teacher: expected a log-probability for each token except"):
+    with pytest.raises(ValueError, match="teacher: expected a log-probability for each token"):
         trained._models.teacher._logprobs(batch, trained.model)
 
 

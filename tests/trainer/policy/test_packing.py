@@ -285,8 +285,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         lambda: tiny("bloom", "eager", **BLOOM, initializer_range=0.02).bfloat16(), {},
         "BloomForCausalLM, because its positions",
     ),
-    "sums": (lambda: tiny("opt", ffn_dim=48, word_embed_proj_dim=32), {}, "OPTFor.*, whose posi"),
-    "noise": (lambda: tiny("llama"), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha, whose"),
+    "sums": (lambda: tiny("opt", ffn_dim=48, word_embed_proj_dim=32), {}, "OPTFor.*, because"),
+    "noise": (lambda: tiny("llama"), {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha, beca"),
 }  # fmt: skip
 
 
