@@ -180,9 +180,9 @@ test_prime_rl = contract_of(
         refused={
             r"labels: expected a tensor of shape \(b, s\), got N": partial(call_head, seeded(1, D)),
             "temperature: expected a tensor": partial(call_head, seeded(1, D), torch.tensor([1])),
-            "temperature: expected none here": partial(call_prime_rl, temperature=0.7),
-            "entropy_coef: expected none here": partial(call_prime_rl, entropy_coef=0.1),
-            "rollout_correction_mode: expected none here": partial(
+            "temperature: expected none, since": partial(call_prime_rl, temperature=0.7),
+            "entropy_coef: expected none, since": partial(call_prime_rl, entropy_coef=0.1),
+            "rollout_correction_mode: expected none, since": partial(
                 call_prime_rl, rollout_correction_mode="token_mask"
             ),
             "epsilonn: expected a setting of dapo": partial(call_prime_rl, epsilonn=0.1),
@@ -363,7 +363,7 @@ def test_a_loss_of_skyrl_travels_and_is_rejected() -> None:
         "loss_aggregation: expected one of .*prompt_mean": partial(
             register, "dapo", loss_aggregation="sequence_sum"
         ),
-        "beta: expected none here": partial(register, "dapo", beta=0.1),
+        "beta: expected none, since": partial(register, "dapo", beta=0.1),
         "epsilonn: expected a setting of dapo": partial(register, "dapo", epsilonn=0.1),
         "already registered": partial(register, "dapo"),
         "loss_reduction: expected 'token_mean' for dapo": partial(
