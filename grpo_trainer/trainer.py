@@ -276,7 +276,7 @@ class GRPOTrainer(TrlNames, BaseTrainer):
         return self._micro_batches(batch, self._rollouts.plan)
 
     def _evaluation_batch(self, rows: list[Row]) -> MicroBatch:
-        """Return one micro-batch of this process's rows; groups are consecutive over all."""
+        """Return one micro-batch of this process's rows; groups may span processes."""
         if not self.is_in_train:
             self._follow_settings()
         size = self.args.eval_group_size

@@ -83,7 +83,7 @@ class TurnParser:
             prefix: the tokens before it.
             tools: schemas, which give arguments their types.
         """
-        # tags may be special tokens, so special tokens are kept
+        # tags may be special tokens: skip special tokens only if there are no tags
         decode = self._tokenizer.decode
         end = decode(ids[-1:]) if ids[-1] in self._eos else ""
         message = self.read(decode(ids), end, decode(prefix), tools)

@@ -145,8 +145,8 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 def value_metric(name: str, value: float | Tensor, device: torch.device, count: int = 1) -> Metrics:
-    """Return ``count`` samples of a number, to be averaged over the window; with 0 the number is
-    added to the next sample."""
+    """Return the sum of ``count`` samples of a number, to be averaged over the window; with 0 it is
+    part of the next sample."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
     return Metrics({name: Stat("mean", total, torch.full_like(total, count))})
 

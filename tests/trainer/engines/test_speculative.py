@@ -57,7 +57,11 @@ def make_context(tmp_path):
     ("changes", "config", "message"),
     [
         ({}, SUFFIX | {"rejection_sample_method": "synthetic"}, "rejection_sample_method"),
-        ({"min_p": 0.1}, SUFFIX, "min_p: expected None or 0 with vllm_engine_kwargs"),
+        (
+            {"min_p": 0.1},
+            SUFFIX,
+            "min_p: expected None or 0, since vLLM .* with vllm_engine_kwargs",
+        ),
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, SUFFIX, r"\['logit_bias'\]"),
         ({}, "suffix", "expected a dictionary, got 'suffix'"),
         ({}, {"method": "mtp"}, "expected a 'model'.*for the method 'mtp' the policy's"),
