@@ -193,9 +193,7 @@ def adopt_old_names(args: TrainingArguments) -> None:
         deprecated("top_k", "use 0 for None")
         args.top_k = 0
     init = args.model_init_kwargs
-    if (
-        isinstance(init, dict) and "torch_dtype" in init
-    ):  # from_pretrained ignores it if dtype is set
+    if isinstance(init, dict) and "torch_dtype" in init:  # from_pretrained prefers dtype
         deprecated("model_init_kwargs['torch_dtype']", "use dtype")
         init = dict(init)
         old = init.pop("torch_dtype")

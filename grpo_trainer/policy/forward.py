@@ -267,9 +267,7 @@ class Reference(TrainerCallback):
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
         own = self.state()
-        assert own.keys() == state.keys(), (
-            "checkpoints of other configurations raise an error earlier"
-        )
+        assert own.keys() == state.keys(), "checkpoints of other configurations fail earlier"
         for name, parameter in own.items():
             parameter.copy_(state[name])
 

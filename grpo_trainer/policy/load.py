@@ -159,9 +159,7 @@ def load_model(
                 "quantization_config: expected it once, got it in model_init_kwargs too"
             )
         settings["quantization_config"] = quantization_config
-        if (
-            torch.cuda.is_available()
-        ):  # quantized weights are created on their device, and stay there
+        if torch.cuda.is_available():  # quantized weights cannot change their device
             settings.setdefault("device_map", {"": args.device})
     where = {key: settings[key] for key in _WHERE if key in settings}
     with loading(name, f"{what} {name!r}", settings):
@@ -274,9 +272,7 @@ def load_processing_class(model: PreTrainedModel, args: GRPOConfig) -> Processin
     """Load the tokenizer of ``model``, or its processor if it accepts images."""
     revision = options("model_init_kwargs", args.model_init_kwargs).get("revision") or "main"
     name, kind = model.config._name_or_path, AutoProcessor if takes_images(model) else AutoTokenizer
-    what = (
-        f"processing_class: expected a tokenizer or a processor, since the one for model {name!r}"
-    )
+    what = f"processing_class: expected a tokenizer or a processor, since the one of {name!r}"
     processing_class = load_pretrained(kind, name, what, args, {}, revision=revision)
     tokenizer = tokenizer_of(processing_class)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it without files

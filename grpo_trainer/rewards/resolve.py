@@ -173,9 +173,7 @@ class RewardModel:
                     f"{self.__name__!r}, got neither"
                 )
             tokenizer.pad_token = tokenizer.eos_token
-        if (
-            config is not None
-        ):  # classifiers read the reward from the last token that is not padding
+        if config is not None:  # classifiers read the reward from the last unpadded token
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
         if not hasattr(model, "hf_device_map"):  # else the model is already placed
             model.to(args.device)
