@@ -89,9 +89,9 @@ def test_log_probabilities_in_a_list_per_token(train, given, candidates):
 @pytest.mark.parametrize(
     ("reported", "sharpness", "changes", "doubt"),
     [
-        (0.0, 1, {}, "reports 0 for every token, .* own are -2.[0-9]* on average; report None"),
+        (0.0, 1, {}, "reports 0 for every token, .* are -2.[0-9]* on average; report None"),
         (0.0, 1, {"bypass_mode": True}, "reports 0 for every token"),
-        (-9.0, 1, {}, "reports numbers that are 6.[0-9]* away from the policy's own on average"),
+        (-9.0, 1, {}, "reports numbers that differ from the policy's by 6.[0-9]* on average"),
         (0.0, 1, {"top_p": 0.9}, "reports 0 for every token"),  # which may raise them by 0.11
         (0.0, 1, {"top_p": 0.05}, None),
         (0.0, 1, {"top_k": 1}, None),  # every token is certain
@@ -184,7 +184,7 @@ def changed(**values):
         (changed(steps=3), "expected 4 entries in 'steps', one per prompt, got int"),
         (changed(prompts=[""] * 4), "another column name than 'prompts'"),
         (changed(completion_ids=[[3] * 5] * 4, logprobs=None, env_mask=None), "4 tokens, got 5"),
-        (changed(prompt_ids=[[3] * 61] * 4), "at most 64 tokens of prompt and .*, got 65"),
+        (changed(prompt_ids=[[3] * 61] * 4), "at most 64 tokens in prompt and .*, got 65"),
     ],
 )
 def test_wrong_answers(make_args, tokenizer, function, message):
