@@ -99,7 +99,7 @@ def adapter_rank(context: EngineContext, ranks: Callable[[], Sequence[int] | str
             return min(room)
         else:
             most = f"at most {max(known)} (max_lora_rank)"
-            reason = f"its rank is {rank}, and vLLM was started with {most}"
+            reason = f"its rank is {rank}, and vLLM is configured for {most}"
     if setting == "adapter":
         raise ValueError(f"vllm_lora_transfer: expected an adapter that vLLM applies, but {reason}")
     if is_quantized(policy):

@@ -98,8 +98,8 @@ def test_the_revision_of_the_base(make_args, tokenizer, dataset, rounded, tmp_pa
 @pytest.mark.parametrize(
     ("lora", "changes", "message"),
     [
-        ({"use_dora": True}, {}, "use_vllm: expected a LoRA adapter .*no factor of plain LoRA"),
-        ({"r": 9}, {"vllm_engine_kwargs": ENGINE | {"max_lora_rank": 8}}, "is 9, .* 8 at most"),
+        ({"use_dora": True}, {}, "use_vllm: expected a LoRA adapter .*not a factor of plain LoRA"),
+        ({"r": 9}, {"vllm_engine_kwargs": ENGINE | {"max_lora_rank": 8}}, "is 9, .* at most 8"),
         ({}, {"vllm_engine_kwargs": ENGINE | {"enable_lora": False}}, "has enable_lora=False"),
         ({"init_lora_weights": "olora"}, {}, "init_lora_weights, since .* got 'olora'"),
     ],

@@ -231,8 +231,8 @@ NO_FACTOR = "is not a factor of plain LoRA on a linear layer of the body"
         ({"trainable_token_indices": [3]}, [8], f"trainable_tokens_delta.default {NO_FACTOR}"),
         ({"lora_bias": True}, [8], f"lora_B.default.bias {NO_FACTOR}"),
         ({"bias": "all"}, [8], f"q_proj.base_layer.bias {NO_FACTOR}"),
-        ({"r": 17}, [8, 16], "rank is 17, and vLLM was started with at most 16"),
-        (PATTERNS, [1, 4], "rank is 5, and vLLM was started with at most 4"),
+        ({"r": 17}, [8, 16], "rank is 17, and vLLM is configured for at most 16"),
+        (PATTERNS, [1, 4], "rank is 5, and vLLM is configured for at most 4"),
         ({}, "it has no room for any", "it has no room for any"),
     ],
 )
@@ -251,7 +251,7 @@ def test_adapters_that_are_merged(changes, ranks, reason, caplog):
     [
         ({}, "merged", [8], "vllm_lora_transfer: expected auto or adapter with a quantized base"),
         ({"use_dora": True}, "auto", [8], f"use_vllm: expected a LoRA adapter .*{NO_FACTOR}"),
-        ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM was started with at most 8"),
+        ({"r": 9}, "auto", [8], "use_vllm: .*rank is 9, and vLLM is configured for at most 8"),
         ({}, "auto", "it has no room", "use_vllm: .*but it has no room; generate with"),
         ({}, "adapter", "it has no room", "vllm_lora_transfer: .*but it has no room"),
     ],

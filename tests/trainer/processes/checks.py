@@ -262,7 +262,7 @@ def refused(placement: str, folder: str) -> Found:
         ({"cast_lm_head_to_fp32": True, "bf16": True}, "cast_lm_head_to_fp32: expected False"),
         (
             {"generation_batches_ahead": 1},
-            "generation_batches_ahead: expected 0, or an engine with weights of its own",
+            "generation_batches_ahead: expected 0, or an engine with its own weights",
         ),
         (made(FEATURES["tokens"]), tokens[placement]),
     ):
