@@ -1,4 +1,4 @@
-"""FusedHead: an LM head that is called as a module and returns log-probabilities or a loss."""
+"""FusedHead: an LM head that you call as a module to get log-probabilities or a loss."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HeadFn = Callable[[Tensor, Head], Any]
 
 
 class FusedHead(ForwardOverlay, nn.Module):
-    """An LM head whose forward, given targets, forms no logits.
+    """An LM head that computes log-probabilities or a loss without storing logits.
 
-    ``FusedHead(lm_head)`` is ``lm_head`` itself, the same object, which is also a FusedHead from
-    then on: its parameters, hooks, ``isinstance`` and the references to it stay the same. Doing it
-    twice is harmless. Wrappers of modules (FSDP1, FSDP2, DeepSpeed's ZeRO-3, accelerate's hooks)
-    gather or move the parameters of a module when it is *called*, and reduce their gradients. They
-    do not see a weight that is only read.
+    ``FusedHead(lm_head)`` returns ``lm_head`` itself, now also a FusedHead: its parameters, hooks,
+    ``isinstance`` and the references to it stay the same. Doing it twice is harmless. Call the head
+    as a module under FSDP1, FSDP2, DeepSpeed's ZeRO-3 or accelerate's hooks: they gather or move
+    parameters, and reduce their gradients, only for a module that is *called*, not for a weight
+    that is read.
 
     ::
 
         model.lm_head = FusedHead(model.lm_head)
-        logits = model.lm_head(hidden)  # as before; so generation works
+        logits = model.lm_head(hidden)  # as before, so generation works
         logprobs = model.lm_head(hidden, target, temperature=0.7).logprobs
         loss, metrics = model.lm_head.policy_loss(hidden, batch, config)
 
@@ -40,10 +40,10 @@ class FusedHead(ForwardOverlay, nn.Module):
             ``trainable_token_indices``); each call looks up its active adapters.
         logit_scale, softcap: as in :func:`grpo_kernels.linear_logprobs`; ``head(hidden)`` returns
             logits without them.
-        vocab_size: the number of ids in use, if the weight has further rows of padding; None: all.
+        vocab_size: number of ids in use, if the weight has padding rows after them; None: all.
 
     Raises:
-        ValueError: ``layer`` is not a module, or its forward is not that of its class. In a call:
+        ValueError: ``layer`` is not a module, or has a forward other than its class's. In a call:
             the layer is not linear, is quantized, or has an adapter that is not plain LoRA.
     """
 
@@ -79,14 +79,18 @@ class FusedHead(ForwardOverlay, nn.Module):
     def __call__(
         self, hidden: Tensor, target: Tensor | HeadFn | None = None, **options: Any
     ) -> Any:
-        """Return logits, log-probabilities, or what a function makes of hidden states and head.
+        """Return logits, log-probabilities, or the result of a function.
 
         Args:
             hidden: (..., D) last hidden states.
-            target: None: for logits; (...) ids: for what :func:`grpo_kernels.linear_logprobs`
-                returns, with its ``options``; a function of the hidden states and the
-                :class:`Head`, whose result is something that hooks find tensors in: a tensor, a
-                tuple, a list, a dict or a ``ModelOutput``.
+            target: selects the result:
+
+                * None: logits.
+                * (...) ids: what :func:`grpo_kernels.linear_logprobs` returns; ``options`` are its
+                  arguments.
+                * a function: its result for the hidden states and the :class:`Head`. Hooks must be
+                  able to find the tensors in it, so return a tensor, a tuple, a list, a dict or a
+                  ``ModelOutput``.
         """
         # hooks cast, move or count only the hidden states
         if isinstance(target, Tensor):
@@ -95,7 +99,7 @@ class FusedHead(ForwardOverlay, nn.Module):
                 hidden, lambda hidden, head: score(hidden, head, ids.to(hidden.device), **options)
             )
         if target is None:
-            # LazyLogits are made without a call of the module: no hook runs before they are scored
+            # LazyLogits do not call the module, so no hook runs before they are scored
             instead = vars(self).get("_instead_of_logits")
             return super().__call__(hidden, **options) if instead is None else instead(self, hidden)
         return super().__call__(hidden, target, **options)
@@ -103,7 +107,7 @@ class FusedHead(ForwardOverlay, nn.Module):
     def policy_loss(
         self, hidden: Tensor, batch: TokenBatch, config: LossConfig, **options: Any
     ) -> PolicyLossOutput:
-        """Return what :func:`grpo_kernels.linear_policy_loss` does; ``options`` are its own."""
+        """Return the result of :func:`grpo_kernels.linear_policy_loss` with these ``options``."""
         return self(
             hidden, lambda hidden, head: linear_policy_loss(hidden, head, batch, config, **options)
         )
@@ -115,10 +119,11 @@ class FusedHead(ForwardOverlay, nn.Module):
         teacher_head: Tensor | Head | None = None,
         **options: Any,
     ) -> LinearDivergence:
-        """Return what :func:`grpo_kernels.linear_divergence` does; ``options`` are its own.
+        """Return the result of :func:`grpo_kernels.linear_divergence` with these ``options``.
 
-        ``teacher_head`` is the teacher's detached weight, or a :class:`Head` of it with a bias,
-        scale or softcap. It may be a DTensor; no module, which would have to be called.
+        ``teacher_head`` is the teacher's detached weight, or a :class:`Head` that adds a bias,
+        scale or softcap. The weight may be a DTensor. A module isn't supported: it would have to
+        be called.
         """
         return self(
             hidden,
@@ -128,7 +133,7 @@ class FusedHead(ForwardOverlay, nn.Module):
         )
 
     def forward(self, hidden: Tensor, fn: HeadFn | None = None, **options: Any) -> Any:
-        """Return logits, or what ``fn`` makes of hidden states (..., D) and the :class:`Head`."""
+        """Return logits, or the result of ``fn`` for hidden states (..., D) and :class:`Head`."""
         if fn is None:
             return super().forward(hidden, **options)
         head = unshard_head(head_of_layer(self, self._transform))
@@ -138,26 +143,25 @@ class FusedHead(ForwardOverlay, nn.Module):
 
 
 def score(hidden: Tensor, head: Head, ids: Tensor, **options: Any) -> LinearLogprobs:
-    """Return ``linear_logprobs`` without views: changed in place, they would lose FSDP2's hooks."""
+    """Return ``linear_logprobs`` as copies: a view changed in place would lose FSDP2's hooks."""
     outputs = linear_logprobs(hidden, head, ids, **options)
     return LinearLogprobs(*(None if x is None else x.clone() for x in outputs))
 
 
 def unfuse(head: FusedHead) -> None:
-    """Make the layer what it was, unless somebody has made a class of their own of it (FSDP2)."""
+    """Restore the layer's class, unless another library has subclassed it since (as FSDP2 does)."""
     if _swap_class(remove_overlay, head):
         del head._transform, head._vocab_size
 
 
 def _swap_class(change: Callable[[type[ForwardOverlay], nn.Module], Any], layer: nn.Module) -> Any:
-    """Apply or remove FusedHead, also within accelerate's hooks."""
-    inside = getattr(vars(layer).get("_old_forward"), "__func__", None)  # that these hooks call
+    """Apply or remove FusedHead, also inside accelerate's hooks."""
+    inside = getattr(vars(layer).get("_old_forward"), "__func__", None)  # called by these hooks
     hooked = hasattr(layer, "_hf_hook") and inside is type(layer).forward
     if "forward" in vars(layer) and not hooked:
         raise ValueError(
-            "layer: expected one with the forward of its class, or accelerate's hooks around that, "
-            f"got {type(layer).__name__} with a forward of its own; apply FusedHead before that is "
-            "set"
+            "layer: expected its class's own forward, or accelerate's hooks around that, got "
+            f"{type(layer).__name__} with a patched forward; apply FusedHead before the patch"
         )
     changed = change(FusedHead, layer)
     if hooked:

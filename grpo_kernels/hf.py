@@ -1,5 +1,8 @@
-"""Fused heads inside transformers models: in the forward, so that wrappers and hooks run, with the
-scale and softcap of the model's config; and a check of these against the model's own logits."""
+"""Fused heads in transformers models.
+
+The head runs in the model's forward, so that wrappers and hooks run, with the scale and softcap of
+the model's config. ``check_fused_head`` checks these against the model's own logits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from grpo_kernels.head import Head, layer_in_use, project
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# config attributes that the logits are multiplied by, or else divided
+# config attributes that scale the logits: True: a factor, False: a divisor
 _SCALES = {
     "logit_scale": True,  # Cohere
     "output_multiplier": True,  # Muse Glimmer
@@ -28,14 +31,14 @@ _SCALES = {
     "logits_scaling": False,  # Granite, MiniCPM3
     "logits_mup_width_multiplier": False,  # Inkling
 }
-# by model type: families that use these otherwise, or declare one that they do not apply
+# by model type: families that use these differently, or declare one that they do not apply
 _OTHER_SCALES: dict[str, dict[str, bool]] = {"hyperclovax": {"logits_scaling": True}, "mpt": {}}
 _SOFTCAPS = (
     "final_logit_softcapping",  # Gemma
     "logits_soft_cap",  # RecurrentGemma
     "output_logit_soft_cap",  # xLSTM
 )
-# classes of MLPs whose output for a token depends on that token only
+# MLP classes in which each token's output depends only on that token
 TOKEN_WISE_MLPS = (
     *("ApertusMLP", "ArceeMLP", "Cohere2MLP", "CohereMLP", "Ernie4_5MLP", "Exaone4MLP"),
     *("Gemma2MLP", "Gemma3MLP", "GemmaMLP", "Glm4MLP", "GlmMLP", "GraniteMLP", "HeliumMLP"),
@@ -44,23 +47,26 @@ TOKEN_WISE_MLPS = (
     *("Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "Qwen3_5MLP", "SeedOssMLP", "SmolLM3MLP"),
     *("StableLmMLP", "Starcoder2MLP", "VaultGemmaMLP"),
 )
-# fields of configs: experts that a token goes through
+# config fields: the number of experts that process a token
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
-_PATCHED = "_grpo_patched_forward"  # attribute: the forward that was set on a model before
+_PATCHED = "_grpo_patched_forward"  # attribute: a forward that was set on the model earlier
 _TOKENS = 4
-_LARGE = 64.0  # logits of this size show every softcap in use
-# of the largest logit or hidden state
+_LARGE = 64.0  # logits of this size expose every softcap in use
+# relative to the largest logit or hidden state
 TOLERANCE = defaultdict(lambda: 1e-3, {torch.float16: 0.02, torch.bfloat16: 0.03})
 
 
 def add_fused_head(model: PreTrainedModel) -> None:
-    """Teach ``model`` the keyword argument ``head_fn``; call it before any wrapper is applied.
+    """Add the keyword argument ``head_fn`` to the forward of ``model``, before wrapping it.
 
     ``model(input_ids=..., attention_mask=..., head_fn=fn)`` runs the backbone and returns a
-    ``ModelOutput`` whose ``head`` is ``fn(hidden, Head)``, with ``hidden`` (B, L, D), in place of
-    the logits. Without ``head_fn`` the forward is the model's own. Calling it twice is harmless.
-    The output embeddings become a :class:`grpo_kernels.FusedHead`. ``router_mask`` (B, L) says
-    which tokens count in the routers' loss where that is not ``attention_mask``.
+    ``ModelOutput`` with ``head=fn(hidden, Head)``, where ``hidden`` is (B, L, D), instead of the
+    logits. Without ``head_fn`` the forward is unchanged. The output embeddings become a
+    :class:`grpo_kernels.FusedHead`. Pass ``router_mask`` (B, L) if the tokens that count in the
+    router loss differ from ``attention_mask``. Calling this function twice is harmless.
+
+    Args:
+        model: a causal LM of transformers. Call this before FSDP, DeepSpeed or another wrapper.
 
     Raises:
         ValueError: the model has no output embeddings, or no separate backbone.
@@ -73,33 +79,33 @@ def add_fused_head(model: PreTrainedModel) -> None:
         )
     backbone(model)
     fused_head(model, anew=True)
-    if "forward" in vars(model):  # it would hide that of a class
+    if "forward" in vars(model):  # it would hide a class's forward
         vars(model)[_PATCHED] = vars(model).pop("forward")
     apply_overlay(_TakesHeadFn, model)
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Return whether a forward was set on this model, other than by :func:`add_fused_head`."""
+    """Return whether anything but :func:`add_fused_head` has set a forward on this model."""
     return "forward" in vars(model) or _PATCHED in vars(model)
 
 
 def drop_wrappers(model: PreTrainedModel) -> None:
-    """Drop what was set around a forward since :func:`add_fused_head`, if that was called."""
+    """Drop wrappers set around the forward since :func:`add_fused_head`, if that was called."""
     if isinstance(model, _TakesHeadFn):
         vars(model).pop("forward", None)
 
 
 class _TakesHeadFn(ForwardOverlay):
-    """What :func:`add_fused_head` makes of a model."""
+    """The forward that :func:`add_fused_head` adds to a model."""
 
     def forward(self: Any, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
         own_forward = super().forward
         if head_fn is None:
             return vars(self).get(_PATCHED, own_forward)(*args, **kwargs)
         if kwargs.get("labels") is not None:
-            raise ValueError("labels: expected None with head_fn (it makes the loss), got a value")
-        # wrappers pass on every argument of a causal LM, as None where it was not given; a backbone
-        # need not know it
+            raise ValueError("labels: expected None with head_fn (it has the loss), got a value")
+        # wrappers pass every argument of a causal LM, as None if not given; the backbone may not
+        # accept it
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         router_mask = kwargs.pop("router_mask", kwargs.get("attention_mask"))
         outputs = backbone(self)(*args, **{**kwargs, "use_cache": False})
@@ -117,10 +123,14 @@ class _TakesHeadFn(ForwardOverlay):
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the part of ``model`` that gives the last hidden states; raise ValueError for none."""
+    """Return the part of ``model`` that returns the last hidden states.
+
+    Raises:
+        ValueError: the model has no head of its own.
+    """
     if model.base_model is not model:
         return model.base_model
-    part = getattr(model, "model", None)  # Llama 4's text model, whose prefix names another part
+    part = getattr(model, "model", None)  # Llama 4's text model: its prefix names another part
     if not isinstance(part, nn.Module):
         raise ValueError(f"model: expected a model with a head, got {type(model).__name__}")
     return part
@@ -128,17 +138,19 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 @functools.cache
 def _output_class() -> type:
-    # transformers is imported only by those who use it
-    from transformers.utils import ModelOutput
+    from transformers.utils import ModelOutput  # imported on use
 
-    # the first one must not be `head`: a dict there is taken for the fields themselves
+    # `head` must not come first: ModelOutput reads a dict there as the fields themselves
     results = [("aux_loss", Any, None), ("head", Any, None)]
     return make_dataclass("FusedHeadOutput", results, bases=(ModelOutput,))
 
 
 def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
-    """Return the head to call, or FSDP1's wrapper of it. It becomes a FusedHead, with settings of
-    the config if it is not one (wrappers may have replaced that), or with ``anew``."""
+    """Return the head to call, or FSDP1's wrapper of it.
+
+    Turns the layer into a FusedHead with the config's settings if it is not one already (wrappers
+    may have replaced it), or if ``anew``.
+    """
     config = model.config.get_text_config()
     layer = model.get_output_embeddings()
     inner = getattr(layer, "_fsdp_wrapped_module", layer)
@@ -153,7 +165,7 @@ def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
 
 
 def logit_scale(config: PretrainedConfig) -> float:
-    """Return the factor on the logits, 1.0 where the family has none."""
+    """Return the factor on the logits, 1.0 if the family has none."""
     for name, multiplies in _OTHER_SCALES.get(config.model_type, _SCALES).items():
         if (value := getattr(config, name, None)) is not None:
             return float(value) if multiplies else 1.0 / float(value)
@@ -161,24 +173,24 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 
 def softcap(config: PretrainedConfig) -> float | None:
-    """Return the softcap of the logits, None where the family has none."""
+    """Return the softcap of the logits, None if the family has none."""
     values = (getattr(config, name, None) for name in _SOFTCAPS)
     return next((float(value) for value in values if value is not None), None)
 
 
 def keep_head_in_fp32(model: PreTrainedModel) -> None:
-    """Make the head's weight fp32, and hand fp32 hidden states to ``head_fn``, without autocast.
+    """Make the head's weight fp32, and pass fp32 hidden states to ``head_fn``, without autocast.
 
     Raises:
-        ValueError: the weight is of lower precision and shared with the embeddings, whose output
-            would change with it.
+        ValueError: the weight has lower precision and is shared with the embeddings, so casting it
+            would change their output.
     """
     layer = model.get_output_embeddings()
     if layer.weight.dtype != torch.float32:
         if not set(layer.parameters()).isdisjoint(model.get_input_embeddings().parameters()):
             raise ValueError(
-                "cast_lm_head_to_fp32: expected a head of its own, or fp32 weights, got "
-                f"{layer.weight.dtype} shared with the embeddings"
+                "cast_lm_head_to_fp32: expected fp32 weights, or a head that is not tied to the "
+                f"embeddings, got a tied head in {layer.weight.dtype}"
             )
         layer.float()
     layer.register_forward_pre_hook(_fp32_input)
@@ -189,7 +201,7 @@ def runs_in_fp32(model: PreTrainedModel) -> bool:
     """Return whether autocast must not round the head's inputs: after :func:`keep_head_in_fp32`."""
     wrapper = model.get_output_embeddings()
     layer = layer_in_use(wrapper)
-    marked = (wrapper, layer, getattr(layer, "base_layer", None))  # an adapter may have come later
+    marked = (wrapper, layer, getattr(layer, "base_layer", None))  # an adapter may be newer
     return any(getattr(one, "_grpo_fp32_head", False) for one in marked)
 
 
@@ -198,13 +210,16 @@ def _fp32_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 
 def has_moe_aux_loss(model: PreTrainedModel) -> bool:
-    """Return whether the family of ``model`` balances the load of its experts by a loss."""
+    """Return whether the family of ``model`` has a load-balancing loss for its experts."""
     config = model.config.get_text_config()
     return hasattr(config, "output_router_logits") and _balancing_loss(model) is not None
 
 
 def moe_aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """Return the loss, (), of what the backbone returned with ``output_router_logits=True``."""
+    """Return the load-balancing loss, (), of ``outputs`` of the backbone.
+
+    They must come from a forward with ``output_router_logits=True``.
+    """
     config = model.config.get_text_config()
     experts = getattr(model, "num_experts", None) or config.num_experts
     experts_per_token = config.num_experts_per_tok
@@ -212,31 +227,36 @@ def moe_aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | 
 
 
 def _balancing_loss(model: PreTrainedModel) -> Any:
-    """Return the function of that name in the modeling file of the family, or None."""
+    """Return ``load_balancing_loss_func`` of the family's modeling file, or None."""
     name = "load_balancing_loss_func"
-    # FSDP2 makes a subclass, in a module of its own
+    # FSDP2 makes a subclass in another module
     losses = (getattr(sys.modules[kind.__module__], name, None) for kind in type(model).__mro__)
     return next((loss for loss in losses if loss is not None), None)
 
 
 def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -> None:
-    """Raise ValueError unless the fused head of ``model`` describes how it makes its logits.
+    """Check that the fused head of ``model`` gives the model's own logits.
 
-    Two forwards over a few tokens: one with ``head_fn``, and the model's own. In both the last
-    hidden states are enlarged until the logits are large, so that a scale, a bound, a bias or a
-    step between backbone and head that is not understood shows whatever the weights are.
+    Runs two forwards over a few tokens: one with ``head_fn``, and the model's own. In both, the
+    last hidden states are scaled up until the logits are large. This exposes an unknown scale,
+    bound, bias or step between backbone and head, whatever the weights are.
 
-    ``wrapper`` (PEFT's, FSDP's, DeepSpeed's) is what is called to run a sharded model.
+    Args:
+        model: a model after :func:`add_fused_head`.
+        wrapper: the module to call for a sharded model: PEFT's, FSDP's or DeepSpeed's wrapper.
+
+    Raises:
+        ValueError: the logits differ.
     """
     config = model.config.get_text_config()
     bos, eos, padding = (getattr(config, f"{x}_token_id", None) for x in ("bos", "eos", "pad"))
-    # one that stands for text: the embedding of padding may be zero
+    # a token of text: the embedding of the padding token may be zero
     token = next(x for x in (bos, eos, 1, 0) if isinstance(x, int) and x != padding)
     device = next(model.get_input_embeddings().parameters()).device
     ids = torch.full((1, _TOKENS), token, device=device)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     runs = model if wrapper is None else wrapper
-    seen: dict[str, Any] = {}  # kept from hooks on the head, which would change a loss as well
+    seen: dict[str, Any] = {}  # set inside head_fn, before hooks on the head can change the result
 
     def note(hidden: Tensor, head: Head) -> Tensor:
         largest = _scaled_logits(hidden, head).abs().max()
@@ -248,7 +268,7 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
         return seen["enlarged"]
 
     def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
-        seen["fused"] = seen["enlarged"]  # there are forwards that do not call the backbone
+        seen["fused"] = seen["enlarged"]  # only here: some forwards do not call the backbone
         output.last_hidden_state = output.last_hidden_state * seen["factor"]
         return output
 
@@ -260,16 +280,16 @@ def check_fused_head(model: PreTrainedModel, wrapper: nn.Module | None = None) -
         undo.callback(backbone(model).register_forward_hook(enlarge).remove)
         own = runs(**batch, use_cache=False).logits
     fused = seen["fused"]
-    difference = f"shape {tuple(own.shape)} against {tuple(fused.shape)}"
+    difference = f"shape {tuple(own.shape)} instead of {tuple(fused.shape)}"
     if own.shape == fused.shape:
         error = (own.to(fused) - fused).abs().max() / fused.abs().max()
         if error <= TOLERANCE[own.dtype]:
             return
         difference = f"a relative error of {float(error):.1e}"
     raise ValueError(
-        f"model: expected logits softcap * tanh(scale * (W h + b) / softcap) of the last hidden "
-        f"states, as its config declares them, but {type(model).__name__} makes others "
-        f"({difference}): its head is not supported"
+        f"model: expected the logits softcap * tanh(scale * (W h + b) / softcap) of the last "
+        f"hidden states h, with scale and softcap from its config, got {difference} from "
+        f"{type(model).__name__}: its head is not supported"
     )
 
 

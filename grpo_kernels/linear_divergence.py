@@ -1,4 +1,4 @@
-"""linear_divergence: how far a linear head's distribution is from a teacher's, without logits."""
+"""linear_divergence: the divergence of a linear head from a teacher's, without storing logits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from grpo_kernels.head import (
     unshard_head,
 )
 
-_MASS = 1e-3  # by which log-probabilities that were rounded to 16 bits may add up to more than 1
+_MASS = 1e-3  # probabilities whose logarithms were rounded to 16 bits may sum to 1 + this
 
 
 class LinearDivergence(NamedTuple):
-    """Outputs of :func:`linear_divergence`. The loss alone has a gradient."""
+    """Outputs of :func:`linear_divergence`. Only the loss is differentiable."""
 
     loss: Tensor  # ()
-    divergence: Tensor  # (...) nats; 0 where the mask is
-    entropy: Tensor  # (...) nats, of the student; 0 where the mask is
+    divergence: Tensor  # (...) nats; 0 for masked tokens
+    entropy: Tensor  # (...) nats, of the student; 0 for masked tokens
 
 
 @_disable_dynamo  # torch.compiler's imports Triton at once
@@ -65,30 +65,39 @@ def linear_divergence(
 ) -> LinearDivergence:
     """Compute the divergence of a student's head from a teacher's over the whole vocabulary.
 
-    Logits of both models are formed one chunk of rows at a time. One pass computes the loss and its
-    gradients: three products over the vocabulary for the student, one for the teacher. Under
+    Logits of both models are computed one chunk of rows at a time. One pass computes the loss and
+    its gradients: three GEMMs over the vocabulary for the student, one for the teacher. Under
     ``torch.compile`` it causes a graph break.
+
+    Example:
+        >>> hidden = torch.randn(2, 8, 64, requires_grad=True)  # the student's (..., D)
+        >>> weight = torch.randn(1000, 64, requires_grad=True)  # (V, D)
+        >>> teacher_hidden, teacher_weight = torch.randn(2, 8, 128), torch.randn(1000, 128)
+        >>> out = linear_divergence(hidden, weight, teacher_hidden, teacher_weight, kind="jsd")
+        >>> out.loss.backward()
 
     Args:
         hidden: (..., D) the student's last hidden states; fp32, bf16, fp16 or fp64.
         head: (V, D) the student's weight, or a :class:`Head`, with LoRA or a shard of the
-            vocabulary as for :func:`grpo_kernels.linear_logprobs`.
-        teacher_hidden: (..., D_t) the teacher's at the same tokens, of any of these dtypes; fp64
-            where ``hidden`` is.
-        teacher_head: (V, D_t) weight or a :class:`Head`, in the same shards as the student's.
-        teacher_topk: in place of the last two, the teacher's first k ids: (..., k)
+            vocabulary as in :func:`grpo_kernels.linear_logprobs`.
+        teacher_hidden: (..., D_t) the teacher's hidden states for the same tokens; any of these
+            dtypes, but fp64 if and only if ``hidden`` is fp64.
+        teacher_head: (V, D_t) weight or a :class:`Head`, sharded like the student's.
+        teacher_topk: instead of the previous two, the teacher's first k ids: (..., k)
             log-probabilities, descending, and (..., k) int64 ids, as ``linear_logprobs`` returns
-            them. All other ids count as one, the tail, for both.
-        kind: ``"forward_kl"``, KL(teacher, student); ``"reverse_kl"``, KL(student, teacher);
-            ``"jsd"``, beta KL(teacher, m) + (1 - beta) KL(student, m) with
+            them. For both models, all other ids count as a single one, the tail.
+        kind: ``"forward_kl"``: KL(teacher, student); ``"reverse_kl"``: KL(student, teacher);
+            ``"jsd"``: beta KL(teacher, m) + (1 - beta) KL(student, m) with
             m = (1 - beta) student + beta teacher (arXiv:2306.13649).
         beta: of ``"jsd"``, in (0, 1).
         temperature: a float > 0, or one value per token; it divides both models' logits.
-        weights: (...) factors of the tokens' divergence in the loss; None: 1.
-        mask: (...) bool, or 0 and 1: which tokens count. The others enter no product. None: all.
-        vocab_size: the ids in use, where the weights have further rows of padding; None: all rows.
+        weights: (...) weights of the tokens in the loss; None: 1.
+        mask: (...) bool, or 0 and 1: which tokens count. The others are never multiplied. None:
+            all.
+        vocab_size: number of ids in use, if the weights have padding rows after them; None: all.
         precision, backend, batch_invariant: as in :func:`grpo_kernels.linear_logprobs`.
-        max_workspace_bytes: bound on both tiles of logits together; None: the backend's default.
+        max_workspace_bytes: maximum size of both logits tiles together; None: the backend's
+            default.
 
     Returns:
         :class:`LinearDivergence`: ``loss`` is the mean of weights times divergence over the tokens
@@ -162,12 +171,15 @@ def explain_divergence(
     vocab_size: int | None = None,
     **options: Any,
 ) -> DivergencePlan:
-    """Return the plan that :func:`linear_divergence` would follow for the same arguments; print it.
-
-    Without a teacher it is that of top-k targets.
+    """Return the plan of a :func:`linear_divergence` call with these arguments, without running it.
 
     Args:
+        teacher_hidden, teacher_head: None for a call with ``teacher_topk``.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``.
+
+    Returns:
+        The :class:`DivergencePlan`. Print it to see what runs and why; its ``fingerprint`` is as in
+        :func:`grpo_kernels.explain_logprobs`.
 
     Raises:
         ValueError: as ``linear_divergence`` would for these arguments.
@@ -221,7 +233,7 @@ def _model_rows(
             )
         )
         hidden, head = checked_head(hidden, head, precision)
-    except ValueError as error:  # this call's weight is its head
+    except ValueError as error:  # in this call the argument is named head
         message = re.sub(r"\bweight\b", "head", str(error))
         raise ValueError(f"{prefix}{message}") from None
     if vocab_size is not None:
@@ -234,7 +246,7 @@ def _model_rows(
             head = head.columns(slice(vocab_size))
         elif vocab_size != held:
             raise ValueError(
-                f"vocab_size: expected that of the VocabShard ({held}) or None, got {vocab_size}"
+                f"vocab_size: expected {held} (of the VocabShard) or None, got {vocab_size}"
             )
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return Rows(hidden=hidden, head=head, target=hidden.new_zeros(len(hidden), dtype=torch.int64))
@@ -270,7 +282,7 @@ def _teacher(
         return _checked_topk(topk, tokens, student)
     for name, value in (("teacher_hidden", hidden), ("teacher_head", head)):
         if value is None:
-            raise ValueError(f"{name}: expected a tensor where there is no teacher_topk, got None")
+            raise ValueError(f"{name}: expected a tensor if teacher_topk is not given, got None")
     assert hidden is not None and head is not None
     check_floating("teacher_hidden", hidden)
     check_device("teacher_hidden", hidden, student.hidden.device)
@@ -295,24 +307,24 @@ def _teacher(
     dtypes = teacher.hidden.dtype, student.hidden.dtype
     if torch.float64 in dtypes and dtypes[0] != dtypes[1]:
         raise ValueError(
-            "teacher_hidden: expected fp64 with fp64 hidden, and only then, got "
-            f"{dtypes[0]} and {dtypes[1]}"
+            "teacher_hidden: expected fp64 if and only if hidden is fp64, got "
+            f"{dtypes[0]} with hidden {dtypes[1]}"
         )
     ids = teacher.head.vocab_size
     own = student.head.vocab_size
     if ids != own:
         raise ValueError(
-            f"teacher_head: expected the student's vocabulary of {own} ids, got {ids}; where the "
-            "further rows are padding, vocab_size says how many are in use"
+            f"teacher_head: expected the student's vocabulary of {own} ids, got {ids}; if the "
+            "extra rows are padding, pass the number of ids in use as vocab_size"
         )
     own_rows, rows = (x.head.shard and x.head.shard.rows for x in (student, teacher))
     if rows != own_rows:
-        raise ValueError("teacher_head: expected the same shard of the vocabulary as head's")
+        raise ValueError("teacher_head: expected the same shard of the vocabulary as head")
     return teacher
 
 
 def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows) -> TopK:
-    """Return a teacher's first ids, (T, k); on a GPU their values are checked there, later."""
+    """Return a teacher's first ids, (T, k); on a GPU their values are checked asynchronously."""
     if not isinstance(topk, tuple | list) or len(topk) != 2:
         raise ValueError(
             "teacher_topk: expected (log-probabilities, ids), each (..., k), got "
@@ -339,8 +351,8 @@ def _checked_topk(topk: tuple[Tensor, Tensor], tokens: torch.Size, student: Rows
     counted = (student.target != IGNORE_INDEX)[:, None]
     for expected, holds in {
         f"ids: expected ids in [0, {vocab_size})": (indices >= 0) & (indices < vocab_size),
-        "log-probabilities: expected descending ones": logprobs[:, 1:] <= logprobs[:, :-1],
-        "ids: expected each once in a row": indices.sort(-1).values.diff() != 0,
+        "log-probabilities: expected descending values": logprobs[:, 1:] <= logprobs[:, :-1],
+        "ids: expected each id once per row": indices.sort(-1).values.diff() != 0,
         "log-probabilities: expected probabilities that sum to at most 1": (
             logprobs.exp().sum(-1, keepdim=True) <= 1 + _MASS
         ),

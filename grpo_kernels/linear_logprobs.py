@@ -1,4 +1,4 @@
-"""linear_logprobs: log-probabilities of a linear head, without its logits in memory."""
+"""linear_logprobs: log-probabilities of a linear head, without storing its logits."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class LinearLogprobs(NamedTuple):
     masked_logprobs: Tensor | None = None
     topk_logprobs: Tensor | None = None  # (..., k) log p of the first k ids, descending
     topk_indices: Tensor | None = None  # (..., k) int64, these ids
-    # of the gradient of logprobs by the logits, with a sparse backward
+    # with a sparse backward, about the gradient of logprobs with respect to the logits:
     entries: Tensor | None = None  # int32, entries kept per row; -1: the row is exact
-    gradient_error: Tensor | None = None  # L2 norm of a row's error over that of its gradient
+    gradient_error: Tensor | None = None  # per row: L2 norm of the error / L2 norm of the gradient
     gradient_error_bound: Tensor | None = None  # L1 norm of the error
 
 
 _ALL_OUTPUTS = LinearLogprobs._fields
-# those of :class:`RowStats`, in its order, and those of a bounded backward
+# the fields of :class:`RowStats`, in its order, then the outputs of a sparse backward
 OUTPUTS = _ALL_OUTPUTS[: len(RowStats._fields)]
 BOUNDED = _ALL_OUTPUTS[len(RowStats._fields) :]
 
@@ -91,61 +91,69 @@ def linear_logprobs(
     backward: str | Bounded = "exact",
     activation_bytes: int | None = None,
 ) -> LinearLogprobs:
-    """Compute log-probabilities of ``target`` under a linear head, without its logits in memory.
+    """Compute log-probabilities of ``target`` under a linear head, without storing its logits.
 
     The scores are ``softcap * tanh(logit_scale * logits / softcap) / temperature``, without the
-    tanh when ``softcap`` is None. Gradients flow to hidden, weight, bias and the factors of
-    ``lora``, through ``logprobs``, ``entropy`` and ``masked_logprobs``.
+    tanh if ``softcap`` is None. Gradients flow to ``hidden``, ``weight``, ``bias`` and the factors
+    of ``lora`` through ``logprobs``, ``entropy`` and ``masked_logprobs``.
 
-    The top k are in the order of their scores, equal scores in that of the ids. A row without a
-    softmax (NaN or +inf among its scores, or nothing but -inf) has ids -1 and log-probabilities
-    NaN.
+    Example:
+        >>> hidden = torch.randn(2, 8, 64, requires_grad=True)  # (..., D)
+        >>> weight = torch.randn(1000, 64, requires_grad=True)  # (V, D)
+        >>> target = torch.randint(1000, (2, 8))
+        >>> out = linear_logprobs(hidden, weight, target, outputs=("logprobs", "entropy"))
+        >>> out.logprobs.shape
+        torch.Size([2, 8])
+        >>> out.logprobs.sum().backward()
 
     Args:
         hidden: (..., D) last hidden states; fp32, bf16, fp16 or fp64.
-        weight: (V, D) LM-head weight of the same dtype (under autocast any), or a :class:`Head`,
-            which has all that makes logits.
-        target: (...) int64 ids in [0, V); -100 marks a row that is skipped and gives 0.
+        weight: (V, D) LM-head weight of the same dtype (any dtype under autocast), or a
+            :class:`Head`, which also holds the bias, LoRA, scale, softcap and shard.
+        target: (...) int64 ids in [0, V); a row with -100 is skipped and gives 0.
         bias: (V,) or None.
         lora: an adapter of the head, or None. Its update is added to the logits in fp32; no (V, D)
-            tensor is made of it.
-        temperature: a float > 0, or one value per row, shaped as ``target``; no gradient.
-        logit_scale: a factor on the logits (Cohere, Granite).
+            update is formed.
+        temperature: a float > 0, or one value per row, shaped as ``target``; not differentiable.
+        logit_scale: factor on the logits (Cohere, Granite).
         softcap: tanh bound on the logits (Gemma), or None.
-        vocab_shard: where the vocabulary is split over ranks, which part of it ``weight``, ``bias``
-            and ``lora.b`` have. All ranks of the group call with the same ``hidden``, ``target``
-            and options, and get the same outputs, of the whole vocabulary, and the same gradients
-            of ``hidden`` and ``lora.a``, summed over the ranks; ids are those of the whole
-            vocabulary. Results are rounded as without shards.
+        vocab_shard: if the vocabulary is split over ranks, the part that ``weight``, ``bias`` and
+            ``lora.b`` hold. Call on all ranks of the group with the same ``hidden``, ``target`` and
+            options. All ranks get the same outputs, over the whole vocabulary and with its ids,
+            and the same gradients of ``hidden`` and ``lora.a``, summed over the ranks. Results are
+            rounded as without shards.
         outputs: which of ``logprobs, entropy, lse, is_top1, sum_sq_probs, max_logit, min_logit,
-            mean_logit, masked_logprobs, topk_logprobs, topk_indices`` to return. The last four are
-            read from a tile of logits, also where a backend otherwise forms none. With a
-            bounded ``backward`` also ``entries, gradient_error, gradient_error_bound``: a row's
-            error of the gradient of ``hidden`` is at most the last, times that of its
+            mean_logit, masked_logprobs, topk_logprobs, topk_indices`` to return. The last four
+            need a tile of logits, even on a backend that otherwise stores none. The top k are
+            sorted by score, ties by id; a row without a softmax (NaN or +inf among its scores, or
+            all scores -inf) has ids -1 and log-probabilities NaN. With a sparse ``backward``, also
+            ``entries, gradient_error, gradient_error_bound``: the error of a row's gradient of
+            ``hidden`` is at most ``gradient_error_bound``, times the gradient of its
             log-probability, times the largest L2 norm of a row of ``weight``.
         precision: ``"fp32"`` keeps the accumulators of the GEMM unrounded; ``"input"`` rounds
             logits to the input dtype, as inference engines do; ``"tf32"`` multiplies fp32 inputs on
             a GPU's tf32 units. torch's own precision switches have no effect.
-        backend: a name of :func:`available_backends`, or ``"auto"``.
-        max_workspace_bytes: bound on the logits tile; None: the backend's default.
+        backend: a name from :func:`available_backends`, or ``"auto"``.
+        max_workspace_bytes: maximum size of the logits tile; None: the backend's default.
         sampling_mask: the ids that sampling left for each row of ``target.reshape(-1)``, for
             ``masked_logprobs``: the log-probability that a top-p, top-k or min-p sampler gave the
             target.
         top_k: how many ids ``topk_logprobs`` and ``topk_indices`` hold, in [1, V].
-        batch_invariant: a row's bits depend only on its own inputs: not on the rows around it, on
-            their number, or on whether gradients are computed. Guaranteed per device, arguments
-            and (CPU) thread count; :func:`grpo_kernels.explain_logprobs` gives a fingerprint of
-            everything that matters. Otherwise fp32 rounding may differ.
+        batch_invariant: make a row's bits depend only on its own inputs, not on other rows, their
+            number, or whether gradients are computed. Guaranteed per device, arguments and (CPU)
+            thread count; :func:`grpo_kernels.explain_logprobs` gives a fingerprint of everything
+            that matters. Otherwise fp32 rounding may differ.
         backward: ``"exact"``; ``"sparse"``: gradients from the large entries of the softmax and an
-            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded`, its object
-            form. Not for ``masked_logprobs``. A gradient through ``entropy`` is exact.
-        activation_bytes: how much the forward may keep for its backward: (T, D) values if the head
-            has no gradient, else (T, V) of the hidden states' dtype. The backward then forms no
-            logits. None: only the (T, D) values, as large as the hidden states (twice in fp16). 0:
-            nothing. A gradient through ``entropy`` or ``masked_logprobs`` forms the logits again.
+            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded` with its
+            settings. Not for ``masked_logprobs``. A gradient through ``entropy`` is exact.
+        activation_bytes: how much the forward may keep so that the backward computes no logits:
+            (T, D) values if the head has no gradient, else (T, V) in the dtype of the hidden
+            states. None: only the (T, D) values, as large as the hidden states (twice in fp16). 0:
+            nothing. A gradient through ``entropy`` or ``masked_logprobs`` always computes the
+            logits again.
 
     Returns:
-        :class:`LinearLogprobs`, statistics in fp32 (fp64 for fp64 inputs).
+        :class:`LinearLogprobs`, with statistics in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
@@ -216,7 +224,7 @@ def linear_logprobs(
 
 
 def _forms_tiles(backend: str) -> bool:
-    """Return whether a compiler gets an op; it looks into the eager reference."""
+    """Return whether torch.compile sees a custom op; it traces the eager reference instead."""
     forced = BACKENDS.get(requested_backend(backend))
     return forced is None or forced.has_tiles
 
@@ -224,7 +232,7 @@ def _forms_tiles(backend: str) -> bool:
 def _eager_stats(
     rows: Rows, selection: Selection, plan: LogprobsPlan
 ) -> tuple[RowStats, Tensor | None]:
-    """Compute statistics of all rows from those of the selected ``rows``."""
+    """Compute the selected ``rows``, and scatter their statistics to all rows of the call."""
     check_ranks_agree(rows.target, rows.head, plan.route, (plan.outputs, plan.saved.kind))
     stats, saved = differentiable_stats(rows, plan)
     whole = (None if x is None else selection.scatter(x) for x in stats)
@@ -246,17 +254,19 @@ def explain_logprobs(
     tiled: bool = False,
     **options: Any,
 ) -> LogprobsPlan:
-    """Return the plan that :func:`linear_logprobs` would follow for the same arguments; print it.
-
-    Its ``fingerprint`` names the kernels, their configuration, the precision and the libraries, and
-    ends with a hash of these. With ``batch_invariant`` two runs with the same fingerprint give the
-    same row the same bits; a new driver, library or device changes it.
+    """Return the plan of a :func:`linear_logprobs` call with these arguments, without running it.
 
     Args:
         sampling_mask: whether ``masked_logprobs`` are requested.
         tiled: whether ``mean_logit``, ``topk_logprobs`` or ``topk_indices`` are requested.
         options: ``precision``, ``backend``, ``max_workspace_bytes``, ``batch_invariant``,
             ``backward``, ``activation_bytes``.
+
+    Returns:
+        The :class:`LogprobsPlan`. Print it to see what runs and why. Its ``fingerprint`` names the
+        kernels, their configuration, the precision and the libraries, and ends with a hash of
+        these. With ``batch_invariant``, two runs with the same fingerprint give a row the same
+        bits; a new driver, library or device changes it.
 
     Raises:
         ValueError: as ``linear_logprobs`` would for these arguments.
@@ -297,7 +307,7 @@ def _bounded_outputs(
     exact = entries.used < 0
     if shard is not None:
         used = torch.where(exact, used, shard.gather(used).sum(0, dtype=used.dtype))
-    # a row without a target has no gradient, and no error of one
+    # a row without a target has no gradient, so no error either
     error = torch.where(exact | (entries.error == 0), 0.0, entries.error / entries.norm)
     return {
         "entries": used,

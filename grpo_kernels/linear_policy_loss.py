@@ -1,4 +1,4 @@
-"""linear_policy_loss: hidden states and the LM-head weight in, policy loss and gradients out."""
+"""linear_policy_loss: from hidden states and the LM-head weight to the loss and its gradients."""
 
 from __future__ import annotations
 
@@ -35,51 +35,64 @@ def linear_policy_loss(
     activation_bytes: int | None = None,
     main_grad: Tensor | None = None,
 ) -> PolicyLossOutput:
-    """Compute the policy loss of a linear head, without the (tokens, vocabulary) logits.
+    """Compute the policy loss of a linear head without storing its (tokens, vocabulary) logits.
+
+    ``grpo_kernels.losses.LOSSES`` names the paper of each loss.
+
+    Example:
+        >>> hidden = torch.randn(2, 8, 64, requires_grad=True)  # (B, L, D)
+        >>> weight = torch.randn(1000, 64, requires_grad=True)  # (V, D)
+        >>> target = torch.randint(1000, (2, 8))
+        >>> batch = TokenBatch.from_padded(target, advantages=torch.tensor([1.0, -1.0]))
+        >>> loss, metrics = linear_policy_loss(hidden, weight, batch, LossConfig(loss_type="dapo"))
+        >>> loss.backward()
 
     Args:
-        hidden: (B, L, D) or (T, D) last hidden states, laid out as ``batch`` was built; row t is
-            the state that predicts ``target[t]``.
-        weight: (V, D) LM-head weight, or a :class:`Head`, which holds everything that makes
-            logits. A frozen weight costs no gradient GEMM.
+        hidden: (B, L, D) or (T, D) last hidden states, in the layout that ``batch`` was built
+            from; row t is the state that predicts ``target[t]``.
+        weight: (V, D) LM-head weight, or a :class:`Head`, which also holds the bias, LoRA, scale,
+            softcap and shard. A frozen weight costs no gradient GEMM.
         batch: the tokens that carry the loss. Other rows of ``hidden`` are never multiplied.
         config: the loss; ``config.temperature`` divides the logits.
         bias: (V,) or None.
-        lora: an adapter of the head, whose factors get gradients; no (V, D) tensor is made of it.
+        lora: an adapter of the head. Its factors get gradients; no (V, D) update is formed.
         logit_scale, softcap, vocab_shard: as in :func:`grpo_kernels.linear_logprobs`.
         precision: ``"fp32"`` (exact), ``"input"`` or ``"tf32"``, as in ``linear_logprobs``.
-        backend: a name of ``available_backends()`` or ``"auto"``.
-        schedule: ``"one_pass"`` (three GEMMs, the gradients' in the forward, or in the backward
-            from (T, V) exponentials in bf16), ``"two_pass"`` (recompute, four) or ``"auto"``:
-            one_pass where it can run, unless a 16-bit head would add to an fp32 (V, D) sum after
-            many small chunks.
-        max_workspace_bytes: bound on the logits tile, in both schedules, and on exponentials; None:
-            the backend's default. On out-of-memory the call is retried with a smaller tile, and
-            warns.
-        batch_invariant: a row's log-probability and entropy have the bits that ``linear_logprobs``
-            gives them in this mode, whatever the batch: on-policy, the log-ratio is exactly 0. This
-            may require two passes; ``explain`` tells.
+        backend: a name from ``available_backends()``, or ``"auto"``.
+        schedule: when the gradients are computed:
+
+            * ``"one_pass"``: in the forward, or in the backward from stored bf16 (T, V)
+              exponentials. Three GEMMs.
+            * ``"two_pass"``: in the backward, from logits that are computed again. Four GEMMs.
+            * ``"auto"``: one pass if it can run, unless a 16-bit head would have to add to an
+              fp32 (V, D) sum after each of many small chunks.
+        max_workspace_bytes: maximum size of the logits tile, in both schedules, and of the
+            exponentials; None: the backend's default. After an out-of-memory error the call is
+            retried with a smaller tile, with a warning.
+        batch_invariant: give a row's log-probability and entropy the same bits as
+            ``linear_logprobs`` does in this mode, in every batch: on-policy, the log-ratio is
+            exactly 0. This may require two passes; ``explain`` tells.
         metric_rows: whether metrics include rows that cannot get a gradient (zero advantage, no KL
-            penalty, no entropy bonus). ``"all"``: these rows take the forward, and metrics are over
-            all tokens of ``batch``. ``"active"``: they are not computed, and metrics are over the
-            rows with a gradient, and over the sequences that have one. (Where advantages act on
-            whole sequences, whole sequences are left out.) The loss and its gradients are the
-            same.
+            penalty, no entropy bonus). The loss and its gradients are the same either way.
+
+            * ``"all"``: these rows run the forward, and metrics cover all tokens of ``batch``.
+            * ``"active"``: these rows are not computed, and metrics cover only rows and sequences
+              with a gradient. If the loss works on whole sequences, whole sequences are left out.
         backward: ``"exact"``; ``"sparse"``: gradients from the large entries of the softmax and an
-            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded`, its object
-            form. With an entropy bonus it takes one pass, and no sampling mask.
-        activation_bytes: how much two passes may keep from the forward for the backward, as for
+            unbiased sample of the small ones, within a tolerance; or a :class:`Bounded` with its
+            settings. With an entropy bonus, a sparse backward needs one pass and no sampling mask.
+        activation_bytes: how much two passes may keep from the forward for the backward, as in
             ``linear_logprobs``. One pass keeps its gradients until the backward; on a GPU that
-            stores exponentials of the logits (see ``explain``) it keeps these, if they fit.
-        main_grad: (V, D) fp32 (fp64 for fp64 hidden states), a buffer such as Megatron's
-            ``main_grad`` or an existing ``weight.grad``: each backward adds the weight's gradient
-            to it, and autograd gets none, so hooks and DDP do not see it.
-            In two_pass, and where one_pass keeps exponentials, no further (V, D) tensor exists; in
-            one_pass otherwise an fp32 one, from the forward to the backward.
+            stores exponentials of the logits (see ``explain``), it keeps these instead if they fit.
+        main_grad: (V, D) fp32 buffer (fp64 for fp64 hidden states), such as Megatron's
+            ``main_grad`` or an existing ``weight.grad``. Each backward adds the weight's gradient
+            to it; autograd gets none, so hooks and DDP do not see it. Two passes, and one pass that
+            keeps exponentials, need no other (V, D) tensor; one pass otherwise holds an fp32 one
+            from the forward to the backward.
 
     Returns:
-        :class:`PolicyLossOutput`; the loss can be scaled and differentiated more than once, but not
-        twice in a row (no second derivatives). Metrics are computed when they are first read.
+        :class:`PolicyLossOutput`. You can scale the loss and call its backward more than once, but
+        there are no second derivatives. Metrics are computed when first read.
 
     Raises:
         ValueError: a shape, dtype, device, value or name is wrong; the message names the argument.
@@ -142,14 +155,16 @@ def explain(
     vocab_shard: VocabShard | None = None,
     **options: Any,
 ) -> Plan:
-    """Return the plan that ``linear_policy_loss`` would follow for the same arguments; print it.
-
-    Its ``fingerprint`` is a line to log with a run: it names the kernels, their configuration, the
-    precision, the schedule and the libraries. Runs with different fingerprints may differ bitwise.
+    """Return the plan of a ``linear_policy_loss`` call with the same arguments, without running it.
 
     Args:
         options: the other arguments of ``linear_policy_loss``, from ``precision`` to
             ``activation_bytes``.
+
+    Returns:
+        The :class:`Plan`. Print it to see what runs and why, and log its ``fingerprint`` with a
+        run: it names the kernels, their configuration, the precision, the schedule and the
+        libraries. Runs with different fingerprints may differ bitwise.
 
     Raises:
         ValueError: as ``linear_policy_loss`` would for these arguments.
@@ -179,9 +194,10 @@ _HEAD_OPTIONS = ("logit_scale", "softcap", "vocab_shard", *RunOptions.__dataclas
 class FusedLinearGRPOLoss(nn.Module):
     """Module form of :func:`linear_policy_loss`.
 
-    Keyword arguments are :class:`LossConfig`'s, those of its loss included, and ``logit_scale``,
-    ``softcap``, ``vocab_shard``, ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
-    ``batch_invariant``, ``metric_rows``, ``backward`` and ``activation_bytes``.
+    Keyword arguments are the settings of :class:`LossConfig` and of the chosen loss, and
+    ``logit_scale``, ``softcap``, ``vocab_shard``, ``precision``, ``backend``, ``schedule``,
+    ``max_workspace_bytes``, ``batch_invariant``, ``metric_rows``, ``backward`` and
+    ``activation_bytes``.
 
     Example:
         >>> loss_fn = FusedLinearGRPOLoss(loss_type="dapo", beta=0.04)
@@ -210,12 +226,13 @@ class FusedLinearGRPOLoss(nn.Module):
         main_grad: Tensor | None = None,
         **batch: object,
     ) -> PolicyLossOutput:
-        """Compute the loss and its metrics, of padded tokens (hidden (B, L, D), target (B, L)) or
-        packed ones ((T, D), (T,), with ``cu_seqlens`` (B + 1,)).
+        """Compute the loss and its metrics for padded or packed tokens.
 
-        ``advantages``, ``mask`` and the further keyword arguments (``old_logprobs``,
-        ``ref_logprobs``, ``rollout_logprobs``, ``sampling_mask``, ``num_items_in_batch``, ...) are
-        those of :meth:`TokenBatch.from_padded` and :meth:`TokenBatch.from_packed`.
+        Padded: hidden (B, L, D), target (B, L). Packed: hidden (T, D), target (T,), and
+        ``cu_seqlens`` (B + 1,). ``advantages``, ``mask`` and the other keyword arguments
+        (``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``, ``sampling_mask``,
+        ``num_items_in_batch``, ...) are as in :meth:`TokenBatch.from_padded` and
+        :meth:`TokenBatch.from_packed`.
         """
         if cu_seqlens is None:
             tokens = TokenBatch.from_padded(target, advantages, mask, **batch)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Helpers for tests of kernels and losses, for ours and for surrogates that users write."""
+"""Helpers to test kernels and losses, including surrogates that you write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EMPTY_OPS = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty
 
 @dataclass(frozen=True)
 class Problem:
-    """A head, hidden states and a rollout, padded; tensors that can need a gradient do."""
+    """A head, hidden states and a padded rollout. Tensors that can require a gradient do."""
 
     hidden: Tensor  # (B, L, D)
     weight: Tensor  # (V, D)
@@ -42,7 +42,7 @@ class Problem:
         return TokenBatch.from_padded(self.target, advantages, **fields)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Problem:
-        """Return the same values in another dtype, as fresh leaves."""
+        """Return the same values on another device and in another dtype, as new leaves."""
 
         def leaf(x: Tensor) -> Tensor:
             return x.detach().to(device, dtype).requires_grad_()
@@ -69,11 +69,10 @@ def make_problem(
     values_in: torch.dtype = torch.bfloat16,
     bias: bool = True,
 ) -> Problem:
-    """Make a random problem whose head inputs are exact in ``values_in``.
+    """Return a random problem with head inputs that are exact in the dtype ``values_in``.
 
-    So every wider dtype can hold the same problem, and fp64 gives its true answer. The third
-    sequence, if there is one, is wholly masked. Old, reference and rollout log-probabilities are
-    near the head's own.
+    So every wider dtype holds the same problem, and fp64 gives its true answer. All tokens of the
+    third sequence are masked. Old, reference and rollout log-probabilities are near the head's.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -103,7 +102,8 @@ def make_problem(
 
 
 def make_config(loss_type: str, **settings: Any) -> LossConfig:
-    """Configure any named loss, with the settings it needs and a correction that all can take."""
+    """Return the config of any named loss, with the settings it needs and ``token_truncate``, a
+    rollout correction that all losses support."""
     needed: dict[str, Any] = {
         "max_completion_length": 9,
         "rollout_correction_mode": "token_truncate",
@@ -124,18 +124,19 @@ def run(
 ) -> dict[str, Tensor]:
     """Run ``linear_policy_loss`` forward and backward on a problem.
 
-    Return by name the "loss", (), the gradients of the leaves that got one, such as "dhidden", and
-    the metrics.
-
     Args:
         problem: the head and the hidden states.
         config: the loss.
         batch: None: the problem's own, in a window of two micro-batches.
-        scale: multiplies the loss before the backward.
-        leaves: tensors to return the gradients of, by name; None: those of the problem. Leaves
-            without ``requires_grad`` are left out; no ``.grad`` is written.
-        function: called in place of ``linear_policy_loss``, such as a compiled one.
+        scale: factor on the loss before the backward.
+        leaves: tensors to return gradients for, by name; None: the problem's hidden states, weight
+            and bias. Leaves without ``requires_grad`` are left out; no ``.grad`` is written.
+        function: called instead of ``linear_policy_loss``, such as a compiled one.
         options: keyword arguments of ``linear_policy_loss``; ``weight`` replaces the problem's.
+
+    Returns:
+        By name: "loss", (); the gradients of the leaves that got one, such as "dhidden"; and the
+        metrics.
     """
     if batch is None:
         batch = problem.batch(num_items_in_batch=17.0, gradient_accumulation_steps=2)
@@ -168,7 +169,7 @@ def assert_as_exact_as(
 ) -> None:
     """Assert that the error of ``value`` is at most twice that of ``eager``.
 
-    Below ``floor``, for the rounding of the last digit, both count as exact.
+    Errors below ``floor``, the rounding of the last digit, always pass.
     """
     own = relative_error(value, exact)
     theirs = relative_error(eager, exact)
@@ -182,7 +183,10 @@ def assert_all_as_exact_as(
     gradient_floor: float,
     value_floor: float = 1e-5,
 ) -> None:
-    """Assert it of all results by name; "d..." are gradients. NaN is right only where exact is."""
+    """Apply :func:`assert_as_exact_as` to all results by name; "d..." are gradients.
+
+    A result may be all NaN only if the exact one is.
+    """
     assert set(values) == set(exact)
     for name, value in values.items():
         if exact[name].isnan().all():
@@ -195,7 +199,8 @@ def assert_all_as_exact_as(
 
 
 class poisoned_allocations(TorchDispatchMode):  # noqa: N801
-    """A context in which uninitialized memory is NaN, or the largest integer, so reads show."""
+    """A context that fills uninitialized memory with NaN, or the largest integer, to expose reads
+    of it."""
 
     def __torch_dispatch__(
         self,

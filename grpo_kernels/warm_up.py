@@ -1,4 +1,4 @@
-"""warm_up: compile the kernels of a training step before the first step."""
+"""warm_up: compile the kernels of a training step in advance."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ def warm_up(
 ) -> None:
     """Compile the kernels that ``linear_policy_loss`` will launch for this head and loss.
 
-    It runs the loss on a few rows, forward and backward, in every way that a batch of any size may
-    take. It leaves no gradients, and does not change the random state. It does nothing for backends
-    that do not compile: all but Triton's. Call it under the autocast of the training step. It does
-    not prepare calls inside ``torch.compile``, or batches that are built with a mask.
+    Runs the loss on a few rows, forward and backward, on every code path that a batch of any size
+    may need. Leaves no gradients and no change in the random state. Does nothing for backends that
+    do not compile, which are all except Triton. Call it under the autocast of the training step. It
+    does not prepare calls inside ``torch.compile``, or batches that are built with a mask.
 
     Args:
         weight, bias, lora, logit_scale, softcap: the head, as for ``linear_policy_loss``; tensors
             that require a gradient there must require it here.
         config: the loss.
-        dtype: of the hidden states; None: that of the weight.
+        dtype: dtype of the hidden states; None: the weight's.
         inputs: which of ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``,
             ``rollout_weights`` and ``sampling_mask`` the batches will have.
         gradients: False if no call will compute gradients.
-        group: processes that all call this function. On each machine the process whose
-            ``LOCAL_RANK`` is 0 compiles while the others wait at a barrier of the group; then
-            they find the kernels in Triton's cache on disk. None: this process does not wait.
+        group: processes that all call this function. On each machine the process with
+            ``LOCAL_RANK`` 0 compiles while the others wait at a barrier of the group; then they
+            find the kernels in Triton's cache on disk. None: this process does not wait.
         options: ``precision``, ``backend``, ``schedule``, ``max_workspace_bytes``,
             ``batch_invariant``, ``metric_rows``, as for ``linear_policy_loss``.
 
     Raises:
-        ValueError: ``linear_policy_loss`` would raise it for such a call; an input has an unknown
-            name; or there is a group but no ``LOCAL_RANK``.
+        ValueError: ``linear_policy_loss`` would raise it for such a call, an input has an unknown
+            name, or there is a group but no ``LOCAL_RANK``.
     """
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
-    # all processes have to take part in gathering the head
+    # gathering the head is a collective: all processes must take part
     head = unshard_head(
         head_of(
             weight=weight,
@@ -83,7 +83,7 @@ def warm_up(
     with _first_of_each_machine_first(group):
         unknown = sorted(set(inputs) - set(INPUTS))
         if unknown:
-            raise ValueError(f"inputs: expected some of {', '.join(INPUTS)}; got {unknown[0]!r}")
+            raise ValueError(f"inputs: expected any of {', '.join(INPUTS)}; got {unknown[0]!r}")
         shape = (_SEQUENCES, _LENGTH, head.weight.shape[1])
         hidden_dtype = dtype or head.weight.dtype
         hidden = torch.zeros(shape, dtype=hidden_dtype, device=head.weight.device)
@@ -94,8 +94,8 @@ def warm_up(
         if not plan.route.backend.compiles:
             return
         options["max_workspace_bytes"] = _TILE_ROWS * plan.route.row_bytes
-        # frozen, so that no (V, D) tensor is made: the weight's gradient needs no other kernels
-        # than those of `_scale_sums`
+        # frozen, so that no (V, D) tensor is allocated: the only kernels that the weight's gradient
+        # adds are compiled by `_scale_sums`
         others = (None if x is None else x.detach() for x in head.tensors[1:])
         frozen = head.with_tensors(head.weight.detach(), *others)
         with torch.no_grad():  # also launches the kernels of rows without an advantage
@@ -125,17 +125,17 @@ def _first_of_each_machine_first(group: ProcessGroup | None) -> Iterator[None]:
         torch.distributed.barrier(group)
     try:
         yield
-    finally:  # also where it failed, so that nobody waits for it
+    finally:  # even after a failure: the others are waiting
         if rank == "0":
             torch.distributed.barrier(group)
 
 
 def _schedules(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield options of steps that together launch every kernel that a step may launch."""
+    """Yield options of steps that together launch every kernel that a step may need."""
     if plan.options.schedule != "one_pass":
-        if plan.needs.of_head:  # logits are formed again
+        if plan.needs.of_head:  # logits are computed again
             yield {"schedule": "two_pass", "activation_bytes": 0}
-        if not plan.needs.of_head or plan.options.activation_bytes:  # or something is kept
+        if not plan.needs.of_head or plan.options.activation_bytes:  # something is kept instead
             yield {"schedule": "two_pass"}
     if _may_take_one_pass(plan) and not _needs_all_rows(plan):
         # batch_invariant adds no kernel
@@ -147,12 +147,12 @@ def _may_take_one_pass(plan: Plan) -> bool:
 
 
 def _needs_all_rows(plan: Plan) -> bool:
-    """Return whether one pass runs only with the exponentials of all rows, for a trained head."""
+    """Return whether one pass needs the exponentials of all rows at once (for a trained head)."""
     return plan.keeps and plan.scope == "batch"
 
 
 def _store_exponentials(plan: Plan, head: Head, hidden: Tensor, batch: TokenBatch) -> None:
-    """Launch the GEMM that stores exponentials, and the kernel that weighs them."""
+    """Launch the GEMM that stores exponentials, and the kernel that weights them."""
     backend = plan.route.backend
     rows = hidden.flatten(0, 1)
     vocabulary = len(head.weight)
@@ -163,7 +163,7 @@ def _store_exponentials(plan: Plan, head: Head, hidden: Tensor, batch: TokenBatc
 
 
 def _scale_sums(plan: Plan, head: Head) -> None:
-    """Scale gradients of the head that one pass over several chunks sums in fp32."""
+    """Launch the scaling of head gradients, which one pass over several chunks sums in fp32."""
     if not _may_take_one_pass(plan):
         return
     one = torch.ones((), device=head.weight.device)

@@ -407,7 +407,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: divergence(kind="jsd", beta=1.0), "beta", r"a number in \(0, 1\), got 1.0"),
     (lambda: divergence(vocab_size=10), "vocab_size", r"1 to 9 \(ids of head\), got 10"),
     (lambda: divergence(teacher_topk=FIRST), "teacher_topk", "None when teacher_hidden"),
-    (lambda: divergence(teacher_hidden=None), "teacher_hidden", "where there is no teacher_topk"),
+    (lambda: divergence(teacher_hidden=None), "teacher_hidden", "if teacher_topk is not given"),
     (lambda: divergence(teacher_head=WEIGHT[:8]), "teacher_hidden", r"to match head"),
     (
         lambda: divergence(teacher_head=torch.randn(8, 5)),
@@ -424,7 +424,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
             teacher_hidden=torch.randn(2, 3, 5).double(), teacher_head=torch.randn(9, 5).double()
         ),
         "teacher_hidden",
-        "fp64 with fp64 hidden",
+        "fp64 if and only if hidden is fp64",
     ),
     (
         lambda: divergence(teacher_hidden=None, teacher_head=None, teacher_topk=FIRST[0]),
@@ -434,7 +434,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: of_topk(FIRST[0], FIRST[1].int()), LISTED, "a torch.int64 tensor"),
     (lambda: of_topk(FIRST[0][:1], FIRST[1]), LOGPROBS, "expected shape"),
     (lambda: of_topk(FIRST[0].flip(-1), FIRST[1]), LOGPROBS, "descending"),
-    (lambda: of_topk(FIRST[0], FIRST[1] * 0), LISTED, "each once"),
+    (lambda: of_topk(FIRST[0], FIRST[1] * 0), LISTED, "each id once"),
     (lambda: of_topk(FIRST[0], FIRST[1] + 9), LISTED, r"ids in \[0, 9\)"),
     (lambda: of_topk(FIRST[0] + 5, FIRST[1]), LOGPROBS, "sum to at most 1"),
     (lambda: of_topk(*(x[..., :0] for x in FIRST)), "teacher_topk", r"1 to 8 ids \(V - 1\), got 0"),
@@ -520,7 +520,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: batch(prompt_tokens=torch.tensor([4])), "prompt_tokens", "one per sequence, 2, got 1"),
     (lambda: batch(num_prompts=-1), "num_prompts", ">= 0"),
     # warming up
-    (lambda: warm_up(WEIGHT, LossConfig(), inputs=["logprobs"]), "inputs", "some of old_logprobs"),
+    (lambda: warm_up(WEIGHT, LossConfig(), inputs=["logprobs"]), "inputs", "any of old_logprobs"),
 ]
 
 

@@ -109,7 +109,7 @@ def patched() -> nn.Linear:
     "make,message",
     [
         (lambda: FusedHead(make_layer().weight), "layer: expected an nn.Module, got Parameter"),
-        (lambda: FusedHead(patched()), "with a forward of its own"),
+        (lambda: FusedHead(patched()), "with a patched forward"),
         (lambda: FusedHead(nn.ReLU())(*rows()), "expected a plain linear layer, got FusedReLU"),
     ],
 )
