@@ -1,4 +1,7 @@
-"""`grpo-kernels plan | check | doctor | info`, and what others share. No kernel knows it."""
+"""`grpo-kernels plan | check | doctor | info`, and helpers for other packages.
+
+No kernel imports this package.
+"""
 
 from grpo_kernels.tools.hub import hub_or_cache
 from grpo_kernels.tools.machine import (

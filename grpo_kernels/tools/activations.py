@@ -1,4 +1,4 @@
-"""What the layers before a head keep of each token, with gradient checkpointing: an estimate."""
+"""Activations per token in the layers below the head, with gradient checkpointing: an estimate."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from dataclasses import dataclass
 
 from grpo_kernels.tools.model import Layer, Model
 
-# more hidden states as wide as a layer's: before and after the last norm, gathered from packed
+# further hidden states of the full width: before and after the last norm, gathered from packed
 # rows, and without masked tokens
 _LAST_STATES = 4
-_IN_FLIGHT = 2  # layers whose hidden states are on the GPU while the others are offloaded
+_IN_FLIGHT = 2  # layers with hidden states on the GPU while the others are offloaded
 TILE = 1024  # tokens of an MLP's tile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """Bytes of a token in a layer, which is computed again in 16 bits.
+    """Bytes per token in a layer that is recomputed in 16 bits.
 
-    Each field is for a number of the hidden states, of the queries of all heads, or of the MLP's
+    Each field is per element of the hidden states, of the queries of all heads, or of the MLP's
     width.
     """
 
     hidden: int
     queries: int
     inner: int
-    norm: int = 10  # more of the hidden states, for each norm beyond two
-    routed: int = 4  # likewise, for each expert of a token
-    experts: int = 12  # for each number of the experts' width; they have no adapters
-    clamped: int = 24  # likewise, where gates are clamped
+    norm: int = 10  # added to ``hidden`` for each norm beyond two
+    routed: int = 4  # added to ``hidden`` for each expert of a token
+    experts: int = 12  # instead of ``inner``, for experts; they have no adapters
+    clamped: int = 24  # instead of ``inner``, for experts with clamped gates
 
     def outside_mlp(self, layer: Layer) -> int:
-        """Return the bytes of a token outside the MLP's width."""
+        """Return the bytes per token outside the MLP."""
         extra = self.norm * max(0, layer.norms - 2) + self.routed * layer.routed
         return layer.hidden * (self.hidden + extra) + layer.queries * self.queries
 
     def mlp(self, layer: Layer) -> int:
-        """Return the bytes of a token in the MLP's width."""
+        """Return the bytes per token inside the MLP."""
         if not layer.routed:
             return layer.inner * self.inner
         return layer.inner * (self.clamped if layer.biased else self.experts)
@@ -58,11 +58,11 @@ def activations(
     """Return the bytes of all layers for ``tokens``.
 
     Args:
-        state: bytes of a number of the hidden states between layers.
-        inside: of the layer that is computed again.
-        width: bytes of a number in that layer.
-        offload: whether these hidden states are kept in main memory.
-        tile: tokens of an MLP's tile, where layers have one; None: all at once.
+        state: bytes per element of the hidden states between layers.
+        inside: the layer that is recomputed.
+        width: bytes per element in that layer.
+        offload: whether the hidden states between layers are kept in main memory.
+        tile: tokens per MLP tile, in layers that support it; None: all at once.
     """
     kept = _IN_FLIGHT if offload else len(model.layers)
     states = tokens * (kept + _LAST_STATES) * model.hidden * state
@@ -75,8 +75,8 @@ def activations(
 def masks(model: Model, tokens: int, longest: int) -> int:
     """Return the bytes of ``sdpa``'s masks for rows as wide as the longest sequence.
 
-    Masks are bool, one for layers with a window and one for others, and the layer that runs has a
-    copy in 16 bits. One row needs none, but for a window.
+    Masks are bool, one for layers with a window and one for the others, and the running layer has
+    a 16-bit copy. A single row needs no mask unless layers have a window.
     """
     kinds = model.windows + (longest < tokens)
     if not kinds or model.attention is not None:

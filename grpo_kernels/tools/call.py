@@ -1,4 +1,4 @@
-"""A call of a loss at a head, its sizes and its GEMMs. Nothing is run."""
+"""Sizes and GEMMs of a loss call at an LM head. Nothing is run."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from grpo_kernels.schedule import Plan, keeps_exponentials, planned_rows
 
 FP16 = torch.float16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": FP16}
-FP32_BYTES = 4  # of an element
+FP32_BYTES = 4  # per element
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A loss of ``tokens`` valid tokens, all of which have a gradient, at an LM head.
+    """A loss at an LM head, over ``tokens`` valid tokens that all have a gradient.
 
-    Its sizes are in bytes.
+    Sizes are in bytes.
 
     Raises:
         ValueError: a dtype is unknown; the message names the argument.
     """
 
-    # "eager" | "trl", the schedules of ours "one_pass" | "two_pass", or one pass that keeps
-    # "exponentials" of all rows
+    # "eager" | "trl"; of grpo-kernels: "one_pass" | "two_pass", or "exponentials", one pass that
+    # keeps the exponentials of all rows
     name: str
     hidden: int  # D
     vocabulary: int  # V
     tokens: int  # T
     dtype: torch.dtype = choice(torch.bfloat16, DTYPES.values())  # of the hidden states
-    weight_dtype: torch.dtype | None = None  # None: the same; or fp32, as under autocast
+    weight_dtype: torch.dtype | None = None  # None: the same; fp32 is for autocast
     frozen: bool = False  # the weight needs no gradient
     softcap: bool = False
     device: str = "cuda"  # | "cpu"
-    options: RunOptions = field(default_factory=RunOptions)  # of ours
-    sums_dhidden: bool = False  # over the ranks that share the vocabulary; of ours
-    teacher: int = 0  # hidden size of one, from which the divergence is taken in one pass; 0: none
+    options: RunOptions = field(default_factory=RunOptions)  # only for grpo-kernels
+    sums_dhidden: bool = False  # over the ranks that share the vocabulary; only for grpo-kernels
+    teacher: int = 0  # the teacher's hidden size, for a divergence in one pass; 0: no teacher
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.weight_dtype not in (None, torch.float32, self.dtype):
             raise ValueError(
-                f"weight_dtype: expected torch.float32 or that of the hidden states, "
-                f"{self.dtype}; got {self.weight_dtype}"
+                f"weight_dtype: expected torch.float32 or the dtype of the hidden states "
+                f"({self.dtype}); got {self.weight_dtype}"
             )
 
     @property
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def dhidden(self) -> int:
-        """Bytes of the hidden states' gradient before the loss's own is multiplied in."""
+        """Bytes of the hidden states' gradient before it is multiplied by the loss's gradient."""
         return self.fp32_rows if self.sums_dhidden or self.dtype == FP16 else self.rows
 
     @property
@@ -104,12 +104,12 @@ class Call:
 
     @property
     def plan(self) -> Plan:
-        """The plan of ours; only what it saves depends on the number of tokens."""
+        """The plan of grpo-kernels; only the saved bytes depend on the number of tokens."""
         return replace(_plan(replace(self, tokens=1)), tokens=self.tokens)
 
     @property
     def keeps(self) -> str | None:
-        """What the forward keeps for the backward; None where it is not to keep anything."""
+        """What the forward keeps for the backward; None if it cannot keep anything."""
         asked = self.name == "two_pass" or self.options.bounded is not None
         return self.plan.saved.kind if asked else None
 
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def may_keep_exponentials(self) -> bool:
-        """Whether one pass keeps exponentials on a GPU that stores them in place of logits."""
+        """Whether one pass keeps exponentials, on a GPU that stores them instead of logits."""
         if self.device != "cuda" or self.dtype != torch.bfloat16:
             return False
         if self.softcap or self.sums_dhidden or self.teacher:
@@ -138,13 +138,13 @@ class Call:
 
     @property
     def default(self) -> str:
-        """What ``schedule="auto"`` takes in place of :attr:`name`, for a loss of token scope."""
+        """The choice of ``schedule="auto"`` instead of :attr:`name`, for a loss of token scope."""
         return _plan(replace(self, name="auto")).schedule
 
 
 @functools.lru_cache
 def _plan(call: Call) -> Plan:
-    """Return the plan for tensors without memory, on a device that need not be here."""
+    """Return the plan for tensors without memory; the device need not exist here."""
     tokens = call.tokens
     with FakeTensorMode():
         hidden = torch.empty(tokens, call.hidden, dtype=call.dtype, device=call.device)
@@ -153,7 +153,7 @@ def _plan(call: Call) -> Plan:
     counts = torch.tensor([[tokens], [tokens]])
     known: Any = {"counts": counts, "layout": counts[0], "max_target": counts.new_zeros(())}
     batch = TokenBatch(target=target, advantages=target, cu_seqlens=target, **known)
-    # all with tiles plan the same
+    # all backends with tiles plan the same
     schedule = "one_pass" if call.name == "exponentials" else call.name
     options = replace(call.options, backend="chunked", schedule=schedule)
     needs = Needs(hidden=True, weight=not call.frozen)

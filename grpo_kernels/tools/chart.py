@@ -1,4 +1,4 @@
-"""Bars for a terminal: parts of the memory of a GPU."""
+"""Bar charts for a terminal: the parts of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from grpo_kernels.tools.text import aligned
 
-_WIDTH = 40  # characters of a bar of 100 %
+_WIDTH = 40  # characters for 100 %
 _LONGEST = 2 * _WIDTH
 _GIB = 1 << 30
 
@@ -14,7 +14,7 @@ _GIB = 1 << 30
 def bars(parts: Mapping[str, int], limit: int) -> list[str]:
     """Return a line for each part of ``limit`` bytes, in GiB, in percent and as a bar.
 
-    The last line is for what is free, or for what is missing if the parts are more than the limit.
+    The last line shows what is free, or what is missing if the parts exceed the limit.
     """
     free = limit - sum(parts.values())
     sizes = {name: size for name, size in parts.items() if size}

@@ -1,7 +1,7 @@
 """``grpo-kernels check``: values and gradients of every backend on this machine, against fp64.
 
-The yardstick is that of the tests: at most twice the error of eager PyTorch at the same dtype.
-First come GEMMs of the libraries whose results are known to the bit.
+The limit is the same as in the tests: at most twice the error of eager PyTorch at the same dtype.
+Before that come GEMMs of the libraries, with inputs for which the result is known bit for bit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from grpo_kernels.losses import LossConfig
 from grpo_kernels.testing import Problem, make_problem, poisoned_allocations, relative_error
 from grpo_kernels.tools.machine import device_types
 
-# Errors that count as exact, relative to the largest element: of values, and of gradients. In 16
-# bits these are one and a half units of the last place: the gradient of the logits is rounded
-# (Triton's interpreter cuts it off), and so is the GEMM with it.
+# Errors that always pass, relative to the largest element: of values, and of gradients. In 16 bits
+# that is 1.5 units in the last place: the gradient of the logits is rounded (truncated by Triton's
+# interpreter), and so is its GEMM.
 _FLOORS = {
     torch.float32: (1e-5, 3e-6),
     torch.bfloat16: (1e-5, 1.5 * 2**-7),
@@ -41,7 +41,7 @@ _FLOORS = {
     torch.float64: (1e-12, 1e-12),
 }
 DTYPES = tuple(_FLOORS)
-_EAGER_SLACK = 10  # times this is what eager PyTorch itself may be off by
+_EAGER_SLACK = 10  # eager PyTorch itself may be off by this many floors
 
 
 class _Shape(NamedTuple):
@@ -58,21 +58,21 @@ class _Shape(NamedTuple):
 
 _SHAPES = (
     _Shape(1, 1, 5, 1, tile_rows=1),
-    _Shape(4, 7, 16, 53, tile_rows=8),  # several tiles; the third sequence is wholly masked
-    # several tiles of columns, few enough elements for one thread
+    _Shape(4, 7, 16, 53, tile_rows=8),  # several tiles; the third sequence is masked entirely
+    # several tiles of columns, but few enough elements for one thread
     _Shape(3, 3, 40, 2503, tile_rows=9),
 )
-# C, V, D: odd K, K that are no multiples of 64, few rows, odd vocabularies
+# (C, V, D): odd K, K that is not a multiple of 64, few rows, odd vocabularies
 _GEMMS = [(1, 257, 17), (7, 1000, 96), (33, 2503, 41), (200, 4099, 130)]
-# A GPU's library cuts a long K into parts that it sums apart, where the result is small: dhidden of
-# a few rows of a real head, and of a chunk.
+# Split-K GEMMs, which a GPU's library uses for a long K and a small result: dhidden of a real head
+# for a few rows, and for a chunk.
 _LARGE_GEMMS = [(7, 151665, 2048), (1000, 50257, 896), (2000, 151665, 896)]
 
 Results = dict[str, Tensor]
 LEGEND = """\
-This takes about a minute.
-error: the difference from fp64, relative to the largest element; the worst of several shapes.
-library: matrix multiplications of torch, on numbers with exact sums: no error is allowed."""
+This runs for about a minute.
+error: difference from fp64, relative to the largest element; the worst of several shapes.
+library: torch's matrix multiplications, on numbers with exact sums; no error is allowed."""
 LINE = "{:<10} {:<6} {:<8} {:<39} {:>8} {:>8}  {}"
 
 
@@ -81,13 +81,13 @@ class _Result(NamedTuple):
 
     error: float = 0.0
     allowed: float = 0.0
-    failure: str | None = None  # what is wrong, in place of an error
+    failure: str | None = None  # what is wrong, if there is no error to report
 
 
 def outcomes() -> Iterator[tuple[bool, str]]:
-    """Yield of every check that this machine can run whether it passed, and its line.
+    """Run every check that this machine can run; yield whether it passed, and its line.
 
-    A line is the worst of several shapes and outputs.
+    A line reports the worst of several shapes and outputs.
     """
     for device in map(torch.device, device_types()):
         for dtype in DTYPES:
@@ -111,7 +111,7 @@ def _outcome(
 ) -> tuple[bool, str]:
     try:
         result = check()
-    except Exception as problem:  # it is what the user has to report
+    except Exception as problem:  # shown to the user, to report
         message = str(problem).strip().splitlines()[:1]
         result = _Result(failure=": ".join([type(problem).__name__, *message]))
     ok = result.failure is None and result.error <= result.allowed
@@ -134,16 +134,16 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> _Result:
 def wrong_gemms(
     device: torch.device,
     dtype: torch.dtype,  # of the inputs
-    shape: tuple[int, int, int],  # C, V, D: the K of dweight, of dhidden and of the logits
+    shape: tuple[int, int, int],  # (C, V, D): K of dweight, of dhidden and of the logits
 ) -> Iterator[str]:
-    """Say of every GEMM of a step, for a tile of logits, whose result is not the expected one.
+    """Yield a line for every GEMM of a step, on a tile of logits, that has a wrong result.
 
-    Factors are 1 and -1, so that sums are exact, as far as dtypes hold them. A library that drops a
-    part of K or reads beyond a strided row gives others.
+    All inputs are 1 or -1, so sums are exact as far as the dtype can hold them. A library that
+    drops a part of K, or reads beyond a strided row, gives other sums.
     """
     with matmul_precision(device, "fp32"):
         for gemm, result, exact in _products(device, dtype, shape):
-            differ = int(torch.ne(result, exact.to(result.dtype)).sum())  # NaNs, too
+            differ = int(torch.ne(result, exact.to(result.dtype)).sum())  # counts NaNs, too
             if differ:
                 rows, columns, depth = shape
                 where = f"C {rows} V {columns} D {depth}"
@@ -186,7 +186,7 @@ def _products(
 
 
 def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) -> _Result:
-    """Return the error that is nearest to its bound, or farthest over it."""
+    """Return the error that is largest relative to its limit."""
     errors = []
     for shape in _SHAPES:
         exact = _eager(what, shape, torch.device("cpu"), torch.float64)
@@ -198,7 +198,7 @@ def _worst(backend: str, what: str, device: torch.device, dtype: torch.dtype) ->
         for name, value in results.items():
             floor = _FLOORS[dtype][name.startswith("d")]
             allowed = max(2 * relative_error(eager[name], exact[name]), floor)
-            # eager itself, and so what it excuses, is held to a fixed bound
+            # the limit that eager's error sets must not exceed a fixed bound
             allowed = min(allowed, _EAGER_SLACK * floor)
             errors.append(_Result(relative_error(value, exact[name]), allowed))
     return max(errors, key=lambda each: each.error / each.allowed)
@@ -236,7 +236,7 @@ def _loss(config: LossConfig, problem: Problem, **options: Any) -> Results:
 _DAPO = LossConfig(loss_type="dapo", beta=0.05, temperature=0.8)
 _GSPO = LossConfig(loss_type="gspo", temperature=0.8)
 _SAPO = LossConfig(loss_type="sapo", entropy_coef=0.01)
-_RUNS: dict[str, Callable[..., Results]] = {  # of a problem, with options of the function
+_RUNS: dict[str, Callable[..., Results]] = {  # called with a problem and options of the function
     "linear_logprobs": _logprobs,
     "linear_policy_loss: dapo": partial(_loss, _DAPO),
     "linear_policy_loss: dapo, two_pass": partial(_loss, _DAPO, schedule="two_pass"),

@@ -1,4 +1,4 @@
-"""``grpo-kernels``: facts about this installation, a check of it, estimates for a model."""
+"""``grpo-kernels``: inspect and check this installation; estimate memory and time for a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from grpo_kernels.tools.text import OneLineParser, in_units, read_in_part
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code: 0, or 1 when a check failed.
+    """Run a subcommand and return its exit code: 0, or 1 if a check failed.
 
-    A wrong argument is one line on stderr and exit code 2.
+    A wrong argument prints one line on stderr and exits with code 2.
     """
     parser = OneLineParser(prog="grpo-kernels", description=__doc__)
     parser.set_defaults(run=lambda arguments: parser.print_help())
@@ -26,22 +26,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=run, parser=subparser)
         return subparser
 
-    info = command("info", _info, "versions, devices, and which backend runs on them")
-    info.add_argument("--json", action="store_true", help="for programs")
+    info = command("info", _info, "show versions, devices, and the default backend of each")
+    info.add_argument("--json", action="store_true", help="print JSON")
     command(
         "check",
         _check,
-        "GEMMs of this machine; values and gradients of every backend, against fp64",
+        "check GEMMs, and values and gradients of every backend, against fp64 (about a minute)",
     )
     command(
         "doctor",
         _doctor,
-        "other trainers: which are here, and which versions ours was tested with",
+        "list the supported trainers: installed version, and versions tested with grpo-kernels",
     )
     planner = command(
         "plan",
         plan.run,
-        "what to set so that a run fits into a GPU; memory and time of a model's head",
+        "find settings with which a run fits into a GPU; estimate memory and time of the LM head",
     )
     plan.add_arguments(planner)
     with read_in_part():
@@ -72,7 +72,7 @@ def _device(device: dict[str, Any]) -> str:
 def _default(row: dict[str, Any]) -> str:
     if row["backend"] is None:
         return "; ".join(row["reasons"])
-    return f"{row['backend']}, {row['chunk_rows']} rows of a tile"
+    return f"{row['backend']}, tiles of {row['chunk_rows']} rows"
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def _check(arguments: argparse.Namespace) -> int:
     print(check.LINE.format("backend", "device", "dtype", "what", "error", "allowed", ""))
     results = []
     for passed, line in check.outcomes():
-        print(line, flush=True)  # at once: the next one may crash
+        print(line, flush=True)  # now: the next check may crash
         results.append((passed, line))
     failed = [line for passed, line in results if not passed]
     _show("backends", machine.unavailable_backends(), "available")

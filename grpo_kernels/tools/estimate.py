@@ -1,8 +1,8 @@
-"""Peak memory of a loss at a head: formulas over the plan of the call. Nothing is run.
+"""Peak memory of a loss at a head, by formulas over the plan of the call. Nothing is run.
 
-A run on tensors without memory cannot take their place: a budget is searched by asking for the
-memory of many numbers of tokens, on devices that are not here. ``tests/tools/test_plan.py`` counts
-what steps allocate and compares.
+A run on fake tensors could not replace the formulas: the search for a budget needs the memory of
+many token counts, on devices that are not here. ``tests/tools/test_plan.py`` compares them with
+what steps allocate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRL_COLUMNS = 32768
 
 
 def growth(call: Call) -> int:
-    """Return the bytes from the inputs alone to the peak of one forward and backward."""
+    """Return the peak bytes of one forward and backward, in addition to the inputs."""
     if call.options.bounded is not None:
         return max(call.returned, _bounded(call, call.options.bounded))
     formulas = {
@@ -37,7 +37,7 @@ def growth(call: Call) -> int:
 
 
 def total(call: Call) -> int:
-    """Return the bytes at that peak, with the inputs."""
+    """Return the peak bytes of one forward and backward, with the inputs."""
     return call.inputs + growth(call)
 
 
@@ -51,10 +51,10 @@ def _eager(call: Call) -> int:
     dweight = 0 if call.frozen else call.elements * call.dtype.itemsize
     gradients = call.rows + dweight
     peak = max(
-        # the gradient of the log-softmax is zeros but for the targets
+        # the gradient of the log-softmax is dense, though zero except at the targets
         call.softcap * logits + 2 * logprobs + dlogits,
         logits + gradients,
-        gradients + (call.dweight if call.cast else 0),  # the weight's in two dtypes
+        gradients + (call.dweight if call.cast else 0),  # dweight in two dtypes
     )
     return call.cast + peak  # autocast keeps its copy to the end
 
@@ -65,7 +65,7 @@ def _trl(call: Call) -> int:
     rows = min(call.tokens, _TRL_ROWS)
     columns = min(call.vocabulary, _TRL_COLUMNS)
     slices = tile = 0
-    if call.cast:  # of the weight: the slice in use, and the one before it while this one is made
+    if call.cast:  # slices of the cast weight: the current one, and at times the previous one
         several = call.tokens > rows or call.vocabulary > columns
         slices = (1 + several) * columns * call.hidden * width
     if call.device == "cpu":  # in fp32: scores, softmaxes and gradients of a tile, and a flag
@@ -87,12 +87,12 @@ def _exponentials(call: Call) -> int:
     route = call.plan.route
     rows = -(-call.tokens // route.block) * route.block
     kept = rows * _row_bytes(route, call.dtype)
-    # the hidden states times a factor each, and a block of a product in fp32 before
+    # the scaled hidden states, and before them a block of a product in fp32
     return kept + call.cast + 2 * call.rows + call.dweight
 
 
 def _two_pass(call: Call) -> int:
-    """Estimate two passes, by what is kept between them."""
+    """Estimate two passes, depending on what is kept between them."""
     formulas = {
         "nothing": _keeps_nothing,
         "dhidden": _keeps_dhidden,
@@ -110,13 +110,13 @@ def _keeps_nothing(call: Call, tile: int) -> int:
 
 
 def _keeps_dhidden(call: Call, tile: int) -> int:
-    """Estimate a backward that multiplies what is kept by the loss's own gradient."""
+    """Estimate a backward that multiplies the kept gradient by the loss's gradient."""
     kept = call.plan.saved.nbytes
     return max(max(kept, call.dhidden) + tile, kept + _sum_and_rounded_rows(call))
 
 
 def _keeps_dlogits(call: Call, tile: int) -> int:
-    """Estimate a backward that is only the GEMMs of the gradients."""
+    """Estimate a backward that consists only of the GEMMs of the gradients."""
     dweight = _weight_sum(call, of_one_gemm=True)
     rounded = _rounded(call, call.dhidden, dweight)
     backward = call.dhidden + dweight + max(call.cast + call.fp32_rows, rounded)
@@ -124,19 +124,19 @@ def _keeps_dlogits(call: Call, tile: int) -> int:
 
 
 def _bounded(call: Call, bounded: Bounded) -> int:
-    """Estimate a backward by entries, at most: as if every row needed more than it may have.
+    """Estimate a sparse backward, at most: as if every row needed more entries than it may have.
 
-    The logits of such rows are formed again, and their gradients are fp32 until the end.
+    The logits of such rows are computed again, and their gradients stay in fp32 until the end.
     """
     chunk = _chunk(call)
     kept = call.plan.saved.nbytes
-    copies = kept // 2  # of the values or the ids among what is kept
+    copies = kept // 2  # of the kept values, or of the kept ids
     is_exact = bounded.exact_weight and not call.frozen
     sparse = 0 if is_exact or call.frozen else call.elements * FP32_BYTES
     products = call.cast + (_sorted_entries(call, kept) if sparse else 0)
     of_weight = 0
     if call.name == "two_pass":
-        chunk_entries = kept * chunk.rows // call.tokens  # which are copied
+        chunk_entries = kept * chunk.rows // call.tokens  # copied into what is kept
         forward = chunk.nbytes + kept + chunk_entries
         before = kept + copies
         products += copies
@@ -150,7 +150,7 @@ def _bounded(call: Call, bounded: Bounded) -> int:
         before = exact + (kept if chunk.is_only else 2 * kept)
         dweight = exact + sparse
         end = 0
-    # the rows that need more with their gradient, which is put among that of all rows
+    # the exact rows and their gradient, which is scattered into the gradient of all rows
     at_rows = max(_slice(call).nbytes, call.fp32_rows, products)
     of_rows = before + sparse + call.rows + call.fp32_rows + at_rows
     end += call.fp32_rows + dweight + _rounded(call, call.fp32_rows, dweight)
@@ -158,11 +158,11 @@ def _bounded(call: Call, bounded: Bounded) -> int:
 
 
 class _Chunk(NamedTuple):
-    """The rows whose logits are there at a time in a forward."""
+    """The rows of which a forward holds the logits at a time."""
 
     rows: int
-    is_only: bool  # they are all rows
-    nbytes: int  # of their logits, a teacher's too, and of the weight's copy that forms them
+    is_only: bool  # there is no other chunk
+    nbytes: int  # of their logits, of a teacher's, and of the weight's copy to compute them
 
 
 def _chunk(call: Call) -> _Chunk:
@@ -176,11 +176,11 @@ def _chunk(call: Call) -> _Chunk:
 
 
 class _Slice(NamedTuple):
-    """The part of the logits that a backward forms again at a time."""
+    """The part of the logits that a backward computes again at a time."""
 
     rows: int
     columns: int
-    nbytes: int  # of these logits, and of the weight's copy that forms them
+    nbytes: int  # of these logits, and of the weight's copy to compute them
 
 
 def _slice(call: Call) -> _Slice:
@@ -198,13 +198,13 @@ def _row_bytes(route: Route, dtype: torch.dtype) -> int:
 
 
 def _copies(call: Call, elements: int) -> int:
-    """Return the bytes of 16-bit factors that oneMKL copies for a product in fp32, without AMX."""
+    """Return the bytes of 16-bit factors that oneMKL copies for an fp32 GEMM without AMX."""
     copies = call.device == "cpu" and call.is_narrow and "amx" not in native_isas()[:1]
     return FP32_BYTES * elements if copies else 0
 
 
 def _summing(call: Call, chunk: _Chunk) -> int:
-    """Return the bytes of a chunk's logits, and of the factors that are copied to sum dweight."""
+    """Return the bytes of a chunk's logits, and of the factors copied to sum dweight."""
     if chunk.is_only or call.frozen:
         return chunk.nbytes
     return chunk.nbytes + _copies(call, chunk.rows * (call.vocabulary + call.hidden))
@@ -217,7 +217,7 @@ def _weight_sum(call: Call, of_one_gemm: bool = False) -> int:
 
 
 def _rounded(call: Call, dhidden: int, dweight: int) -> int:
-    """Return the bytes of the gradients that are not what they were summed in."""
+    """Return the bytes of the gradients in a dtype other than the one they were summed in."""
     rows = 0 if dhidden == call.rows else call.rows
     return rows + (0 if dweight == call.dweight else call.dweight)
 
@@ -227,16 +227,16 @@ def _sum_and_rounded_rows(call: Call) -> int:
 
 
 def _statistics_take_a_tile(call: Call) -> bool:
-    """Return whether no GEMM comes with the statistics of its rows."""
+    """Return whether no kernel computes the statistics without a tile of logits."""
     if call.device == "cpu":
         return BACKENDS["cpu"].unavailable() is not None
     return not call.is_narrow
 
 
 def _weight_from_new_logits(call: Call) -> int:
-    """Return the bytes of dweight, and of what sums it from logits that are formed again.
+    """Return the bytes of dweight, and of computing it from logits that are computed again.
 
-    A slice of it is summed apart where its own dtype would round the sums.
+    A slice of it is summed in a separate fp32 buffer if its own dtype would round the sums.
     """
     part = _slice(call)
     rounds = call.tokens > part.rows and call.weight < call.elements * FP32_BYTES
@@ -247,7 +247,7 @@ def _weight_from_new_logits(call: Call) -> int:
 
 
 def _sorted_entries(call: Call, kept: int) -> int:
-    """Return the bytes of entries by their columns; ``kept`` has eight bytes for each."""
+    """Return the bytes to sort entries by column; ``kept`` has eight bytes for each entry."""
     if call.device == "cpu":
         return kept  # the row and the value, four bytes each
-    return kept * 17 // 8  # whether each is meant, its column, that sorted, and the order in int64
+    return kept * 17 // 8  # a flag, the column, the sorted column, and the order in int64

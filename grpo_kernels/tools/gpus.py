@@ -1,4 +1,4 @@
-"""GPUs by their names: how fast GEMMs are at most, and how much memory there is."""
+"""GPUs by name: peak rates of GEMMs, and memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Gpu(NamedTuple):
     """A kind of GPU, as ``gpus.toml`` describes it."""
 
     name: str
-    pattern: str  # found in the names by which drivers and users call it
-    tflops: float  # of dense GEMMs with 16-bit inputs, by data sheet
+    pattern: str  # matches the names that drivers and users give it
+    tflops: float  # dense GEMMs with 16-bit inputs, from the data sheet
     tflops_fp32: float
-    gib: int  # of memory
+    gib: int  # memory
 
 
 _SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
@@ -24,13 +24,13 @@ GPU_NAMES = ", ".join(gpu.name for gpu in GPUS)
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU of this name, None for an unknown one."""
+    """Return the GPU with this name; None if it is unknown."""
     plain = re.sub(r"[^a-z0-9]+", " ", name.lower())
     return next((gpu for gpu in GPUS if re.search(gpu.pattern, plain)), None)
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU that a user names; raise ValueError for an unknown one."""
+    """Return the GPU with this name; raise ValueError if it is unknown."""
     gpu = find_gpu(name)
     if gpu is None:
         raise ValueError(f"gpu: expected one of {GPU_NAMES}; got {name!r}")

@@ -1,4 +1,4 @@
-"""Models and datasets by their names on a hub."""
+"""Models and datasets on a hub, by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grpo_kernels.tools.machine import install_command
 
 @contextmanager
 def hub_or_cache(name: str) -> Iterator[None]:
-    """Load ``name`` from the hub, or at once from its cache where no hub answers.
+    """Load ``name`` from the hub, or directly from its cache if no hub answers.
 
-    The hub's client would try every file six times first, which takes a minute and more. Nothing
-    is asked for what is a file or a folder here.
+    Without this the hub's client tries every file six times, for more than a minute. A local file
+    or folder makes no request.
     """
     if Path(name).expanduser().exists():
         yield
@@ -29,7 +29,7 @@ def hub_or_cache(name: str) -> Iterator[None]:
     before = constants.HF_HUB_OFFLINE
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # of the HTTP library that the client has, or it is offline by its variable
+    except Exception:  # an error of the client's HTTP library, or its offline variable is set
         constants.HF_HUB_OFFLINE = True
     try:
         yield
@@ -38,10 +38,11 @@ def hub_or_cache(name: str) -> Iterator[None]:
 
 
 def read_config(model: str) -> Any:
-    """Read the config of a model, in a folder, on the hub or in its cache.
+    """Read the config of a model from a folder, the hub or its cache.
 
     Raises:
-        ValueError: there is no config, or none of a model with a head; or no transformers.
+        ValueError: there is no config, it does not describe a model with a head, or transformers
+            is not installed.
     """
     if find_spec("transformers") is None:
         advice = install_command("tools")
@@ -57,7 +58,7 @@ def read_config(model: str) -> Any:
     try:
         with hub_or_cache(model):
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # of many kinds, each about what stands in the file
+    except Exception as error:  # of many kinds, all about the file's contents
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"model: transformers cannot read {model!r}: {reason}") from error
     text = config.get_text_config()
@@ -69,7 +70,7 @@ def read_config(model: str) -> Any:
 
 
 def head_of(config: Any) -> dict[str, Any]:
-    """Return what the head of a model is, by its config."""
+    """Return the sizes and dtype of a model's head, from its config."""
     text = config.get_text_config()
     return {
         "hidden": text.hidden_size,
@@ -80,12 +81,12 @@ def head_of(config: Any) -> dict[str, Any]:
 
 
 def loaded_from(model: str) -> str:
-    """Return what loads the model with its weights: the folder, where its config is named."""
+    """Return the name to load the model from: the folder, if ``model`` is its config file."""
     path = Path(model)
     return str(path.parent) if path.expanduser().is_file() else model
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model: the last part of its folder, or of its hub id."""
+    """Return a model's short name: the last part of its folder or hub id."""
     path = Path(model).expanduser().resolve()
     return (path.parent if path.is_file() else path).name

@@ -38,7 +38,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def facts() -> dict[str, Any]:
-    """Return everything that ``grpo-kernels info`` shows."""
+    """Return everything that ``grpo-kernels info`` prints."""
     return {
         "versions": versions(),
         "devices": list(_devices()),
@@ -62,22 +62,22 @@ def versions() -> dict[str, str | None]:
 
 
 def native_isas() -> list[str]:
-    """Return the instruction sets that the native kernels can use here, the one in use first."""
+    """Return the instruction sets of the native kernels on this CPU, the one in use first."""
     return cpu.isas() if BACKENDS["cpu"].unavailable() is None else []
 
 
 def unavailable_backends() -> dict[str, str | None]:
-    """Return the reason why each backend cannot run here; None for those that can."""
+    """Return why each backend cannot run here; None if it can."""
     return {name: backend.unavailable() for name, backend in BACKENDS.items()}
 
 
 def device_types() -> list[str]:
-    """Return the types of devices that tensors can be on here."""
+    """Return the device types of this machine."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def device_memory(device: str) -> int:
-    """Return the total memory, in bytes, of the first device of this type."""
+    """Return the total memory of the first device of this type, in bytes."""
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.cuda.get_device_properties(0).total_memory
@@ -108,7 +108,7 @@ def _default(type_: str, dtype: torch.dtype) -> dict[str, Any]:
     question = {"device": type_, "dtype": str(dtype).removeprefix("torch.")}
     try:
         choice = choose_backend("auto", device, dtype)
-    except ValueError as error:  # the environment variable forces one that cannot run
+    except ValueError as error:  # the environment variable forces a backend that cannot run
         return {**question, "backend": None, "chunk_rows": None, "reasons": [str(error)]}
     return {
         **question,
@@ -125,7 +125,7 @@ def _default(type_: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return a distribution's version; None where it is not installed."""
+    """Return a distribution's version; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -133,14 +133,14 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs our ``extras``, the last of which contains the others.
+    """Return the command that installs these ``extras``; the last one contains the others.
 
-    Outside of a clone it names the packages: grpo-kernels itself may be on no index.
+    Outside a clone the command names their packages, since grpo-kernels may not be on an index.
     """
     from_clone = f"pip install '.[{extras[-1]}]'"
     try:
         rows = importlib.metadata.requires("grpo-kernels") or []
-    except importlib.metadata.PackageNotFoundError:  # runs from the folder of its source
+    except importlib.metadata.PackageNotFoundError:  # not installed: run from the source folder
         return from_clone
     markers = [f'extra == "{extra}"' for extra in extras]
     parts = [row.partition(";") for row in rows if not row.startswith("grpo-kernels[")]
@@ -149,7 +149,7 @@ def install_command(*extras: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's own name."""
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     line = re.search(r"^model name\s*: (.*)", text, re.M)

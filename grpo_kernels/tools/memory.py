@@ -1,4 +1,4 @@
-"""The memory of a run on one GPU, by its parts and at its moments: an estimate by formulas."""
+"""The memory of a run on one GPU, by part and by moment of a step: estimated by formulas."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from grpo_kernels.tools.model import Model
 from grpo_kernels.tools.training import NF4, Training
 
 GIB = 1 << 30
-SLACK = 2 * GIB  # the CUDA context, workspaces of libraries, what the allocator cannot use
+SLACK = 2 * GIB  # the CUDA context, library workspaces, allocator fragmentation
 _OF_CUDA = {"CUDA context, slack": SLACK}
-ENGINE_SLACK = 2 * GIB  # of vLLM's share: its activations, CUDA graphs, and a little cache
+ENGINE_SLACK = 2 * GIB  # in vLLM's share: activations, CUDA graphs, and a small KV cache
 DEFAULT_SHARE = 0.3  # the trainer's vllm_gpu_memory_utilization
 _SHARE_STEP = 0.05
 _LARGEST_SHARE = 0.9
 STEP = 256  # tokens between the micro-batches that are tried
 _MOST_STEPS = 1 << 13
 ENGINES = ("none", "colocate", "server", "transformers")
-ENGINE_WEIGHTS = {"bf16": 2, "fp8": 1}  # bytes of a weight of the body's matrices
-_FP8 = "fp8_per_channel"  # of vLLM's methods one that quantizes the weights of every update
+ENGINE_WEIGHTS = {"bf16": 2, "fp8": 1}  # bytes per element of the body's matrices
+_FP8 = "fp8_per_channel"  # a vLLM method that quantizes the weights after every update
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What samples completions, by its place and its share of the GPU."""
+    """The engine that samples completions: its place, and its share of the GPU."""
 
-    place: str = "none"  # of ENGINES; none: nothing on this GPU is planned
+    place: str = "none"  # one of ENGINES; none: nothing on this GPU is planned
     share: float | None = None  # of a colocated vLLM; None: the default, or what its weights need
-    weights: str = "bf16"  # of ENGINE_WEIGHTS
+    weights: str = "bf16"  # one of ENGINE_WEIGHTS
     sleeps: bool = False
 
     @property
@@ -51,7 +51,7 @@ class Engine:
         return matrices * ENGINE_WEIGHTS[self.weights] + (model.parameters - matrices) * 2
 
     def share_of(self, model: Model, memory: int) -> float:
-        """Return the part of ``memory`` that a colocated vLLM takes."""
+        """Return the part of ``memory`` that a colocated vLLM uses."""
         if self.share is not None:
             return self.share
         needed = (self.weight_bytes(model) + ENGINE_SLACK) / memory
@@ -59,7 +59,7 @@ class Engine:
         return min(max(DEFAULT_SHARE, round(steps * _SHARE_STEP, 2)), _LARGEST_SHARE)
 
     def settings(self, model: Model, memory: int) -> dict[str, Any]:
-        """Return the lines of the run file."""
+        """Return the engine's lines of the run file."""
         if self.place in ("none", "transformers"):
             return {}
         lines: dict[str, Any] = {"use_vllm": True}
@@ -75,19 +75,19 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run on one GPU, by what its memory depends on."""
+    """A run on one GPU: everything that its memory depends on."""
 
     model: Model
     memory: int  # bytes of the GPU
-    tokens: int  # of a micro-batch
+    tokens: int  # per micro-batch
     longest: int = 4096  # tokens of the longest sequence
     training: Training
     engine: Engine = Engine()
     reference: bool = False  # a frozen copy of the weights, for beta above 0
-    implementation: str | None = None  # of the head, as Call.name; None: the trainer's
+    implementation: str | None = None  # Call.name of the head; None: the trainer's choice
     two_pass: bool = False  # at the head
-    offload: bool = False  # of the hidden states between layers
-    tiled: bool = False  # MLPs
+    offload: bool = False  # hidden states between layers in main memory
+    tiled: bool = False  # MLPs in tiles
 
     @property
     def merges_into_rounded(self) -> bool:
@@ -99,7 +99,7 @@ class Run:
         return quantized and self.model.images and self.engine.samples_by_vllm
 
     def head(self, name: str) -> Call:
-        """Return a call of the loss at the head: ours by its schedule, ``trl`` or ``eager``."""
+        """Return the loss call at the head: a schedule of grpo-kernels, ``trl`` or ``eager``."""
         return Call(
             name=name,
             hidden=self.model.hidden,
@@ -111,9 +111,9 @@ class Run:
         )
 
     def schedules(self) -> set[str]:
-        """Return what may run at the head.
+        """Return the schedules that may run at the head.
 
-        vLLM's log-probabilities correct the loss by sequences, which takes two passes where a
+        vLLM's log-probabilities correct the loss per sequence, which needs two passes if a
         sequence is longer than a tile.
         """
         if self.implementation or self.two_pass:
@@ -122,7 +122,7 @@ class Run:
         return default | {"two_pass"} if self.engine.samples_by_vllm else default
 
     def settings(self) -> dict[str, Any]:
-        """Return the lines of the run file that say what is planned."""
+        """Return the planned settings, for the run file."""
         lines = dict(self.training.settings)
         if self.training.rank and self.model.adapted:
             lines["lora_target_modules"] = list(self.model.adapted)
@@ -138,25 +138,25 @@ class Run:
         return lines | self.engine.settings(self.model, self.memory)
 
     def head_bytes(self) -> int:
-        """Return the peak at the head, without its weight.
+        """Return the peak bytes at the head, without its weight.
 
-        The gradient of the weight counts once more than among the gradients: with several
-        micro-batches a step it is formed next to the sum of those before.
+        The weight's gradient is counted here in addition to "gradients": with several
+        micro-batches per step, it is computed next to the sum of the previous ones.
         """
         calls = [self.head(name) for name in self.schedules()]
         return max(total(call) - call.weight for call in calls)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Return what is on the GPU at all times, by name."""
+        """Return the bytes on the GPU at all times, by name."""
         way = self.training
         model = self.model
         parts = {"weights": way.weights(model), "optimizer states": way.optimizer(model)}
-        if self.reference and not way.rank:  # an adapter that is switched off is its own reference
+        if self.reference and not way.rank:  # with LoRA, the model without adapter is the reference
             parts["reference model"] = model.parameters * way.weight
         return parts
 
     def step_bytes(self) -> dict[str, int]:
-        """Return what is on the GPU at the peak of a step besides, by name."""
+        """Return the additional bytes on the GPU at the peak of a step, by name."""
         return {
             "gradients": self.training.gradients(self.model),
             "activations": self.activation_bytes(),
@@ -165,7 +165,7 @@ class Run:
         }
 
     def host_bytes(self) -> int:
-        """Return the bytes of main memory that offloaded hidden states take, pinned."""
+        """Return the bytes of pinned main memory for offloaded hidden states."""
         model = self.model
         per_token = len(model.layers) * model.hidden * self.training.state
         return self.tokens * per_token if self.offload else 0
@@ -183,7 +183,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What is on the GPU, or in the engine's share of it, at one time."""
+    """The memory of the GPU, or of the engine's share, at one time."""
 
     name: str
     parts: dict[str, int]  # bytes by name
@@ -191,12 +191,12 @@ class Moment:
 
     @property
     def free(self) -> int:
-        """What is left; below 0: what does not fit."""
+        """Free bytes; below 0: bytes that do not fit."""
         return self.limit - sum(self.parts.values())
 
 
 def moments(run: Run) -> list[Moment]:
-    """Return the moments of a step at which memory may run out."""
+    """Return the moments of a step when memory may run out."""
     engine = run.engine
     weights = run.engine.weight_bytes(run.model)
     training = run.resident_bytes() | run.step_bytes()
@@ -211,7 +211,7 @@ def moments(run: Run) -> list[Moment]:
         return [Moment(name="training", parts=parts, limit=run.memory), in_share]
     waking = run.resident_bytes() | of_engine | _OF_CUDA
     sent = _sent_at_once(run)
-    if sent > waking["engine KV cache"]:  # which wakes after them
+    if sent > waking["engine KV cache"]:  # the cache wakes after the weights have arrived
         del waking["engine KV cache"]
         waking["weights on their way"] = sent
     return [
@@ -222,9 +222,9 @@ def moments(run: Run) -> list[Moment]:
 
 
 def _sent_at_once(run: Run) -> int:
-    """Return the bytes of weights on their way to an engine, which reloads layer by layer.
+    """Return the bytes of weights in transfer to an engine that reloads layer by layer.
 
-    With QLoRA it has loaded its weights itself, and gets only the adapter.
+    With QLoRA the engine loads the base weights itself, and receives only the adapter.
     """
     model = run.model
     if run.training.linear == NF4:
@@ -234,14 +234,14 @@ def _sent_at_once(run: Run) -> int:
 
 
 def missing(run: Run) -> int:
-    """Return the bytes that a run lacks at its worst moment; 0: it fits."""
+    """Return the bytes missing at the run's worst moment; 0: it fits."""
     return max(0, -min(moment.free for moment in moments(run)))
 
 
 def largest(run: Run, *, one_sequence: bool = False) -> int:
-    """Return the most tokens of a micro-batch that fit, a multiple of :data:`STEP`; 0: none.
+    """Return the most tokens per micro-batch that fit, a multiple of :data:`STEP`; 0: none.
 
-    ``one_sequence``: all of them are one. The memory grows with the tokens.
+    ``one_sequence``: the micro-batch is a single sequence. Memory grows with the tokens.
     """
 
     def lacks(steps: int) -> int:

@@ -1,4 +1,4 @@
-"""The sizes of a model: what its parameters and a token's activations depend on."""
+"""The sizes of a model that its parameters and activations depend on."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A decoder layer by the numbers that it makes of a token."""
+    """The widths of a decoder layer."""
 
     hidden: int  # D
-    queries: int  # of all heads
-    inner: int  # of the MLP; of all experts that a token goes through
-    norms: int  # over the hidden size
-    routed: int  # experts of a token; 0: a dense MLP
+    queries: int  # of all heads together
+    inner: int  # of the MLP, or of all experts of a token together
+    norms: int  # number of norms over the hidden size
+    routed: int  # experts per token; 0: a dense MLP
     biased: bool  # experts with biases and clamped gates, as in gpt-oss
     tiled: bool  # whether ``mlp_tile_tokens`` has an effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A causal language model; parts are numbers of parameters, each counted once."""
+    """A causal language model; each parameter is counted in one part."""
 
     layers: tuple[Layer, ...]
     hidden: int  # D
     vocabulary: int  # V
     softcap: bool
-    tied: bool  # embedding and head are one
+    tied: bool  # embedding and head share their weight
     head: int
     embedding: int  # 0 if tied
     linear: int  # weights of the body's linear layers
-    experts: int  # weights in stacks, which no adapter and no quantization reaches by default
-    other: int  # norms, biases, embeddings of positions or images
-    adapted: tuple[str, ...]  # names of layers for adapters; none: peft's ``all-linear``
-    adapter_widths: int  # inputs plus outputs of these layers: an adapter of rank 1
-    cached: int  # keys and values of a token in all layers
+    experts: int  # stacked expert weights, not adapted or quantized by default
+    other: int  # norms, biases, position and image embeddings
+    adapted: tuple[str, ...]  # names of layers for adapters; empty: peft's ``all-linear``
+    adapter_widths: int  # inputs plus outputs of these layers: the size of an adapter of rank 1
+    cached: int  # keys and values per token, over all layers
     windows: int  # 1 if layers have a window, else 0
-    attention: str | None  # ``attn_implementation`` where sdpa is none, which takes masks
-    images: bool  # whether it has a part for images
-    quantized: str | None  # the method by which its files are quantized
+    attention: str | None  # ``attn_implementation`` if the model does not support sdpa
+    images: bool  # whether it accepts images
+    quantized: str | None  # the quantization method of its files
 
     @property
     def body(self) -> int:
@@ -61,10 +61,10 @@ class Model:
 
 
 def model_of(config: Any) -> Model:
-    """Measure the model that a config of transformers describes. It is made without memory.
+    """Measure the model that a transformers config describes, without allocating memory for it.
 
     Raises:
-        ValueError: it is no model that generates text by attention.
+        ValueError: it is not a model that generates text with attention layers.
     """
     made = _without_memory(config)
     text = config.get_text_config()
@@ -81,7 +81,7 @@ def model_of(config: Any) -> Model:
         "experts": sum(x.numel() for x in layers.parameters() if _is_stack(x)),
     }
     adapted = linears
-    if parts["experts"]:  # peft's all-linear reaches for stacks, too, and forms whole updates
+    if parts["experts"]:  # peft's all-linear also adapts stacks, with full-size updates
         adapted = [x for layer in layers for x in _linears(_attention(layer))]
     return Model(
         layers=tuple(_layer(layer, text) for layer in layers),
@@ -102,12 +102,12 @@ def model_of(config: Any) -> Model:
 
 
 def _has_windows(text: Any) -> bool:
-    """Return whether some layers have a window; raise ValueError for layers without attention."""
+    """Return whether some layers have a window; raise ValueError for other layers."""
     kinds = set(getattr(text, "layer_types", None) or ())
     if strange := kinds - _ATTENTION:
         raise ValueError(
-            f"model: expected layers of attention ({', '.join(sorted(_ATTENTION))}), whose "
-            f"activations are known; got {', '.join(sorted(strange))}"
+            f"model: expected attention layers ({', '.join(sorted(_ATTENTION))}), which have an "
+            f"estimate; got {', '.join(sorted(strange))}"
         )
     if kinds:
         return "sliding_attention" in kinds
@@ -121,10 +121,10 @@ def _without_memory(config: Any) -> Any:
     try:
         with torch.device("meta"):
             made = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    except ValueError as error:  # no class for it
+    except ValueError as error:  # transformers has no class for it
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model: transformers has no model that generates text: {reason}"
+            f"model: expected a model that generates text; transformers: {reason}"
         ) from error
     return made
 
@@ -139,7 +139,7 @@ def _quantized_by(config: Any) -> str | None:
 
 
 def _layers(made: Any) -> nn.ModuleList:
-    """Return the layers of the part that is for text."""
+    """Return the layers of the text decoder."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for part in made.get_decoder().modules():
@@ -147,25 +147,25 @@ def _layers(made: Any) -> nn.ModuleList:
         if layers and isinstance(layers[0], GradientCheckpointingLayer):
             return part
     name = type(made).__name__
-    raise ValueError(f"model: expected layers that can be checkpointed; got a {name} without any")
+    raise ValueError(f"model: expected layers that can be checkpointed; {name} has none")
 
 
 def _flash_attention(made: Any) -> str:
-    """Return the attention of a model for which sdpa is none, and eager one would form scores."""
+    """Return the attention for a model without sdpa; eager attention would store the scores."""
     sinks = any(name.endswith("sinks") for name, _ in made.named_parameters())
     return "kernels-community/vllm-flash-attn3" if sinks else "flash_attention_2"
 
 
 class _Linear(NamedTuple):
-    """A layer that adapters on all linear layers adapt, and that 4 bits quantize."""
+    """A linear layer: adapted by ``all-linear``, and quantized to 4 bits."""
 
-    name: str  # the last part of it
+    name: str  # the last part of its name
     weight: Tensor
     inputs: int
     outputs: int
 
     def own_width(self, hidden: int) -> int:
-        """Return the inputs or outputs that are no hidden states."""
+        """Return the width on the side that is not the hidden size."""
         widths = {self.inputs, self.outputs} - {hidden}
         return max(widths, default=hidden)
 
@@ -214,7 +214,7 @@ def _layer(layer: nn.Module, text: Any) -> Layer:
 
 
 def _attention(layer: nn.Module) -> nn.Module:
-    """Return the attention of a layer, or raise ValueError if it has another mixer of tokens."""
+    """Return the attention of a layer; raise ValueError if it mixes tokens in another way."""
     kinds = [(type(part).__name__, part) for part in layer.children()]
     mixers = [x for x in kinds if re.search("attention|mamba|recurrent", x[0].lower())]
     if len(mixers) != 1 or "attention" not in mixers[0][0].lower():
@@ -224,7 +224,7 @@ def _attention(layer: nn.Module) -> nn.Module:
 
 
 def _cached(text: Any) -> int:
-    """Return the keys and values that a layer caches of a token; a window does not count."""
+    """Return the keys and values that a layer caches per token, ignoring windows."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * heads * size

@@ -1,4 +1,4 @@
-"""``grpo-kernels plan``: its arguments, its rates and its answer."""
+"""``grpo-kernels plan``: its arguments, the GEMM rates and the answer."""
 
 from __future__ import annotations
 
@@ -25,66 +25,67 @@ from grpo_kernels.tools.plan_run import add_run_arguments, check_run_arguments, 
 from grpo_kernels.tools.plan_table import table
 from grpo_kernels.tools.text import byte_size, count, in_units, positive
 
-_REACHED = 0.7  # of a data sheet's rate, by large GEMMs: a guess
+_REACHED = 0.7  # share of a data sheet's rate that large GEMMs reach: a guess
 _OF_HEAD = ("hidden", "vocabulary", "dtype", "weight_dtype", "frozen", "softcap")
-_ROW_BYTES = 32  # of a row's statistics: logsumexp, entropy and score, and who has the target
+_ROW_BYTES = 32  # a row's statistics: logsumexp, entropy, score, and the rank that has the target
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand. Messages name an option by its ``dest``."""
-    plan.add_argument("--model", help="folder with a config.json, that file, or a hub id")
+    plan.add_argument("--model", help="folder with a config.json, path to that file, or a hub id")
     plan.add_argument(
         "--tokens",
         type=count,
         required=True,
-        help="tokens of a micro-batch; for the head only those with a loss",
+        help="tokens per micro-batch; without --train, only tokens that carry a loss",
     )
     add_run_arguments(plan)
     _add_head(plan.add_argument_group("the head").add_argument)
     _add_device(plan.add_argument_group("the device").add_argument)
-    _add_backward(plan.add_argument_group("our backward").add_argument)
+    _add_backward(plan.add_argument_group("the backward").add_argument)
     plan.add_argument(
         "--teacher",
         type=count,
         metavar="HIDDEN",
-        help="also the divergence from a teacher of that hidden size",
+        help="also plan the divergence from a teacher with this hidden size",
     )
-    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_head(add: Callable[..., Any]) -> None:
-    add("--hidden", type=count, help="hidden size, in place of --model")
-    add("--vocab", type=count, help="vocabulary size, in place of --model")
-    add("--dtype", choices=DTYPES, help="of the hidden states [the config's, else bf16]")
-    add("--weight-dtype", choices=DTYPES, help="of the weight, under autocast [--dtype]")
-    add("--frozen-head", action="store_true", help="no gradient for it, as with LoRA")
+    add("--hidden", type=count, help="hidden size, instead of --model")
+    add("--vocab", type=count, help="vocabulary size, instead of --model")
+    add("--dtype", choices=DTYPES, help="dtype of the hidden states [the config's, else bf16]")
+    add("--weight-dtype", choices=DTYPES, help="dtype of the weight, under autocast [--dtype]")
+    add("--frozen-head", action="store_true", help="the head gets no gradient, as with LoRA")
     add(
         "--shard",
         type=_read_ranks,
         metavar="tp=RANKS",
-        help="over ranks that share the vocabulary, as tp=8, and say what one takes",
+        help="split the vocabulary over ranks, such as tp=8, and plan for one of them",
     )
 
 
 def _add_device(add: Callable[..., Any]) -> None:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="[cuda]")
-    add("--gpu-memory", type=byte_size, help="as 24GiB [the present device's]")
+    add("--gpu-memory", type=byte_size, help="memory of the device, such as 24GiB [this device's]")
     add(
         "--reserved",
         type=byte_size,
         default=0,
-        help="for all else in training; with --model the body's activations are estimated",
+        help="memory for everything but the head; with --model, activations are estimated",
     )
-    add("--max-workspace", type=byte_size, help="also one pass with such a tile, as 64MiB")
-    add("--gpu", help=f"for the time, and with --train for the memory: {GPU_NAMES}")
-    add("--tflops", type=positive, help="for the time: reached by GEMMs")
+    add("--max-workspace", type=byte_size, help="also plan one pass with this tile, such as 64MiB")
+    add("--gpu", help=f"GPU, for the time, and with --train for the memory: {GPU_NAMES}")
+    add("--tflops", type=positive, help="rate that GEMMs reach, for the time")
 
 
 def _add_backward(add: Callable[..., Any]) -> None:
     add(
         "--activation-bytes",
         type=lambda text: 0 if text == "0" else byte_size(text),
-        help="what two passes may keep for it, as 2GiB; 0: nothing [what a frozen head keeps]",
+        help="memory that two passes may keep for the backward, such as 2GiB; 0: none "
+        "[what a frozen head keeps]",
     )
     slots = Bounded().slots
     add(
@@ -93,14 +94,14 @@ def _add_backward(add: Callable[..., Any]) -> None:
         nargs="?",
         const=slots,
         metavar="SLOTS",
-        help=f"also with a bounded error, by as many entries of a row [{slots}]",
+        help=f"also plan a sparse backward with so many entries per row [{slots}]",
     )
 
 
 def _read_ranks(text: str) -> int:
     name, _, ranks = text.partition("=")
     if name != "tp":
-        raise argparse.ArgumentTypeError(f"expected tp=N, N ranks; got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected tp=N for N ranks; got {text!r}")
     return count(ranks)
 
 
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the question and its answer as plain data."""
+    """Return the request and its answer as plain data."""
     whole, body = _asked(arguments)
     call = whole
     shard = None
@@ -160,7 +161,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shard(call: Call, ranks: int) -> dict[str, Any]:
-    """Return what the call of one rank sends to others, by rings at least."""
+    """Return what one rank sends to the others in a call, at least (by ring algorithms)."""
     sums = 2 * (call.fp32_rows * (ranks - 1) // ranks)
     sent = {
         "of rows' statistics": call.tokens * _ROW_BYTES * (ranks - 1),
@@ -175,7 +176,7 @@ def _shard(call: Call, ranks: int) -> dict[str, Any]:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Call, Model | None]:
-    """Return the call for the whole head that is asked for, and the body if it is known."""
+    """Return the requested call for the whole head, and the body if it is known."""
     sizes = {"hidden": arguments.hidden, "vocabulary": arguments.vocab}
     head: dict[str, Any] = {"dtype": torch.bfloat16, **sizes}
     body = None
@@ -184,10 +185,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[Call, Model | None]:
             raise ValueError("model: not allowed with --hidden or --vocab")
         config = read_config(arguments.model)
         head = head_of(config)
-        with suppress(ValueError):  # of a body that is none of attention
+        with suppress(ValueError):  # a body without attention has no estimate
             body = model_of(config)
     elif None in sizes.values():
-        raise ValueError("model: expected it, or both --hidden and --vocab")
+        raise ValueError("model: expected a model, or both --hidden and --vocab")
     head["dtype"] = DTYPES.get(arguments.dtype, head["dtype"])
     call = Call(
         name="one_pass",
@@ -202,7 +203,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Call, Model | None]:
 
 
 def _per_token(model: Model, call: Call) -> int:
-    """Return the bytes of a token in the body whose last hidden states a call is given."""
+    """Return the bytes of activations per token in the body below the head."""
     return activations(
         model,
         1,
@@ -213,7 +214,7 @@ def _per_token(model: Model, call: Call) -> int:
 
 
 def _gemm_rate(call: Call, gpu: str | None, tflops: float | None) -> tuple[float | None, str]:
-    """Return the TFLOP/s that GEMMs reach, None if unknown, and where the number comes from."""
+    """Return the TFLOP/s that GEMMs reach (None if unknown), and the source of the number."""
     if gpu is not None and tflops is not None:
         raise ValueError("gpu: not allowed with --tflops")
     if gpu is not None and call.device == "cpu":
@@ -242,12 +243,12 @@ def _cpu_rate(call: Call) -> tuple[float, str]:
 
 
 def _calls(call: Call, arguments: argparse.Namespace) -> Iterator[tuple[str, Call]]:
-    """Yield what is estimated, by title."""
+    """Yield the calls to estimate, with their titles."""
     tile = arguments.max_workspace
     slots = arguments.bounded
     teacher = arguments.teacher
     if slots is not None and call.sums_dhidden:
-        raise ValueError("bounded: not allowed with a part of the vocabulary")
+        raise ValueError("bounded: not allowed with --shard")
     if not call.sums_dhidden:
         yield "eager, full logits", replace(call, name="eager")
         yield "TRL 1.16, chunked head", replace(call, name="trl")
@@ -261,9 +262,9 @@ def _calls(call: Call, arguments: argparse.Namespace) -> Iterator[tuple[str, Cal
         yield title, replace(call, name="exponentials")
     if tile is not None:
         options = replace(call.options, max_workspace_bytes=tile)
-        yield f"ours, one_pass, tile of {in_units(tile)}", replace(call, options=options)
+        yield f"ours, one_pass, {in_units(tile)} tile", replace(call, options=options)
     if teacher is not None:
-        yield f"ours, divergence from a teacher of {teacher:,}", replace(call, teacher=teacher)
+        yield f"ours, divergence, teacher size {teacher:,}", replace(call, teacher=teacher)
     if slots is None:
         return
     for exact in (True,) if call.frozen else (True, False):
@@ -281,7 +282,7 @@ def _line(
     free: int | None,
     per_token: int,
 ) -> dict[str, Any]:
-    """Return the answer for one of them."""
+    """Return the answer for one call."""
     return {
         "title": title,
         "implementation": call.name,
@@ -297,9 +298,9 @@ def _line(
 
 
 def _largest(call: Call, free: int, per_token: int) -> int:
-    """Return how many tokens fit into bytes, with so many more for each of them.
+    """Return how many tokens fit into ``free`` bytes, with ``per_token`` activation bytes each.
 
-    Beyond a budget nothing is kept, so more tokens than that may take less.
+    Above ``activation_bytes`` nothing is kept, so more tokens may need less memory.
     """
 
     def at(tokens: int) -> Call:
@@ -308,7 +309,7 @@ def _largest(call: Call, free: int, per_token: int) -> int:
     def needed(tokens: int) -> int:
         return total(at(tokens)) + tokens * per_token
 
-    numbers = range(1, free + 1)  # a token takes more than a byte
+    numbers = range(1, free + 1)  # a token needs more than a byte
     fitting = partial(bisect_right, numbers, free, key=needed)
     saving = bisect_left(numbers, True, key=lambda tokens: at(tokens).keeps in (None, "nothing"))
     most = fitting(lo=saving)

@@ -1,4 +1,4 @@
-"""``grpo-kernels plan --train``: whether a run fits, and what to set so that it does."""
+"""``grpo-kernels plan --train``: whether a run fits, and settings with which it does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_kernels.tools.training import WAYS, training
 
 _PLACES = {
     "none": "generation not counted",
-    "colocate": "with a colocated vLLM",
-    "server": "with a vLLM on another GPU",
+    "colocate": "with colocated vLLM",
+    "server": "with vLLM on another GPU",
     "transformers": "with generation by transformers",
 }
-_NEVER = 1 << 20  # characters, after which a line is broken
-# options of the table of heads, which a whole run decides itself
+_NEVER = 1 << 20  # line width in characters, so that lines never break
+# options for the table of heads; with --train the run decides them
 _OF_THE_HEAD = (
     "hidden",
     "vocab",
@@ -44,23 +44,23 @@ _OF_COLOCATED = ["engine_share", "engine_weights", "engine_sleeps"]
 
 def add_run_arguments(plan: argparse.ArgumentParser) -> None:
     """Add the options of a whole run."""
-    add = plan.add_argument_group("a whole run, and what to set so that it fits").add_argument
-    add("--train", choices=WAYS, help="what is trained; without it only the head is planned")
-    add("--lora-rank", type=count, help="of lora and qlora, on all linear layers [16]")
+    add = plan.add_argument_group("a whole run: find settings with which it fits").add_argument
+    add("--train", choices=WAYS, help="what to train; without it, only the head is planned")
+    add("--lora-rank", type=count, help="rank of lora and qlora, on all linear layers [16]")
     add(
         "--longest",
         type=count,
         help="tokens of the longest sequence, for attention masks [4096]",
     )
-    add("--engine", choices=ENGINES, help="what generates [none: not on this GPU]")
+    add("--engine", choices=ENGINES, help="what generates [none: nothing on this GPU]")
     add("--engine-share", type=share, help="vllm_gpu_memory_utilization [0.3, or what it needs]")
-    add("--engine-weights", choices=ENGINE_WEIGHTS, help="of a colocated vLLM [bf16]")
+    add("--engine-weights", choices=ENGINE_WEIGHTS, help="weights of a colocated vLLM [bf16]")
     add("--engine-sleeps", action="store_true", help="vllm_enable_sleep_mode is on")
-    add("--reference", action="store_true", help="a reference model, for beta above 0")
+    add("--reference", action="store_true", help="add a reference model, for beta above 0")
 
 
 def check_run_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options of the head next to those of a run, and for those of neither."""
+    """Raise ValueError for head options next to run options, and for options without effect."""
     with_adapter = arguments.train in ("lora", "qlora")
     whole = arguments.train is not None
     colocated = arguments.engine == "colocate"
@@ -73,11 +73,11 @@ def check_run_arguments(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) not in (None, False, 0):
             raise ValueError(f"{name}: not allowed with --train, which decides it")
     if arguments.model is None:
-        raise ValueError("model: expected it with --train")
+        raise ValueError("model: expected a model with --train")
     if (arguments.longest or 0) > arguments.tokens:
         raise ValueError(
-            f"longest: expected at most --tokens, {arguments.tokens}, since a micro-batch holds "
-            f"whole sequences; got {arguments.longest}"
+            f"longest: expected at most --tokens = {arguments.tokens} (a micro-batch holds whole "
+            f"sequences); got {arguments.longest}"
         )
     if arguments.device != "cuda":
         raise ValueError(f"device: expected cuda with --train; got {arguments.device!r}")
@@ -94,7 +94,7 @@ def _check_absent(
 
 
 def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the question and its answer as plain data."""
+    """Return the request and its answer as plain data."""
     run = Run(
         model=model_of(read_config(arguments.model)),
         memory=_memory(arguments),
@@ -111,9 +111,9 @@ def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     if run.merges_into_rounded:
         raise ValueError(
-            "train: expected full, bf16 or lora for a model that takes images next to vLLM, which "
-            "gets its adapter merged, and none can be merged into weights of 4 bits; got 'qlora', "
-            "which works with --engine transformers"
+            "train: expected full, bf16 or lora for a model with images and vLLM, which needs the "
+            "adapter merged: it can't be merged into 4-bit weights; got 'qlora', which works with "
+            "--engine transformers"
         )
     return facts_of(answer(run), arguments.model)
 
@@ -125,7 +125,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         return arguments.gpu_memory
     if "cuda" not in machine.device_types():
         raise ValueError(
-            "gpu_memory: expected a size, such as 24GiB, or --gpu, since this machine has no GPU"
+            "gpu_memory: expected a size such as 24GiB, or --gpu: this machine has no GPU"
         )
     return machine.device_memory("cuda")
 
@@ -163,12 +163,12 @@ def _saved_by_two_passes(run: Run) -> int:
 
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the lines that say whether it fits, what to set, and where the memory goes."""
+    """Return the printed lines: whether the run fits, what to set, where the memory goes."""
     changes = [f"  * {x['change']} (costs: {x['costs']})" for x in facts["changes"]]
     return [
         f"{facts['model']}: {facts['parameters'] / 1e9:.3g} billion parameters; {facts['train']}, "
         f"{_PLACES[facts['engine']]}",
-        f"{facts['tokens']:,} tokens of a micro-batch, {in_units(facts['memory_bytes'])} of memory",
+        f"{facts['tokens']:,} tokens per micro-batch, {in_units(facts['memory_bytes'])} of memory",
         "",
         _verdict(facts),
         *changes,
@@ -176,7 +176,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         *([*yaml_lines(facts["settings"]), ""] if facts["fits"] else ()),
         *_charts(facts),
         *_notes(facts),
-        "An estimate from formulas: docs/guides/limited-vram.md",
+        "Estimated by formulas: see docs/guides/limited-vram.md",
     ]
 
 
@@ -187,7 +187,7 @@ def _verdict(facts: dict[str, Any]) -> str:
         return "It fits as it is:" if not changes else f"It fits with {_numbered(changes)}:"
     near = f"with {_numbered(changes)}" if changes else "as it is"
     end = ":" if changes else "."
-    return f"It does not fit. The nearest, {near}, lacks {lacks} ({facts['worst']}){end}"
+    return f"It does not fit. The closest, {near}, lacks {lacks} ({facts['worst']}){end}"
 
 
 def _numbered(changes: int) -> str:
@@ -196,7 +196,7 @@ def _numbered(changes: int) -> str:
 
 def yaml_lines(settings: dict[str, Any]) -> list[str]:
     """Return settings as lines of a run file."""
-    import yaml  # which transformers brings
+    import yaml  # a dependency of transformers
 
     def written(value: Any) -> str:
         line = yaml.safe_dump(value, default_flow_style=True, width=_NEVER)
@@ -217,13 +217,13 @@ def _charts(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield what is not counted, what else is taken or saved, and how many tokens are cached."""
+    """Yield notes: what is not counted, main memory, two passes, and cached tokens."""
     if facts["quantized"]:
         yield f"The files are quantized by {facts['quantized']}; this is for full precision."
     if facts["main_memory_bytes"]:
-        yield f"Hidden states take {in_units(facts['main_memory_bytes'])} of pinned main memory."
+        yield f"Hidden states use {in_units(facts['main_memory_bytes'])} of pinned main memory."
     if saved := facts["two_pass_saves_bytes"]:
-        yield f"schedule: two_pass saves {in_units(saved)} at the LM head, for one more product."
+        yield f"schedule: two_pass saves {in_units(saved)} at the LM head, for one more GEMM."
     per_token = facts["cached_bytes_per_token"]
     first = facts["moments"][0]
     if facts["engine"] == "transformers":
@@ -231,7 +231,7 @@ def _notes(facts: dict[str, Any]) -> Iterator[str]:
         gone = ("gradients", "activations", "attention masks", "LM head and loss")
         free = first["limit_bytes"] - sum(size for name, size in parts.items() if name not in gone)
         tokens = max(0, free) // per_token
-        yield f"Room to generate completions of {tokens:,} tokens at once, prompts included."
+        yield f"Room to generate {tokens:,} tokens at once, prompts included."
     for moment in facts["moments"]:
         cache = moment["parts_bytes"].get("engine KV cache")
         if cache is not None and facts["fits"]:

@@ -1,4 +1,4 @@
-"""What ``grpo-kernels plan`` prints: its answer as a table, and what the columns are."""
+"""The output of ``grpo-kernels plan``: a table, and notes on its columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_kernels.tools.text import aligned, in_units
 
 
 def table(facts: dict[str, Any]) -> list[str]:
-    """Return the lines that say what was asked, the table, and what its columns are."""
+    """Return the lines of the request, the table and the notes."""
     head = facts["head"]
     shard = facts["shard"]
     rows = [["", "inputs", "gradients", "extra", "peak", "GEMMs", "time", "largest micro-batch"]]
@@ -29,7 +29,7 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"{head['vocabulary']:,}{', softcap' if head['softcap'] else ''}; hidden states "
         f"{head['dtype']}, weight {head['weight_dtype']}{', frozen' if head['frozen'] else ''}",
         f"{facts['tokens']:,} tokens on {facts['device']}{by}",
-        "An estimate from formulas, of the loss's forward and backward at the head.",
+        "Estimated by formulas, for the forward and backward of the loss at the head.",
         "",
         *aligned(rows),
         "",
@@ -38,7 +38,7 @@ def table(facts: dict[str, Any]) -> list[str]:
 
 
 def _largest(facts: dict[str, Any], most: int | None) -> str:
-    """Say how many tokens fit; what is reserved has the activations of those asked for at most."""
+    """Say how many tokens fit: at most the requested ones if their activations are reserved."""
     if most is None:
         return "-"
     if most >= facts["tokens"] and not facts["body_bytes_per_token"]:
@@ -47,7 +47,7 @@ def _largest(facts: dict[str, Any], most: int | None) -> str:
 
 
 def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the columns are, by their titles, and what else there is to say."""
+    """Yield notes on the columns, by their titles, and the conclusions."""
     memory = facts["memory_bytes"]
     reserved = facts["reserved_bytes"]
     shard = facts["shard"]
@@ -55,32 +55,32 @@ def _notes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "inputs", f"hidden states and {part}head weight"
     frozen = facts["head"]["frozen"]
     yield "gradients", f"of {'the hidden states: the head is frozen' if frozen else 'both'}"
-    yield "extra", "what else is alive at the peak"
-    yield "peak", "all of it, without the CUDA context and the libraries' workspaces"
+    yield "extra", "other memory in use at the peak"
+    yield "peak", "the sum, without the CUDA context and the libraries' workspaces"
     rate = f"{facts['tflops']:.3g} TFLOP/s, " if facts["tflops"] else ""
-    yield "time", f"of the GEMMs over the head alone; {rate}{facts['tflops_source']}"
+    yield "time", f"of the head's GEMMs only; {rate}{facts['tflops_source']}"
     if facts["slots"] is not None:
-        entries = "memory: if every row needs more entries than it may have; time: if none does"
-        yield "bounded", f"{entries}, without the sparse products"
-    largest = "--gpu-memory 24GiB: the largest micro-batch that fits"
+        entries = "memory if every row exceeds its entries, time if none does;"
+        yield "bounded", f"{entries} without the sparse products"
+    largest = "pass --gpu-memory, such as 24GiB, to see the largest micro-batch that fits"
     per_token = facts["body_bytes_per_token"]
     tokens = facts["tokens"]
     if memory is not None:
         taken = f"{in_units(reserved)} reserved" if reserved else "nothing reserved (--reserved)"
-        body = f", and {in_units(per_token)} of activations for each token" if per_token else ""
-        largest = f"peak, and {taken} for all else in training{body}, in {in_units(memory)}"
+        body = f", and {in_units(per_token)} of activations per token" if per_token else ""
+        largest = f"peak, with {taken} for the rest of training{body}, within {in_units(memory)}"
     yield "largest", largest
     if per_token:
-        whole = "whether it fits, and what to set, by --train full, bf16, lora or qlora"
+        whole = "pass --train full, bf16, lora or qlora to see if it fits, and what to set"
         yield "whole run", whole
     ours = next(x for x in facts["implementations"] if x["implementation"] == facts["default"])
     most = ours["largest_micro_batch_tokens"]
     provided = "" if per_token else ", if --reserved includes their activations"
     if most and (per_token or most < tokens):
         other = f"; {tokens:,} tokens do not fit" if most < tokens else ""
-        yield "budget", f"max_tokens_per_micro_batch = {most} of the trainer{provided}{other}"
+        yield "budget", f"set the trainer's max_tokens_per_micro_batch = {most}{provided}{other}"
     elif most:
         yield "fits", f"{tokens:,} tokens{provided}"
     if shard:
         sent = (f"{in_units(size)} {what}" for what, size in shard["sent_bytes"].items())
-        yield "sent", "by a rank in a call: " + f"\n{'':<11}and ".join(sent)
+        yield "sent", "by each rank in a call: " + f"\n{'':<11}and ".join(sent)

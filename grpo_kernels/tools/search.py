@@ -1,4 +1,4 @@
-"""The smallest set of changes with which a run fits into a GPU."""
+"""Find the cheapest set of changes with which a run fits into a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from grpo_kernels.tools.training import training
 
 FULL = training("full")
 BF16 = training("bf16")
-# what a change costs, from cheap to dear
+# the kinds of cost, from cheap to expensive
 COSTS = ("time", "rounding", "less is trained", "another GPU")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a run that saves memory; ``apply`` returns None where it is none."""
+    """A change to a run that saves memory; ``apply`` returns None if it changes nothing."""
 
     title: str
-    cost: str  # of COSTS
+    cost: str  # one of COSTS
     apply: Callable[[Run], Run | None]
 
 
@@ -84,22 +84,22 @@ def _server(run: Run) -> Run | None:
 
 
 CHANGES = (
-    Change("two passes at the LM head: one more product", "time", _two_passes),
+    Change("two passes at the LM head: one more GEMM", "time", _two_passes),
     Change("hidden states between layers in main memory", "time", _offload),
-    Change("MLPs in tiles, computed once more", "time", _tiles),
+    Change("MLPs in tiles, recomputed once more", "time", _tiles),
     Change("an engine that sleeps while the policy trains", "time", _sleep),
-    Change("optimizer states of 8 bits", "rounding", _eight_bit),
-    Change("bf16 weights, stochastic rounding, states of 8 bits", "rounding", _bf16),
+    Change("8-bit optimizer states", "rounding", _eight_bit),
+    Change("bf16 weights, stochastic rounding, 8-bit optimizer states", "rounding", _bf16),
     Change("engine weights in fp8", "rounding", _fp8_engine),
     Change("a LoRA adapter", "less is trained", _lora),
-    Change("a LoRA adapter on weights of 4 bits (QLoRA)", "less is trained", _qlora),
+    Change("a LoRA adapter on 4-bit weights (QLoRA)", "less is trained", _qlora),
     Change("the engine on another GPU", "another GPU", _server),
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A run with the fewest changes that make it fit; where none do, the one that lacks least."""
+    """A run with the cheapest changes that make it fit, or the closest one if none do."""
 
     asked: Run
     run: Run
@@ -107,22 +107,22 @@ class Answer:
 
     @cached_property
     def missing(self) -> int:
-        """Bytes that the run lacks; 0: it fits."""
+        """Missing bytes; 0: it fits."""
         return missing(self.run)
 
 
 def answer(asked: Run) -> Answer:
     """Return the cheapest set of changes with which a run fits.
 
-    Sets are tried by how many of their changes cost another GPU, then by how many train less, then
-    by how many round, then by how many cost time; among equals the order is that of CHANGES. Where
-    no set fits, it is the one that lacks the least memory.
+    Sets are ordered by the number of changes that cost another GPU, then by those that train less,
+    that round, and that cost time; ties follow the order of CHANGES. If no set fits, the answer is
+    the one that lacks the least memory.
     """
-    return min(_answers(asked), key=lambda tried: tried.missing)  # the first of equals
+    return min(_answers(asked), key=lambda tried: tried.missing)  # of ties the first
 
 
 def _answers(asked: Run) -> Iterator[Answer]:
-    """Yield the possible sets of changes, the cheapest first; one that fits is the last."""
+    """Yield the possible sets of changes, the cheapest first, up to the first one that fits."""
     for changes in _sets():
         run: Run | None = asked
         for change in changes:
@@ -143,6 +143,6 @@ def _sets() -> list[tuple[Change, ...]]:
 
 
 def _costs(changes: tuple[Change, ...]) -> list[int]:
-    """Return how many changes have each cost, the dearest first."""
+    """Return how many changes have each cost, the most expensive first."""
     counts = Counter(change.cost for change in changes)
     return [counts[cost] for cost in reversed(COSTS)]

@@ -1,4 +1,4 @@
-"""Plain text for the command line."""
+"""Arguments and text of the command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-_LARGEST_COUNT = 2**31 - 1  # far above real ones, and small enough to compute with
-_LARGEST_SIZE = 1 << 44  # bytes, likewise
+_LARGEST_COUNT = 2**31 - 1  # far above real values, and small enough to compute with
+_LARGEST_SIZE = 1 << 44  # bytes, for the same reason
 _UNITS = {
     "B": 1,
     **{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40},
@@ -20,7 +20,7 @@ _UNITS = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr, without the usage; the exit code is 2."""
+    """A parser that prints errors as one line on stderr, without usage, and exits with code 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -31,14 +31,14 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def read_in_part() -> Iterator[None]:
-    """Exit quietly with code 1 when the reader of stdout is gone, as after ``| head``."""
+    """Exit silently with code 1 if the reader of stdout is gone, as after ``| head``."""
     try:
         try:
             yield
-        finally:  # argparse exits after a help
+        finally:  # argparse exits after --help
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         raise SystemExit(1) from None
 
 
@@ -57,7 +57,7 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read an argument that is a part of a whole."""
+    """Read an argument that is a fraction in (0, 1]."""
     return _number(text, "> 0 and <= 1", most=1)
 
 
@@ -69,7 +69,7 @@ def _number(text: str, expected: str, most: float) -> float:
 
 
 def byte_size(text: str) -> int:
-    """Read an argument in bytes. It needs a unit: 24 could be GB or GiB."""
+    """Read an argument in bytes. The unit is required: 24 could be GB or GiB."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
     unit = {name.lower(): size for name, size in _UNITS.items()}.get(match[2]) if match else None
     if match is None or unit is None or float(match[1]) == 0:
@@ -85,7 +85,7 @@ def byte_size(text: str) -> int:
 
 
 def in_units(size: int) -> str:
-    """Write bytes as a person reads them."""
+    """Format a number of bytes with a binary unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.4g} {unit}"
@@ -93,7 +93,7 @@ def in_units(size: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines: the first column is aligned left, the others right."""
+    """Return the lines of a table: the first column is left-aligned, the others right-aligned."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = f"{{:<{first}}}" + "".join(f"  {{:>{width}}}" for width in others)
     return [line.format(*row).rstrip() for row in rows]

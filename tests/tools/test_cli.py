@@ -166,12 +166,12 @@ def test_check_fails_on_what_is_wrong(capsys, monkeypatch, wrong, dtype, said):
         ("--gpu H200 --device cpu", "with --device cuda; got 'H200'"),
         ("--gpu H200 --tflops 1", "--gpu: not allowed with --tflops"),
         ("--max-workspace 1KiB", "--max-workspace: expected at least 4000"),
-        ("--shard pp=2", "--shard: expected tp=N, N ranks; got 'pp=2'"),
+        ("--shard pp=2", "--shard: expected tp=N for N ranks; got 'pp=2'"),
         ("--shard tp=0", "--shard: expected a whole number > 0; got '0'"),
         ("--shard tp", "--shard: expected a whole number > 0; got ''"),
-        ("--shard tp=2 --bounded", "--bounded: not allowed with a part of the"),
+        ("--shard tp=2 --bounded", "--bounded: not allowed with --shard"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
-        ("--dtype fp32 --weight-dtype bf16", "--weight-dtype: expected torch.float32 or that of"),
+        ("--dtype fp32 --weight-dtype bf16", "--weight-dtype: expected torch.float32 or the dtype"),
         ("--model .", "--model: not allowed with --hidden"),
         ("--token 5", "unrecognized arguments: --token 5"),
     ],
@@ -199,6 +199,6 @@ def test_what_is_left_out(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("info", "check", "doctor", "plan"))
     assert "invalid choice: 'bench'" in error(capsys, "bench")
-    assert "argument --model: expected it, or both" in error(capsys, "plan", "--tokens", "5")
+    assert "argument --model: expected a model, or both" in error(capsys, "plan", "--tokens", "5")
     missing = error(capsys, "plan", "--tokens", "5", "--model", "./org/model")
     assert "argument --model: no folder or file './org/model'" in missing

@@ -93,7 +93,7 @@ def test_no_4_bits_next_to_vllm_with_images(capsys: Any, tmp_path: Any, place: s
         assert "load_in_4bit: true" in planned(capsys, str(tmp_path), words)
         return
     shown = error(capsys, "plan", "--model", str(tmp_path), *words.split())
-    assert "--train: expected full, bf16 or lora for a model that takes images" in shown
+    assert "--train: expected full, bf16 or lora for a model with images" in shown
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
@@ -283,7 +283,7 @@ def test_what_is_offloaded_takes_main_memory(capsys: Any, folder: str) -> None:
     facts = json.loads(planned(capsys, folder, f"{words} --json"))
     assert facts["settings"]["gradient_checkpointing_kwargs"] == {"offload": True}
     assert facts["main_memory_bytes"] == 50000 * 28 * 2048 * 2
-    assert "Hidden states take 5.341 GiB of pinned main memory." in planned(capsys, folder, words)
+    assert "Hidden states use 5.341 GiB of pinned main memory." in planned(capsys, folder, words)
 
 
 def test_fp32_weights_are_told_of_two_passes(capsys: Any, folder: str) -> None:
@@ -298,7 +298,7 @@ def test_fp32_weights_are_told_of_two_passes(capsys: Any, folder: str) -> None:
 def test_what_does_not_fit_gets_no_run_file(capsys: Any, folder: str) -> None:
     words = "--train qlora --tokens 200000 --longest 200000 --gpu-memory 10GiB"
     shown = planned(capsys, folder, f"{words} --engine transformers")
-    assert "It does not fit. The nearest, with 2 changes, lacks " in shown
+    assert "It does not fit. The closest, with 2 changes, lacks " in shown
     assert "GiB (training):" in shown and "max_tokens_per_micro_batch" not in shown
     assert "missing" in shown and "Room to generate" in shown
 
@@ -312,8 +312,8 @@ def test_a_card_by_its_name(capsys: Any, folder: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--train full", "--gpu-memory: expected a size, such as 24GiB, or --gpu, since this"),
-        ("--train full --longest 6", "--longest: expected at most --tokens, 5, since a"),
+        ("--train full", "--gpu-memory: expected a size such as 24GiB, or --gpu: this"),
+        ("--train full --longest 6", "--longest: expected at most --tokens = 5 (a micro-batch"),
         ("--train full --reserved 1GiB", "--reserved: not allowed with --train"),
         ("--train full --gpu H200 --gpu-memory 8GiB", "--gpu: not allowed with --gpu-memory"),
         ("--train full --device cpu", "--device: expected cuda with --train"),
@@ -335,8 +335,8 @@ def test_errors_name_the_argument(capsys: Any, folder: str, words: str, expected
         ({"model_type": "qwen3", "num_hidden_layers": 0}, "expected layers that can be checkpoint"),
         ({"model_type": "qwen3", "hidden_size": -64}, "expected hidden_size > 0"),
         ({"model_type": "qwen3", "vocab_size": 0}, "expected vocab_size > 0"),
-        (RecurrentGemmaConfig().to_dict(), "expected layers of attention"),
-        (None, "expected it with --train"),
+        (RecurrentGemmaConfig().to_dict(), "expected attention layers"),
+        (None, "expected a model with --train"),
     ],
 )
 def test_what_is_no_model_to_train(
