@@ -1,4 +1,4 @@
-"""Which loss: plain torch on (T,) vectors, each defined once. Knows the batch, and no kernel."""
+"""The losses: plain torch on (T,) vectors, each defined once. Imports the batch, but no kernel."""
 
 from grpo_kernels.common import check_name, check_number
 from grpo_kernels.losses.config import LossConfig

@@ -1,4 +1,4 @@
-"""LossConfig: one frozen object that says which loss is computed."""
+"""LossConfig: the frozen configuration of a loss."""
 
 from __future__ import annotations
 
@@ -19,51 +19,55 @@ from grpo_kernels.losses.surrogates import Surrogate
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class LossConfig:
-    """A GRPO-family loss. Field names follow TRL's ``GRPOConfig`` where it has them.
+    """A GRPO-family loss. Field names follow TRL's ``GRPOConfig`` if TRL has the field.
 
-    Beside these it takes the settings of the loss's surrogate, such as ``epsilon`` of the clipped
-    losses or what a loss of your own has: ``LossConfig(loss_type="sapo", sapo_temperature_pos=2)``.
+    It also accepts the settings of the loss's surrogate, such as ``epsilon`` of the clipped losses
+    or the fields of your own surrogate: ``LossConfig(loss_type="sapo", sapo_temperature_pos=2)``.
 
     Args:
-        loss_type: a name of ``grpo_kernels.losses.LOSSES``.
+        loss_type: a name in ``grpo_kernels.losses.LOSSES``, which also has the paper of each loss.
         beta: weight of the KL penalty against the reference model; 0 needs no reference.
         importance_sampling_level: ``token``, ``sequence`` (GSPO) or ``sequence_token``
-            (GSPO-token); None: the named loss's own.
-        bypass_mode: take ``rollout_logprobs`` as the old ones: ratios and trust regions are against
-            the rollout engine, no ``old_logprobs`` are needed (or read, where the engine knows its
-            own), and no weight of ``rollout_correction_mode`` is left to correct with; None: the
-            named loss's own.
+            (GSPO-token); None: the loss's default.
+        bypass_mode: use ``rollout_logprobs`` as the old log-probabilities, so that ratios and trust
+            regions are against the rollout engine. ``old_logprobs`` are then only used for tokens
+            that the engine did not report, and weighting by ``rollout_correction_mode`` has no
+            effect. None: the loss's default.
         temperature: the sampling temperature, which divides the logits.
-        kl_estimator: ``k1``, ``k2``, ``k3`` or ``abs``.
+        kl_estimator: ``k1``, ``k2``, ``k3`` or ``abs`` (J. Schulman, "Approximating KL Divergence",
+            2020).
         use_bias_correction_kl: multiply the KL estimate by the importance ratio
             (arXiv:2512.02556).
-        loss_aggregation: how the tokens' losses become one: ``token_mean`` of the micro-batch,
-            ``window_token_mean`` of the optimizer step, ``sequence_mean`` of sequence means,
-            ``sequence_sum``, ``fixed_length`` (a sum over sequences and ``max_completion_length``)
-            or ``prompt_mean`` (of the means over each prompt's tokens); None: the named loss's own.
-        exclude_zero_variance: sequences without an advantage, as where all completions of a prompt
-            got the same reward, do not count in these means, and have no loss (ScaleRL,
-            arXiv:2510.13786). Numbers that the batch is given have to leave them out, too.
+        loss_aggregation: how the losses of the tokens become one: ``token_mean`` over the
+            micro-batch; ``window_token_mean`` over the optimizer step; ``sequence_mean``, the mean
+            of the sequences' means; ``sequence_sum``, the mean of the sequences' sums;
+            ``fixed_length``, the sum over the tokens, divided by the number of sequences and by
+            ``max_completion_length``; or ``prompt_mean``, the mean over prompts of the mean over
+            each prompt's tokens. None: the loss's default.
+        exclude_zero_variance: leave sequences without an advantage out of these means, for example
+            if all completions of a prompt got the same reward (ScaleRL, arXiv:2510.13786). They
+            have no loss. Counts that you pass to the batch must leave them out, too.
         max_completion_length: the constant length of dr_grpo, in tokens.
         entropy_coef: weight of the entropy bonus.
-        top_entropy_quantile: share of the tokens, those of highest entropy, that are trained.
-        off_policy_mask_threshold: drop sequences of negative advantage that drifted by more nats
-            per token (arXiv:2512.02556); None: off.
-        rollout_correction_mode: how the loss is corrected for what the rollout engine sampled from,
-            when the batch has ``rollout_logprobs``; None: it is not. The weight is the importance
-            ratio, of the token or of its whole sequence: ``token_truncate`` and
-            ``sequence_truncate`` clamp it to the bounds, ``token_mask`` and ``sequence_mask`` make
-            it 0 outside of them, ``geometric_mask`` where its geometric mean over the tokens is
-            outside. The others only keep or drop, as in verl: by the inverse ratio, the engine's
-            probability over the old policy's (``token_k1``, ``sequence_sum_k1``,
-            ``sequence_mean_k1``: its geometric mean), or by an estimate k2 or k3 of the KL
-            divergence (``token_k3``, ``sequence_sum_k3``, ``sequence_mean_k3``,
-            ``sequence_max_k3``; k2 likewise).
+        top_entropy_quantile: share of the tokens that are trained: those with the highest entropy
+            (arXiv:2506.01939).
+        off_policy_mask_threshold: drop sequences with a negative advantage that drifted by more
+            than this many nats per token (arXiv:2512.02556); None: off.
+        rollout_correction_mode: how to correct for the difference between policy and rollout
+            engine, if the batch has ``rollout_logprobs``; None: no correction. Weighting modes
+            multiply the loss by the importance ratio, of the token or of its whole sequence:
+            ``token_truncate`` and ``sequence_truncate`` clamp it to the bounds; ``token_mask`` and
+            ``sequence_mask`` set it to 0 outside the bounds; ``geometric_mask`` sets the sequence's
+            ratio to 0 if its geometric mean over the tokens is outside the bounds. Rejection modes
+            only keep or drop, as in verl: by the inverse ratio, the engine's probability over the
+            old policy's (``token_k1``, ``sequence_sum_k1``, and its geometric mean
+            ``sequence_mean_k1``), or by the estimate k2 or k3 of the KL divergence (``token_k3``,
+            ``sequence_sum_k3``, ``sequence_mean_k3``, ``sequence_max_k3``, and the same with k2).
         rollout_correction_max, rollout_correction_min: bounds of the ratio, or of the estimate;
             None: unbounded.
 
     Raises:
-        ValueError: a value is out of range, or a name unknown; the message lists the known ones.
+        ValueError: a value is out of range, or a name is unknown; the message lists known names.
     """
 
     loss_type: str = choice("dapo", LOSSES)
@@ -86,8 +90,8 @@ class LossConfig:
     )
     rollout_correction_max: float | None = number(3.0, *POSITIVE, optional=True)
     rollout_correction_min: float | None = number(None, *NOT_NEGATIVE, optional=True)
-    surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # made of its settings
-    # () on the CPU: a compiled graph is told the loss by it
+    surrogate: Surrogate = field(default=None)  # type: ignore[assignment]  # from its settings
+    # () on the CPU: identifies the loss in a compiled graph
     registry_key: Tensor = field(init=False, repr=False, compare=False)
 
     def __init__(self, **settings: Any) -> None:
@@ -98,8 +102,8 @@ class LossConfig:
         object.__setattr__(self, "surrogate", self._surrogate(settings))
         if self.surrogate.needs_token_ratios and self.ratio_level.per_sequence:
             raise ValueError(
-                f"importance_sampling_level: {self.loss_type} forms the ratio of a sequence itself "
-                f"and expects 'token', got {self.importance_sampling_level!r}"
+                f"importance_sampling_level: expected 'token' for {self.loss_type}, which computes "
+                f"sequence ratios itself, got {self.importance_sampling_level!r}"
             )
         if self.max_completion_length is None and self.aggregation.divides_by_max_length:
             raise ValueError(
@@ -117,42 +121,42 @@ class LossConfig:
         object.__setattr__(self, "registry_key", host.to_host(key))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copy by the constructor: its number is of the process that it is in."""
+        """Copy through the constructor, since ``registry_key`` belongs to the process."""
         settings = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return partial(LossConfig, **settings), ()
 
     @staticmethod
     def of_registry_key(key: Tensor) -> LossConfig:
-        """Return the config whose ``registry_key`` it is."""
+        """Return the config with this ``registry_key``."""
         return _alive[int(key)]
 
     @property
     def loss(self) -> NamedLoss:
-        """What ``loss_type`` stands for."""
+        """The loss that ``loss_type`` names."""
         return LOSSES[self.loss_type]
 
     @property
     def aggregation(self) -> terms.Aggregation:
-        """How the tokens' losses become one."""
+        """How the losses of the tokens become one."""
         return terms.AGGREGATIONS[self.aggregation_name]
 
     @property
     def aggregation_name(self) -> str:
-        """The loss's own aggregation, or the one in its place."""
+        """``loss_aggregation``, or the default of the loss."""
         return self.loss_aggregation or self.loss.aggregation
 
     @property
     def ratio_level(self) -> terms.RatioLevel:
-        """Whose importance ratio the loss takes: the token's or the sequence's."""
+        """Whether the importance ratio is the token's or the sequence's."""
         level = self.importance_sampling_level
         return self.loss.ratio_level if level is None else terms.RATIO_LEVELS[level]
 
     @property
     def correction_mode(self) -> terms.CorrectionMode | None:
-        """How the difference to the rollout engine is corrected; None: it is not."""
+        """How the difference from the rollout engine is corrected; None: it isn't."""
         name = self.rollout_correction_mode
         mode = None if name is None else terms.CORRECTION_MODES[name]
-        # with bypass_mode the ratio is that weight
+        # with bypass_mode the ratio already is this weight
         return None if mode is None or (mode.weighs and self.bypasses) else mode
 
     @property
@@ -162,14 +166,14 @@ class LossConfig:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss itself, not only its metrics, reads the entropy."""
+        """Whether the loss itself needs the entropy, not only its metrics."""
         return self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     def scope(self, has_rollout: bool = False) -> str:
         """Return what a token's loss depends on.
 
-        ``token``: on itself; ``sequence``: on the tokens of its sequence; ``prefix``: on their
-        order as well; ``batch``: on all tokens.
+        ``token``: the token itself; ``sequence``: all tokens of its sequence; ``prefix``: these
+        and their order; ``batch``: all tokens.
         """
         if self.top_entropy_quantile < 1:
             return "batch"
@@ -181,7 +185,7 @@ class LossConfig:
         return "sequence" if own == "token" and by_sequence else own
 
     def _surrogate(self, settings: dict[str, Any]) -> Surrogate:
-        """Return the surrogate with these settings: the one that is given, or a new one."""
+        """Return the given surrogate, or a new one, with these settings."""
         loss = self.loss
         surrogate = self.surrogate
         for name in [name for name in settings if name not in loss.settings]:

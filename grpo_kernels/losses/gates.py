@@ -1,7 +1,8 @@
 """Trust regions by probabilities: tokens and sequences that moved too far get no gradient.
 
-Each is ``-M sg(r) A log pi``, with the ratio ``r`` of the policy and the one that it is held to, by
-default the rollout engine's (``bypass_mode``), and a gate ``M``: 1 where a token is kept.
+Each is ``-M sg(r) A log pi``. ``r`` is the ratio of the policy to the reference of the trust
+region, by default the rollout engine (``bypass_mode``); the gate ``M`` is 1 for tokens that are
+kept.
 """
 
 from __future__ import annotations
@@ -17,48 +18,48 @@ from grpo_kernels.losses.metrics import Indicators
 from grpo_kernels.losses.surrogates import Surrogate, clip_shares
 from grpo_kernels.losses.terms import Terms
 
-# of 1 - p, so that its logarithm is finite: log-probabilities of engines tell no smaller one
+# lower bound of 1 - p, so that its logarithm is finite: engines' log-probabilities resolve no less
 _LEAST = 1e-8
 
 
 def _complement(logprobs: Tensor) -> Tensor:
-    """Return 1 - p, with its digits where p is near 1."""
+    """Return 1 - p, accurate also if p is near 1."""
     return (-torch.expm1(logprobs)).clamp(min=_LEAST)
 
 
 def binary_kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return D(p || q) of "this token or another", by (T,) log-probabilities; always finite."""
+    """Return D(p || q) of "this token or another" from (T,) log-probabilities; always finite."""
     p, q = p.clamp(min=-80.0), q.clamp(min=-80.0)
     rest, other = _complement(p), _complement(q)
     return p.exp() * (p - q) + rest * (rest.log() - other.log())
 
 
 def moved(terms: Terms) -> Tensor:
-    """Return by how much the probability of each token rose, (T,), detached."""
+    """Return how much the probability of each token rose, (T,), detached."""
     return terms.logprobs.detach().exp() - terms.old_logprobs.exp()
 
 
 class Gated(Surrogate):
-    """Base class of trust regions. Subclasses define :meth:`keep`, and may have a penalty."""
+    """Base class of trust regions. Subclasses define :meth:`keep`, and may add a penalty."""
 
     needs_token_ratios = True
 
     def keep(self, terms: Terms) -> Tensor:
-        """Return which tokens have a gradient, (T,) bool."""
+        """Return which tokens get a gradient, (T,) bool."""
         raise NotImplementedError
 
     def weight(self, terms: Terms) -> Tensor:
-        """Return the weight of a token that is kept, (T,), detached."""
+        """Return the weights of kept tokens, (T,), detached."""
         return terms.ratio.detach()
 
     @property
     def tau(self) -> float:
-        """The coefficient of ``log(r)^2`` of every token, kept or not (arXiv:2602.02276)."""
+        """Coefficient of a penalty ``log(r)^2`` on all tokens, kept or not (arXiv:2602.02276)."""
         return 0.0
 
     @property
     def vanishes_at_zero_advantage(self) -> bool:  # type: ignore[override]
-        """Whether zero advantage means zero loss and gradient: without a penalty."""
+        """Whether zero advantage means zero loss and gradient, which a penalty rules out."""
         return self.tau == 0
 
     def __call__(self, terms: Terms) -> Tensor:
@@ -73,7 +74,7 @@ class Gated(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class Dppo(Gated):
-    """Drop tokens that moved too far with their advantage (DPPO, arXiv:2602.04879).
+    """Drop tokens that moved too far in the direction of their advantage (DPPO, arXiv:2602.04879).
 
     Args:
         dppo_ratio_max: upper bound of the weight.
@@ -95,11 +96,11 @@ class Dppo(Gated):
 class DppoTv(Dppo):
     """DPPO by the total variation of "this token or another" (arXiv:2602.04879, equation 13).
 
-    With ``dppo_tau=1e-3`` and without a bound of the weight it is prime-rl's default loss.
+    With ``dppo_tau=1e-3`` and no bound on the weight it is prime-rl's default loss.
 
     Args:
-        dppo_tv_low: by how much the probability of a token of negative advantage may fall.
-        dppo_tv_high: by how much that of one of positive advantage may rise.
+        dppo_tv_low: how far the probability of a token with negative advantage may fall.
+        dppo_tv_high: how far the probability of a token with positive advantage may rise.
     """
 
     dppo_tv_low: float = number(0.2, *NOT_NEGATIVE)
@@ -116,8 +117,8 @@ class DppoKl(Dppo):
     """DPPO by the KL divergence of "this token or another" (arXiv:2602.04879, equation 14).
 
     Args:
-        dppo_kl_low: bound for tokens of negative advantage that fell, in nats.
-        dppo_kl_high: bound for tokens of positive advantage that rose, in nats.
+        dppo_kl_low: bound for tokens with negative advantage that fell, in nats.
+        dppo_kl_high: bound for tokens with positive advantage that rose, in nats.
     """
 
     dppo_kl_low: float = number(0.05, *NOT_NEGATIVE)
@@ -133,10 +134,10 @@ class DppoKl(Dppo):
 
 @dataclass(frozen=True, kw_only=True)
 class Ipo(Gated):
-    """Drop tokens whose probability moved too far either way (prime-rl's loss of type ``ipo``).
+    """Drop tokens with a probability that moved too far either way (prime-rl's loss type ``ipo``).
 
     Args:
-        ipo_threshold: by how much a probability may move.
+        ipo_threshold: how far a probability may move.
         ipo_tau: coefficient of a penalty ``log(r)^2`` on all tokens.
     """
 
@@ -153,11 +154,11 @@ class Ipo(Gated):
 
 @dataclass(frozen=True, kw_only=True)
 class IcePop(Gated):
-    """Drop tokens whose ratio is outside of a range (IcePop, arXiv:2510.18855).
+    """Drop tokens with a ratio outside a range (IcePop, arXiv:2510.18855).
 
     Args:
-        icepop_low: the lowest ratio that is kept (INTELLECT-3, arXiv:2512.16144).
-        icepop_high: the highest.
+        icepop_low: lowest ratio that is kept (INTELLECT-3, arXiv:2512.16144).
+        icepop_high: highest ratio that is kept.
     """
 
     icepop_low: float = number(0.2, "a number in (0, 1]", lambda x: 0 < x <= 1)
@@ -174,7 +175,7 @@ class KPop(Gated):
     """Drop tokens by the binary KL divergence in both directions (ringtech.notion.site/kpop).
 
     Args:
-        kpop_threshold: the largest divergence that is kept, in nats.
+        kpop_threshold: largest divergence that is kept, in nats.
     """
 
     kpop_threshold: float = number(0.1, *NOT_NEGATIVE)
@@ -190,7 +191,7 @@ class Trm(Gated):
     """Drop sequences with a token that moved too far (Trust Region Masking, arXiv:2512.23075).
 
     Args:
-        trm_threshold: the largest binary KL divergence of a token, in nats; has to be given.
+        trm_threshold: largest binary KL divergence of a token, in nats; required.
     """
 
     scope = "sequence"
@@ -205,11 +206,11 @@ class Trm(Gated):
 
 @dataclass(frozen=True, kw_only=True)
 class Vaco(Gated):
-    """Drop what would move a sequence further that moved too far on average (arXiv:2603.01365).
+    """In sequences that moved too far on average, drop updates further away (arXiv:2603.01365).
 
     Args:
-        vaco_threshold: the largest mean of ``|r - 1| / 2`` over a sequence, which estimates the
-            total variation; has to be given.
+        vaco_threshold: largest mean of ``|r - 1| / 2`` over a sequence, an estimate of the total
+            variation; required.
     """
 
     scope = "sequence"
@@ -225,16 +226,17 @@ class Vaco(Gated):
 
 @dataclass(frozen=True, kw_only=True)
 class Cppo(Gated):
-    """Drop tokens by what their sequence has left to move (CPPO, arXiv:2606.10968, binary TV).
+    """Drop tokens that exceed what their sequence may still move (CPPO, arXiv:2606.10968, binary
+    TV).
 
-    Early tokens count more, and what the tokens before one moved beyond the budget is taken from
-    its own bound.
+    Early tokens count more. If the tokens before a token have moved by more than a budget, the
+    excess is subtracted from its own bound.
 
     Args:
-        cppo_delta: by how much a probability may move with its advantage.
-        cppo_w_min: weight of a sequence's last token; that of the first is 1.
-        cppo_delta_b: the budget per token before, if nine tenths of the sequence moved less; it
-            follows them up to twice that (equation 22).
+        cppo_delta: how far a probability may move in the direction of its advantage.
+        cppo_w_min: weight of a sequence's last token; the first one has weight 1.
+        cppo_delta_b: the budget per preceding token. It follows the 0.9 quantile of the sequence's
+            movements, from this value up to twice it (equation 22).
     """
 
     scope = "prefix"

@@ -1,4 +1,4 @@
-"""Metrics as mergeable statistics: not made before somebody reads them, and left on the device."""
+"""Metrics as mergeable statistics, computed when first read and left on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_kernels.batch import Segments, TokenBatch
 from grpo_kernels.common import check_name
 
-# name -> (kind, values): what a surrogate reports, see `indicator_values` for the kinds
+# name -> (kind, values), reported by a surrogate; see `indicator_values` for the kinds
 Indicators = dict[str, tuple[str, Tensor]]
 Reductions = dict[str, tuple[Any, ...]]  # name -> the arguments of `stat_of`
 
@@ -20,7 +20,7 @@ Reductions = dict[str, tuple[Any, ...]]  # name -> the arguments of `stat_of`
 class _Kind(NamedTuple):
     merge: Callable[[Tensor, int], Tensor] = torch.sum  # (n, ...) stacked totals, 0 -> (...)
     value: Callable[[Tensor, Tensor], Tensor] = lambda total, count: total  # both () -> ()
-    neutral: float = 0.0  # a total that changes none
+    neutral: float = 0.0  # the neutral element of merge
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
 _KINDS: dict[str, _Kind] = {
     "mean": _Kind(value=_ratio),
     "sum": _Kind(),
-    # a norm over another: the square roots of sums of squares
+    # ratio of two norms: total and count are sums of squares
     "norm_ratio": _Kind(value=lambda total, count: torch.sqrt(total / count)),
     "min": _Kind(torch.amin, neutral=torch.inf),
     "max": _Kind(torch.amax, neutral=-torch.inf),
@@ -58,13 +58,15 @@ class Stat:
 class Metrics:
     """Read-only mapping from metric name to () tensor, detached, on the device.
 
-    It has a mapping's methods and is no ``Mapping``: what walks the output of a model's forward, as
-    accelerate does, would read every value of one. Read them before what they are made of is
-    overwritten, as the batch of a captured graph is.
+    Metrics are computed when first read. Read them before their inputs are overwritten, such as the
+    batch of a captured CUDA graph. It has the methods of a mapping but is not a ``Mapping``, since
+    code that walks the output of a model's forward, such as accelerate's, would read every value.
 
-    Those of one call also have ``logprobs`` and ``entropy`` of its tokens, (T,) in the order of the
-    batch, detached: None where they were not given, or where calls were merged. (With
-    ``metric_rows="active"`` they may be of the rows with a gradient alone.)
+    Attributes:
+        logprobs: (T,) log-probabilities of the call's tokens, in the order of the batch, detached.
+            None for merged metrics. With ``metric_rows="active"`` there may be values only for the
+            rows with a gradient.
+        entropy: the same for the entropy, in nats; None if it was not given.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Metrics:
     @property
     def stats(self) -> Mapping[str, Stat]:
         """The statistics behind the values, by name."""
-        # no cached_property: it locks all threads out (Python 3.11) while one waits for its ranks
+        # not a cached_property: its lock (Python 3.11) blocks all threads while one waits for ranks
         stats = self._stats
         if callable(stats):
             with torch.no_grad():
@@ -111,12 +113,12 @@ class Metrics:
         return ItemsView(self)
 
     def get(self, name: str, default: Tensor | None = None) -> Tensor | None:
-        """Return the value of a name, or ``default`` where there is none."""
+        """Return the value of a metric, or ``default`` if there is none."""
         stat = self.stats.get(name)
         return default if stat is None else stat.value()
 
     def ready_for(self, batch: TokenBatch) -> Metrics:
-        """Return these, made now if they are a collective: one rank alone may read them later."""
+        """Return self, computed now if that is a collective: later a single rank may read it."""
         if batch.sequence_group is not None:
             _ = self.stats
         return self
@@ -126,7 +128,7 @@ class Metrics:
 
     @staticmethod
     def merge(parts: Iterable[Metrics]) -> Metrics:
-        """Combine the metrics of several batches as if they had been one."""
+        """Combine the metrics of several batches as if they were one batch."""
         all_stats = [part.stats for part in parts]
         merged = {}
         for name in dict.fromkeys(name for stats in all_stats for name in stats):
@@ -138,11 +140,11 @@ class Metrics:
         return Metrics(merged)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
-        """Merge the metrics of all processes, which have the same names, with a single gather.
+        """Merge the metrics of all processes with a single gather. Names must be the same on all.
 
         Args:
-            gather: returns the processes' (1, n) tensors as one of shape (processes, n), as
-                ``accelerate``'s does.
+            gather: returns the processes' (1, n) tensors as one tensor (processes, n), like
+                ``accelerate``'s ``gather``.
         """
         stats = dict(sorted(self.stats.items()))
         if not stats:
@@ -158,7 +160,7 @@ class Metrics:
 
 
 def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
-    """Reduce ``values`` where ``valid``, in fp64; fine on an empty tensor."""
+    """Reduce the ``valid`` values in fp64; an empty tensor is allowed."""
     reduction = _KINDS[kind]
     values = values.double()
     count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
@@ -172,13 +174,13 @@ def stat_of(kind: str, values: Tensor, valid: Tensor | None = None) -> Stat:
 def indicator_values(
     indicators: Indicators, segments: Segments, one_per_sequence: bool
 ) -> Reductions:
-    """Return what :func:`stat_of` takes for what a surrogate reports.
+    """Return arguments of :func:`stat_of` for the indicators of a surrogate.
 
-    Kinds: ``mean`` over tokens, or over sequences where all tokens of one have the same value;
+    Kinds: ``mean`` over tokens, or over sequences if all tokens of a sequence have the same value;
     ``sequence_min`` and ``sequence_max`` of the sequences' means; ``per_sequence`` for (B,) values.
     """
     occupied = None if one_per_sequence else segments.lengths > 0
-    kinds = {  # the kind of a Stat, and whether it is of the sequences' means
+    kinds = {  # the kind of a Stat, and whether it reduces the sequences' means
         "mean": ("mean", one_per_sequence),
         "per_sequence": ("mean", False),
         "sequence_min": ("min", True),

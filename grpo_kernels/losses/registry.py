@@ -1,4 +1,4 @@
-"""The named losses: what each ``loss_type`` stands for."""
+"""The named losses: the surrogate, defaults and paper of each ``loss_type``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from grpo_kernels.losses.terms import AGGREGATIONS, RATIO_LEVELS, RatioLevel
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """What ``loss_type`` stands for."""
+    """The surrogate and defaults of a ``loss_type``."""
 
     surrogate: type[Surrogate]
-    aggregation: str  # a name of AGGREGATIONS
+    aggregation: str  # a name in AGGREGATIONS
     source: str  # the paper
     importance_sampling_level: str = "token"
     bypass_mode: bool = False  # the ratio is against the rollout engine, not the old policy
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """What ``importance_sampling_level`` stands for."""
+        """The ratio level that ``importance_sampling_level`` names."""
         return RATIO_LEVELS[self.importance_sampling_level]
 
     @property
@@ -75,10 +75,10 @@ LOSSES: dict[str, NamedLoss] = {
 
 
 def register_loss(name: str, loss: NamedLoss) -> None:
-    """Make ``loss`` known as ``name`` to configs, the command line, tests and benchmarks.
+    """Register ``loss`` under ``name`` for configs, the command line, tests and benchmarks.
 
-    A surrogate whose class is defined again, as when a notebook's cell runs twice, takes the place
-    of its earlier definition.
+    If a surrogate's class is defined again, for example by running a notebook cell twice, it
+    replaces the earlier definition.
 
     Raises:
         ValueError: the name is taken, or a part of the loss is unknown.

@@ -1,7 +1,7 @@
-"""Surrogates: the per-token policy objective, one small class each, with the settings it has.
+"""Surrogates: per-token policy objectives, each a small class with its settings.
 
-A surrogate is a torch expression of :class:`Terms`, whose gradient is derived. At ratio 1 that is
-``-advantage`` per token, unless its paper says otherwise.
+A surrogate is a torch expression of :class:`Terms`; autograd derives its gradient. At ratio 1 the
+gradient is ``-advantage`` per token, unless the paper says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_kernels.losses.terms import Terms
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """Base class of surrogates: frozen dataclasses, whose fields are their settings.
+    """Base class of surrogates: frozen dataclasses with the settings as fields.
 
     Subclasses define :meth:`__call__`, and may define :meth:`metrics` and ``__post_init__``.
     """
@@ -29,9 +29,9 @@ class Surrogate:
     scope: ClassVar[str] = "token"
     # zero advantage means zero loss and gradient, so such rows need no backward
     vanishes_at_zero_advantage: ClassVar[bool] = True
-    # the surrogate folds the rollout correction into itself; it is not multiplied again
+    # the surrogate applies the rollout correction itself; it is not multiplied again
     uses_rollout_weight: ClassVar[bool] = False
-    # it forms the ratio of a sequence itself, so importance_sampling_level has to be the tokens'
+    # it computes sequence ratios itself, so importance_sampling_level must be "token"
     needs_token_ratios: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Surrogate:
         raise NotImplementedError
 
     def metrics(self, terms: Terms) -> Indicators:
-        """Return what to log beside the loss: name to (kind, per-token or per-sequence values)."""
+        """Return metrics to log: name to (kind, per-token or per-sequence values)."""
         return {}
 
 
@@ -52,23 +52,23 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor
 
 
 def _larger(a: Tensor, b: Tensor) -> Tensor:
-    """Return the maximum; ``a`` gets the gradient of equal values, in fewer steps than halves."""
+    """Return the maximum; on ties ``a`` gets the whole gradient, which costs fewer operations."""
     return torch.where(a >= b, a, b)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid; where it is near 1, the digits of its derivative s (1 - s) are kept."""
+    """Return the sigmoid; its derivative s (1 - s) stays accurate where it is near 1."""
     least = torch.sigmoid(torch.where(x > 0, -x, x))  # the smaller of s and 1 - s
     return torch.where(x > 0, 1 - least, least)
 
 
 def _clipped(ratio: Tensor, least: float, most: float, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens are clipped from below, and from above."""
+    """Return which tokens are clipped from below, and which from above."""
     return (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0)
 
 
 def clip_shares(low: Tensor, high: Tensor) -> Indicators:
-    """Return metrics of the (T,) tokens that are held back, of negative and positive advantage."""
+    """Return metrics of the clipped (T,) tokens, with negative and with positive advantage."""
     return {
         "clip_ratio/low_mean": ("mean", low),
         "clip_ratio/low_min": ("sequence_min", low),
@@ -80,10 +80,10 @@ def clip_shares(low: Tensor, high: Tensor) -> Indicators:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRange(Surrogate):
-    """What is done differently where the ratio has left a range around 1.
+    """Base class of surrogates that treat tokens differently outside a range of ratios around 1.
 
     Args:
-        epsilon: lower clip distance; the ratio is clipped to ``1 - epsilon``; 1 or more: no lower
+        epsilon: lower clip distance: the ratio is clipped to ``1 - epsilon``; 1 or more: no lower
             bound.
         epsilon_high: upper clip distance (DAPO, arXiv:2503.14476); None: ``epsilon``.
     """
@@ -97,7 +97,7 @@ class ClipRange(Surrogate):
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     def clipped(self, terms: Terms) -> tuple[Tensor, Tensor]:
-        """Return which tokens have left the range from below, and from above; detached."""
+        """Return which tokens are below the range, and which are above it; detached."""
         return _clipped(terms.ratio.detach(), 1 - self.epsilon, self.highest, terms.advantages)
 
     def metrics(self, terms: Terms) -> Indicators:
@@ -106,7 +106,7 @@ class ClipRange(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(ClipRange):
-    """PPO's clipped ratio, arXiv:1707.06347, with its later bounds.
+    """PPO's clipped ratio (arXiv:1707.06347), with bounds that later papers added.
 
     Args:
         delta: cap of the unclipped ratio (INTELLECT-2, arXiv:2505.07291); None: no cap.
@@ -138,8 +138,8 @@ class CeGppo(ClipRange):
     """Clipped tokens keep a bounded gradient (CE-GPPO, arXiv:2509.20712).
 
     Args:
-        ce_gppo_low: gradient of tokens below the range, over that at its lower bound.
-        ce_gppo_high: gradient of tokens above the range, over that at its upper bound.
+        ce_gppo_low: gradient of tokens below the range, relative to the one at its lower bound.
+        ce_gppo_high: gradient of tokens above the range, relative to the one at its upper bound.
     """
 
     ce_gppo_low: float = number(0.75, *NOT_NEGATIVE)
@@ -157,7 +157,7 @@ class Aspo(ClipRange):
     """Positive advantages are weighted by the inverse ratio (ASPO, arXiv:2510.06062).
 
     Args:
-        aspo_ratio_max: upper bound of the weights, whose tokens keep their gradient.
+        aspo_ratio_max: upper bound of the weights; tokens at the bound keep their gradient.
     """
 
     aspo_ratio_max: float = number(3.0, "a number > 1", lambda x: x > 1)
@@ -171,14 +171,14 @@ class Aspo(ClipRange):
 
 @dataclass(frozen=True, kw_only=True)
 class Fipo(Clip):
-    """Advantages are weighted by where the rest of the sequence went (FIPO, arXiv:2603.19835).
+    """Advantages are weighted by how the rest of the sequence moved (FIPO, arXiv:2603.19835).
 
-    Log-ratios of tokens whose ratio is above ``dual_clip`` count as 0 in that.
+    In that weight, log-ratios of tokens with a ratio above ``dual_clip`` count as 0.
 
     Args:
-        fipo_decay_rate: tokens after which a log-ratio counts half.
-        fipo_clip: distance from 1 that the weight may have.
-        fipo_clip_high_only: no weight below 1.
+        fipo_decay_rate: number of tokens after which a log-ratio counts half.
+        fipo_clip: maximum distance of the weight from 1.
+        fipo_clip_high_only: whether the weight is never below 1.
         fipo_safety_threshold: ratio above which a negative advantage gets a weight in [0.8, 1];
             None: off.
     """
@@ -215,7 +215,7 @@ class Cispo(Surrogate):
 
     Args:
         epsilon_high: upper bound of the weight itself; None: ``epsilon``.
-        epsilon: only what ``epsilon_high`` is if it is None.
+        epsilon: used only as the default of ``epsilon_high``.
     """
 
     epsilon: float = number(0.2, *NOT_NEGATIVE)
@@ -225,8 +225,8 @@ class Cispo(Surrogate):
         super().__post_init__()
         if self.highest < 1:
             warnings.warn(
-                "cispo uses epsilon_high as the raw upper bound of the importance weight; "
-                f"{self.highest} scales every update down (ScaleRL uses 5.0)",
+                "epsilon_high: cispo uses it as the raw upper bound of the importance weight; "
+                f"{self.highest} scales down every update (ScaleRL uses 5.0)",
                 stacklevel=5,
             )
 
@@ -246,11 +246,11 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class Sapo(Surrogate):
-    """A sigmoid gate in place of the hard clip (arXiv:2511.20347).
+    """A sigmoid gate instead of the hard clip (SAPO, arXiv:2511.20347).
 
     Args:
-        sapo_temperature_pos: steepness of the gate of advantages above 0.
-        sapo_temperature_neg: steepness of the others' gate.
+        sapo_temperature_pos: steepness of the gate for advantages above 0.
+        sapo_temperature_neg: steepness of the gate for other advantages.
     """
 
     sapo_temperature_pos: float = number(1.0, *POSITIVE)
@@ -268,13 +268,13 @@ class Sapo(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class Vespo(Surrogate):
-    """A gamma-shaped, detached weight of the sequence's importance ratio (arXiv:2602.10693).
+    """A gamma-shaped, detached weight of the sequence's importance ratio (VESPO, arXiv:2602.10693).
 
     Args:
-        vespo_k_pos: exponent of the weight where the advantage is 0 or above.
-        vespo_lambda_pos: rate of its decay there.
-        vespo_k_neg: the exponent elsewhere.
-        vespo_lambda_neg: the rate elsewhere.
+        vespo_k_pos: exponent of the weight for advantages of 0 or above.
+        vespo_lambda_pos: decay rate of the weight for advantages of 0 or above.
+        vespo_k_neg: exponent for negative advantages.
+        vespo_lambda_neg: decay rate for negative advantages.
     """
 
     scope = "sequence"
@@ -317,7 +317,7 @@ class Vespo(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class Gmpo(Surrogate):
-    """Geometric mean of sign-aware clipped token ratios, one per sequence (arXiv:2507.20673).
+    """Geometric mean of sign-aware clipped token ratios, per sequence (GMPO, arXiv:2507.20673).
 
     Args:
         gmpo_clip: bound on the log-ratios, in nats.
@@ -341,14 +341,14 @@ class Gmpo(Surrogate):
 
 
 class Pg(Surrogate):
-    """Plain policy gradient, no ratio (arXiv:2504.02546)."""
+    """Plain policy gradient without a ratio (arXiv:2504.02546)."""
 
     def __call__(self, terms: Terms) -> Tensor:
         return -terms.advantages * terms.logprobs
 
 
 class Topr(Surrogate):
-    """Tapered off-policy REINFORCE: negative advantages are truncated (arXiv:2503.14286)."""
+    """Tapered off-policy REINFORCE: ratios of negative advantages are capped (arXiv:2503.14286)."""
 
     def __call__(self, terms: Terms) -> Tensor:
         tapered = terms.ratio.clamp(0, 1).detach()

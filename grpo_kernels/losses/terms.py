@@ -1,7 +1,7 @@
-"""The parts of losses: maps of importance ratios, the top-entropy gate, KL, aggregations.
+"""Parts of losses: importance ratios, the top-entropy gate, KL, rollout corrections, aggregations.
 
 An aggregation is ``sum_t w_t l_t`` with static weights ``w_t``, known before the forward. KL
-estimators as in J. Schulman, "Approximating KL Divergence" (2020).
+estimators follow J. Schulman, "Approximating KL Divergence" (2020).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Terms(NamedTuple):
     """The per-token quantities that losses are written in."""
 
     logprobs: Tensor  # (T,) lp, carries the gradient
-    old_logprobs: Tensor  # (T,) lo, what the ratio is against
+    old_logprobs: Tensor  # (T,) lo, the denominator of the ratio
     delta: Tensor  # (T,) lp - lo, before the ratio map
     log_ratio: Tensor  # (T,) u = the ratio map of delta, clamped
     ratio: Tensor  # (T,) exp(u)
@@ -38,7 +38,7 @@ class Terms(NamedTuple):
 
 
 class RatioLevel(NamedTuple):
-    """A map of log-ratios, and what the schedules and metrics need to know of it."""
+    """A map of log-ratios, and a fact that schedules and metrics need."""
 
     map: Callable[[Tensor, Tensor, Segments], Tensor]  # (delta, logprobs, segments), all (T,)
     per_sequence: bool  # one value per sequence, so metrics average over sequences
@@ -49,22 +49,22 @@ def _sequence(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
 
 
 def _sequence_token(delta: Tensor, logprobs: Tensor, segments: Segments) -> Tensor:
-    # the value of the sequence's ratio, the gradient of the token's own log-probability
+    # the value of the sequence's ratio with the gradient of the token's log-probability
     return logprobs - logprobs.detach() + _sequence(delta, logprobs, segments).detach()
 
 
 RATIO_LEVELS: dict[str, RatioLevel] = {
     "token": RatioLevel(lambda delta, *_: delta, False),  # PPO, arXiv:1707.06347
     "sequence": RatioLevel(_sequence, True),  # GSPO, arXiv:2507.18071
-    "sequence_token": RatioLevel(_sequence_token, True),  # GSPO-token, of the same paper
+    "sequence_token": RatioLevel(_sequence_token, True),  # GSPO-token, from the same paper
 }
 
 
 def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tensor:
-    """Return 1 where the entropy is in the top ``quantile`` of all processes; (T,) to (T,).
+    """Return 1 where the entropy is in the top ``quantile`` over all processes; (T,) to (T,).
 
-    "Beyond the 80/20 rule", arXiv:2506.01939. ``copies`` processes have the same tokens, as those
-    that share a vocabulary do.
+    "Beyond the 80/20 rule", arXiv:2506.01939. ``copies`` processes have the same tokens, for
+    example if they share a vocabulary.
     """
     entropy = everyone = entropy.detach()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -73,7 +73,7 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
         everyone = torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
     if everyone.numel() == 0:
         return torch.zeros_like(entropy)
-    ordered = everyone.sort().values[::copies]  # torch.quantile refuses more than 2**24 values
+    ordered = everyone.sort().values[::copies]  # torch.quantile fails above 2**24 values
     position = (1 - quantile) * (ordered.numel() - 1)
     below = int(position)
     above = min(below + 1, ordered.numel() - 1)
@@ -81,7 +81,7 @@ def top_entropy_gate(entropy: Tensor, quantile: float, copies: int = 1) -> Tenso
     return (entropy >= threshold).to(entropy.dtype)
 
 
-# up to here so many terms of exp's series are exact in fp64
+# below _NEAR, this many terms of exp's series are exact in fp64
 _NEAR, _TERMS = 0.5, 15
 
 
@@ -91,12 +91,12 @@ def _k3(x: Tensor) -> Tensor:
     series = torch.ones_like(x)
     for k in range(_TERMS, 2, -1):
         series = 1 + series * near * (1 / k)
-    # beyond the limit exp goes on as its tangent: finite, and with a gradient that pulls back
+    # beyond the limit exp continues as its tangent: finite, with a gradient that pulls back
     exp = x.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + (x - LOG_RATIO_LIMIT).clamp(min=0))
     return torch.where(x.abs() < _NEAR, 0.5 * near * near * series, exp - x - 1)
 
 
-# each takes x = lr - lp
+# functions of x = lr - lp
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x * x,
@@ -106,17 +106,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class CorrectionMode(NamedTuple):
-    """One way to turn log-ratios ``e = lo - ls`` into a bounded weight of tokens or sequences.
+    """A way to turn log-ratios ``e = lo - ls`` into bounded weights of tokens or sequences.
 
-    What is held to the bounds is ``exp(e)`` or an estimate of the KL divergence, token by token or
-    reduced over the sequence.
+    The bounds apply to ``exp(e)`` or to an estimate of the KL divergence, per token or reduced over
+    the sequence.
     """
 
-    reduce: str | None = None  # the method of Segments; None: token by token
+    reduce: str | None = None  # a method of Segments; None: per token
     estimate: Callable[[Tensor], Tensor] | None = None  # of the divergence; None: e itself
-    bounds_exp: bool = True  # hold exp of it to the bounds, which are then those of a ratio
-    truncate: bool = False  # clamp to the bounds; otherwise zero outside of them
-    weighs: bool = True  # inside of them by the ratio; False: by 1
+    bounds_exp: bool = True  # the bounds apply to exp of it, so they bound a ratio
+    truncate: bool = False  # clamp to the bounds; False: zero outside the bounds
+    weighs: bool = True  # weight by the ratio inside the bounds; False: by 1
 
     @property
     def per_sequence(self) -> bool:
@@ -135,20 +135,20 @@ class CorrectionMode(NamedTuple):
             value = getattr(segments, self.reduce)(value)
         if self.bounds_exp:
             value = value.exp()
-        # without an upper bound it ends at a finite number, since infinity times 0 is NaN
+        # without an upper bound, clamp to a finite number: infinity times 0 is NaN
         if self.truncate:
             return value.clamp(min=low, max=LARGEST_WEIGHT if high is None else high)
         outside = value != value.clamp(0.0 if low is None else low, high)
         if not self.weighs:
             value = torch.ones_like(value)
-        elif self.reduce == "mean":  # the bounds are for the geometric mean, the weight is whole
+        elif self.reduce == "mean":  # bounds on the geometric mean, but the sequence's whole ratio
             value = segments.sum(log_ratio).exp()
         return value.clamp(max=LARGEST_WEIGHT).masked_fill(outside, 0.0)
 
 
-# truncated and masked importance sampling, and rejection: verl's rollout_is and rollout_rs, of
-# "When Speed Kills Stability" (richardli.xyz/rl-collapse). As in verl, the bounds of k1 are those
-# of exp(k1) = exp(-e), the inverse of the ratio that weighs.
+# truncated and masked importance sampling, and rejection: verl's rollout_is and rollout_rs, from
+# "When Speed Kills Stability" (richardli.xyz/rl-collapse). As in verl, the bounds of k1 apply to
+# exp(k1) = exp(-e), the inverse of the weighting ratio.
 CORRECTION_MODES: dict[str, CorrectionMode] = {
     "token_truncate": CorrectionMode(truncate=True),
     "token_mask": CorrectionMode(),
@@ -172,21 +172,21 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 
 
 class Counted(NamedTuple):
-    """What a mean divides by, in this micro-batch and per rank."""
+    """The divisors of means, in this micro-batch and per rank."""
 
     sequences: Tensor | float
     tokens: float
-    tokens_of: Tensor | None = None  # (T,) fp64, 1 for those that count; None: all do
+    tokens_of: Tensor | None = None  # (T,) fp64, 1 for tokens that count; None: all count
 
     @classmethod
     def of(cls, batch: TokenBatch, with_zero_variance: bool) -> Counted:
-        """Count a batch's sequences, or those of them that have an advantage."""
+        """Count all sequences of a batch, or only those with an advantage."""
         segments = batch.segments
         ranks = batch.num_ranks
         sequences = partial(_divisor, batch.num_sequences_in_micro_batch)
         if with_zero_variance:
             return cls(sequences(batch.num_sequences / ranks), segments.num_tokens / ranks)
-        lengths, active = host.values(batch.whole_counts)  # known: checked at the API edge
+        lengths, active = host.values(batch.whole_counts)  # known, as checked at the API edge
         kept = [length for length, few in zip(lengths, active, strict=True) if few]
         advantages = segments.sum((batch.advantages != 0).double())
         tokens_of = segments.expand((advantages > 0).double())
@@ -196,14 +196,14 @@ class Counted(NamedTuple):
 class Aggregation(NamedTuple):
     """How per-token losses become one number."""
 
-    # of a batch, and the constant length: (T,), () or a number
+    # (batch, counts, constant length) -> (T,), () or a number
     weight: Callable[[TokenBatch, Counted, Any], Tensor | float]
-    # divided by the gradient accumulation steps here; otherwise a number spans them
+    # divide by the gradient accumulation steps; False: the counts span them already
     per_micro_batch: bool = True
     divides_by_max_length: bool = False
-    by_sequence: bool = False  # it reduces each sequence first; else all tokens are alike
-    counts_tokens: bool = False  # it divides by a number of tokens, which the caller may give
-    by_prompt: bool = False  # it needs to know how many tokens each sequence's prompt has
+    by_sequence: bool = False  # reduces each sequence first; False: all tokens count the same
+    counts_tokens: bool = False  # divides by a number of tokens, which the caller may give
+    by_prompt: bool = False  # needs the number of tokens of each sequence's prompt
 
 
 def _sequence_mean(batch: TokenBatch, counted: Counted, max_length: int | None) -> Tensor:
@@ -235,9 +235,9 @@ def _prompt_mean(batch: TokenBatch, counted: Counted, max_length: int | None) ->
 
 
 def _divisor(count: Tensor | None, otherwise: Tensor | float) -> Tensor | float:
-    """Return the count, or 1 for a count of 0: a tensor only on a device."""
+    """Return the count, or 1 for a count of 0; a tensor only for a count on a device."""
     divisor = otherwise if count is None else host.number(count)
-    # 0 only when no process has a token; a fraction is a share of processes or steps
+    # 0 only if no process has a token; fractions are shares of processes or steps
     if isinstance(divisor, Tensor):
         return torch.where(divisor > 0, divisor.double(), 1.0)
     return divisor if divisor > 0 else 1.0

@@ -1,4 +1,4 @@
-"""The loss of a token, defined once: everything between log-probabilities and the loss.
+"""The loss per token, defined once: everything between log-probabilities and the loss.
 
 Eager code, the fused schedules and generated GPU kernels all run these functions on (T,) vectors
 and let autograd derive the gradient. :func:`policy_loss` is the loss in plain torch.
@@ -29,14 +29,14 @@ from grpo_kernels.losses.terms import (
 
 
 class Weights(NamedTuple):
-    """Per-token factors (T,) of the policy loss and of the entropy bonus (before its coef)."""
+    """Per-token weights (T,) of the policy loss and of the entropy bonus (before its coef)."""
 
     policy: Tensor
     entropy: Tensor | None  # None: the loss has no entropy bonus
 
 
 class TokenInputs(NamedTuple):
-    """All per-token inputs of the loss, each (T,) and of one dtype; None: the loss has none."""
+    """The per-token inputs of the loss, all (T,) and of one dtype; None: not an input."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -56,12 +56,12 @@ class TokenInputs(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The loss per token, with the parts that metrics are made of, each (T,)."""
+    """The loss per token, and the parts that metrics need, each (T,)."""
 
     loss: Tensor  # surrogate with its gates, plus beta * KL
-    contributions: Tensor  # what each token adds to the loss of the batch
+    contributions: Tensor  # each token's contribution to the loss of the batch
     terms: Terms
-    before_update: Tensor  # log-probabilities that the engine's are compared with
+    before_update: Tensor  # log-probabilities to compare with the rollout engine's
     kl: Tensor | None
     entropy_gate: Tensor | None
     correction: Tensor | None  # (B,) for a per-sequence mode
@@ -70,7 +70,7 @@ class Evaluation(NamedTuple):
 def static_weights(
     batch: TokenBatch, config: LossConfig, dtype: torch.dtype = torch.float64
 ) -> Weights:
-    """Weigh every token of ``batch``; ``dtype``: of the log-probabilities, where it is known."""
+    """Return the weight of every token, in the ``dtype`` of the log-probabilities if known."""
 
     def per_token(weight: Tensor | float) -> Tensor:  # (T,)
         if isinstance(weight, Tensor):
@@ -92,7 +92,7 @@ def static_weights(
 
 
 def token_inputs(batch: TokenBatch, weights: Weights, dtype: torch.dtype) -> TokenInputs:
-    """Collect the inputs in ``dtype``; log-probabilities and entropy are to be put in yet."""
+    """Collect the inputs in ``dtype``, without log-probabilities and entropy yet."""
     tensors = (batch.advantages, *weights, *(getattr(batch, name) for name in TOKEN_FIELDS))
     advantages, *others = (None if x is None else x.to(dtype) for x in tensors)
     return TokenInputs(advantages, None, advantages, *others)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def evaluate(
     x: TokenInputs,
     segments: Segments,
     config: LossConfig,
-    entropy_gate: Tensor | None = None,  # (T,), where it is known: it joins all processes
+    entropy_gate: Tensor | None = None,  # (T,) if known; computing it is a collective
 ) -> Evaluation:
     """Evaluate the loss per token: surrogate, gates, rollout correction, then the KL penalty."""
     old, before = _compared_with(x, config)
@@ -122,7 +122,7 @@ def evaluate(
     )
     loss = config.surrogate(terms)
     if config.off_policy_mask_threshold is not None:
-        # off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556; NaN: unknown
+        # off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556); NaN: unknown
         sampling = old if x.rollout_logprobs is None else x.rollout_logprobs
         drift = segments.mean((sampling - x.logprobs.detach()).nan_to_num(nan=0.0))
         near = segments.expand(drift) <= config.off_policy_mask_threshold
@@ -140,7 +140,7 @@ def evaluate(
     if config.beta != 0:
         assert x.ref_logprobs is not None  # checked at the API edge
         kl = KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs - x.logprobs)
-        if config.use_bias_correction_kl:  # the gradient is another even where the ratio is 1
+        if config.use_bias_correction_kl:  # changes the gradient even where the ratio is 1
             kl = kl * terms.ratio
         loss = loss + config.beta * kl
     contributions = loss * x.policy_weight
@@ -165,9 +165,10 @@ def evaluate(
 def run_stage(
     x: TokenInputs, segments: Segments, config: LossConfig, entropy_gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what each token adds to the loss, and its gradients by autograd, each (T,).
+    """Return each token's contribution to the loss, and its gradients by autograd, each (T,).
 
-    They are those by the log-probabilities and by the entropy; None: the loss does not read it.
+    The gradients are with respect to the log-probabilities and to the entropy (None if the loss
+    does not need it).
     """
     names = ("logprobs", "entropy") if config.entropy_coef != 0 else ("logprobs",)
     with torch.enable_grad(), _without_hooks():
@@ -178,10 +179,10 @@ def run_stage(
 
 
 def _without_hooks() -> AbstractContextManager[object]:
-    """Keep hooks on saved tensors away from a graph whose backward is run at once.
+    """Disable hooks on saved tensors for a graph that is differentiated immediately.
 
-    For each such backward a checkpoint would run its forward again, and others would move tensors
-    to the CPU and back.
+    Otherwise a checkpoint would run its forward again for each such backward, and offloading hooks
+    would move tensors to the CPU and back.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
@@ -193,24 +194,24 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _compared_with(x: TokenInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Return what the ratio is against, and the trainer's own that the engine's are held to."""
+    """Return the old log-probabilities, and the trainer's to compare with the rollout engine's."""
     policy = x.logprobs.detach()
     old = policy if x.old_logprobs is None else x.old_logprobs
     if not config.bypasses:
         return old, old
     assert x.rollout_logprobs is not None  # checked at the API edge
-    # NaN: the engine does not know it
+    # NaN: the engine did not report it
     return torch.where(x.rollout_logprobs.isnan(), old, x.rollout_logprobs), policy
 
 
 def _correction(
     x: TokenInputs, old: Tensor, segments: Segments, config: LossConfig
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight against the rollout engine as it is, (T,) or (B,), and per token."""
+    """Return the rollout correction as computed, (T,) or (B,), and per token, (T,)."""
     mode = config.correction_mode
     if x.rollout_weights is not None or x.rollout_logprobs is None or mode is None:
         return x.rollout_weights, x.rollout_weights
-    # NaN: the engine does not know it, and nothing is corrected
+    # NaN: the engine did not report it, so nothing is corrected
     log_ratio = (old - x.rollout_logprobs).nan_to_num(nan=0.0).detach()
     low, high = config.rollout_correction_min, config.rollout_correction_max
     weight = mode.weight(log_ratio, segments, low, high)
@@ -218,10 +219,10 @@ def _correction(
 
 
 class PolicyLossOutput(NamedTuple):
-    """A loss that can be differentiated, and what to log beside it."""
+    """A differentiable loss, and its metrics."""
 
     loss: Tensor  # (), fp32, or fp64 for fp64 inputs
-    metrics: Metrics  # detached, made when they are first read
+    metrics: Metrics  # detached, computed when first read
 
 
 def policy_loss(
@@ -235,19 +236,21 @@ def policy_loss(
         loss, metrics = policy_loss(logprobs, batch, LossConfig(loss_type="dapo"))  # all (B, L)
 
     Args:
-        logprobs: fp32 or fp64 of the targets, at ``config.temperature``, in the layout that
-            ``batch`` was made from, (B, L) or packed; or (T,), of its valid tokens alone.
-        batch: the T valid tokens. Values at other tokens are not looked at.
+        logprobs: fp32 or fp64 log-probabilities of the targets at ``config.temperature``, in the
+            layout that ``batch`` was built from, (B, L) or packed; or (T,), for its valid tokens
+            only.
+        batch: the T valid tokens. Values at other tokens are ignored.
         config: the loss.
-        entropy: likewise, in nats; needed for ``entropy_coef`` and ``top_entropy_quantile``,
-            otherwise only logged.
+        entropy: in nats, in the same layout; required for ``entropy_coef`` and
+            ``top_entropy_quantile``, otherwise only logged.
 
     Returns:
-        The () loss, differentiable in ``logprobs`` and ``entropy``, and its metrics, which are
-        computed when they are read. A batch without tokens gives 0 with a live graph.
+        :class:`PolicyLossOutput`: the () loss, differentiable in ``logprobs`` and ``entropy``, and
+        its metrics, which are computed when first read. A batch without tokens gives a
+        differentiable 0.
 
     Raises:
-        ValueError: shapes disagree, or the loss needs something the batch does not have.
+        ValueError: shapes disagree, or the loss needs something that the batch does not have.
     """
     check_loss_inputs(batch, config)
     logprobs = batch.of_tokens("logprobs", logprobs)
@@ -279,18 +282,18 @@ def weighted_loss(
     config: LossConfig,
     entropy: Tensor | None,
     weights: Weights,
-    entropy_gate: Tensor | None = None,  # (T,), where it is known
+    entropy_gate: Tensor | None = None,  # (T,) if known
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss () of a batch whose tokens have these weights, and its entropy gate (T,)."""
+    """Return the loss () of a batch with these token weights, and its entropy gate (T,)."""
     x = token_inputs(batch, weights, logprobs.dtype)._replace(logprobs=logprobs, entropy=entropy)
     evaluation = evaluate(x, batch.segments, config, entropy_gate)
-    # fp64 makes the sum independent of how the batch was cut
+    # in fp64 the rounded sum does not depend on how the batch was cut
     loss = evaluation.contributions.double().sum().to(logprobs.dtype)
     return loss, evaluation.entropy_gate
 
 
 def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
-    """Raise ValueError if ``batch`` lacks what ``config`` needs, or they cannot go together."""
+    """Raise ValueError if ``batch`` lacks something that ``config`` needs, or they conflict."""
     for name, value, kind in (("batch", batch, TokenBatch), ("config", config, LossConfig)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
@@ -301,37 +304,38 @@ def check_loss_inputs(batch: TokenBatch, config: LossConfig) -> None:
         )
     if config.bypasses and batch.rollout_logprobs is None:
         raise ValueError(
-            "rollout_logprobs: expected the rollout engine's log-probabilities, which the ratio of "
-            f"{config.loss_type} is against (with bypass_mode=False it is against the old "
+            "rollout_logprobs: expected the rollout engine's log-probabilities, which "
+            f"{config.loss_type} computes its ratio from (with bypass_mode=False it uses the old "
             "policy's), got None"
         )
     if config.aggregation.by_prompt and batch.prompt_tokens is None:
         raise ValueError(
-            "prompt_tokens: expected how many tokens the prompt of each sequence has, for a mean "
+            "prompt_tokens: expected the number of tokens of each sequence's prompt, for a mean "
             "over prompts, got None"
         )
     if config.exclude_zero_variance and batch.active_lengths is None:
         raise ValueError(
-            "active_lengths: expected them beside lengths, to tell which sequences count "
+            "active_lengths: expected them next to lengths, to tell which sequences count "
             "(exclude_zero_variance), got None"
         )
     if config.surrogate.scope == "prefix" and batch.sequence_group is not None:
         raise ValueError(
             f"sequence_group: expected None for {config.loss_type}, which sums along each sequence "
-            "and needs all its tokens in order, got one"
+            "and needs all its tokens in order, got a group"
         )
     mode = config.correction_mode
     if batch.rollout_logprobs is None or mode is None:
         return
     if batch.rollout_weights is not None:
         raise ValueError(
-            "rollout_weights: expected None where rollout_correction_mode = "
-            f"{config.rollout_correction_mode!r} makes weights of rollout_logprobs; set it to None"
+            "rollout_weights: expected None, because rollout_correction_mode = "
+            f"{config.rollout_correction_mode!r} computes weights from rollout_logprobs; set the "
+            "mode to None to pass weights"
         )
     if config.surrogate.uses_rollout_weight and mode.per_sequence:
         raise ValueError(
-            f"rollout_correction_mode: {config.loss_type} sums token weights itself and expects "
-            "one of tokens, as 'token_truncate' or 'token_mask', with rollout_logprobs, got "
+            f"rollout_correction_mode: expected a token mode for {config.loss_type}, which sums "
+            "token weights itself, such as 'token_truncate' or 'token_mask', got "
             f"{config.rollout_correction_mode!r}"
         )
 
@@ -341,8 +345,8 @@ def loss_stats(
     entropy: Tensor | None,  # (T,)
     batch: TokenBatch,
     config: LossConfig,
-    entropy_gate: Tensor | None = None,  # (T,), that of the loss
-    weights: Weights | None = None,  # None: those of the batch
+    entropy_gate: Tensor | None = None,  # (T,), from the loss
+    weights: Weights | None = None,  # None: from the batch
 ) -> Mapping[str, Stat]:
     """Compute the statistics behind the metrics of a loss."""
     weights = static_weights(batch, config) if weights is None else weights
@@ -358,7 +362,7 @@ def loss_stats(
         values["entropy/sequence_max"] = "max", means, occupied
         if evaluation.entropy_gate is not None:
             values["entropy_top"] = "mean", entropy, evaluation.entropy_gate > 0
-    if config.entropy_coef != 0:  # without the bonus, as one sample per micro-batch
+    if config.entropy_coef != 0:  # the loss without the bonus: one sample per micro-batch
         total = (evaluation.loss * x.policy_weight).double().sum()
         if config.aggregation.per_micro_batch:
             total = total * batch.gradient_accumulation_steps
@@ -370,7 +374,7 @@ def loss_stats(
     values["ratio/min"] = ("min", ratio)
     values["ratio/max"] = ("max", ratio)
     values["perplexity"] = "perplexity", logprobs
-    if x.rollout_logprobs is not None:  # of the engine, against the trainer's
+    if x.rollout_logprobs is not None:  # the trainer against the rollout engine
         known = ~x.rollout_logprobs.isnan()
         difference = (evaluation.before_update - x.rollout_logprobs).double()
         for kind in ("mean", "max"):
