@@ -352,12 +352,12 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: batch(lengths=[2, 2]), "lengths", r"\(3, 2\) for these tensors, got \(2, 2\)"),
     (lambda: batch(lengths=[1, 4]), "lengths", r"of shape \(2, 3\), got \[1, 4\]"),
     (lambda: packed(0, 3, 6, lengths=[3, 4]), "lengths", r"of shape \(6,\), got \[3, 4\]"),
-    (lambda: batch(active_lengths=[3, 2]), "lengths", "valid tokens that active_lengths are of"),
+    (lambda: batch(active_lengths=[3, 2]), "lengths", "next to active_lengths, got None"),
     (lambda: batch(lengths=[3, 2], active_lengths=[3, 3]), "active_lengths", "at most"),
     (lambda: packed(0, 3, 5), "cu_seqlens", "T = 6"),
     (lambda: packed(0, 9, 6), "cu_seqlens", "rising"),
     # a sampling mask
-    (lambda: SamplingMask.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets", "1 of them falling"),
+    (lambda: SamplingMask.from_csr(IDS, torch.tensor([0, 4, 3])), "offsets", "falling at 1 of"),
     (lambda: SamplingMask.from_lists([[3], [True]]), "ids", "expected integers, got True"),
     (lambda: SamplingMask.from_lists([[2**62]]), "ids", r"token ids in \[0, .* got 46116"),
     (lambda: SamplingMask.from_padded(IDS), "ids", r"a \(\.\.\., K\) integer tensor"),
@@ -457,14 +457,14 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
             batch=batch(rollout_weights=torch.ones(2, 3), rollout_logprobs=torch.zeros(2, 3)),
         ),
         "rollout_weights",
-        "None where rollout_correction",
+        "None, because rollout_correction",
     ),
     (
         lambda: loss(
             config=LossConfig(loss_type="vespo"), batch=batch(rollout_logprobs=torch.zeros(2, 3))
         ),
         "rollout_correction_mode",
-        "vespo .* 'token_mask'",
+        "token mode for vespo.* 'token_mask'",
     ),
     (lambda: buffered(WIDE.half()), "main_grad", "dtype torch.float32"),
     (lambda: buffered(torch.zeros(4, 9).t()), "main_grad", "a non-contiguous one"),
@@ -515,7 +515,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         if named.bypass_mode
     ),
     (lambda: loss(config=LossConfig(bypass_mode=True)), "rollout_logprobs", "dapo .*got None"),
-    (lambda: loss(config=PROMPTS), "prompt_tokens", "prompt of each sequence .* got None"),
+    (lambda: loss(config=PROMPTS), "prompt_tokens", "tokens of each sequence.s prompt.* got None"),
     (lambda: batch(prompt_tokens=torch.tensor([2, 3])), "prompt_tokens", "at least the tokens"),
     (lambda: batch(prompt_tokens=torch.tensor([4])), "prompt_tokens", "one per sequence, 2, got 1"),
     (lambda: batch(num_prompts=-1), "num_prompts", ">= 0"),
@@ -535,7 +535,7 @@ def test_examples(call: Callable[[], object], argument: str, message: str) -> No
 @pytest.mark.parametrize(
     "target,advantages,counts,message",
     [
-        (1, 1.0, [2, 2], "lengths: expected another sum"),
+        (1, 1.0, [2, 2], "lengths: expected a sum that matches"),
         (1, float("nan"), [2, 1], "finite values"),
         (-7, 1.0, [2, 1], "target: expected ids >= 0"),
         (99, 1.0, [2, 1], r"target: expected ids in \[0, 9\)"),

@@ -1,4 +1,4 @@
-"""What a loss is taken on: valid tokens of a rollout, packed and checked. Knows nothing else."""
+"""The inputs of a loss: the valid tokens of a rollout, packed and checked."""
 
 from grpo_kernels.batch import host
 from grpo_kernels.batch.inputs import (

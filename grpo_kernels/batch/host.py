@@ -1,4 +1,4 @@
-"""Values of tensors on the host: free to read on a CPU, a wait for the device elsewhere."""
+"""Reading tensor values on the host: free for CPU tensors, a wait for the device otherwise."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def reading_is_free(x: Tensor) -> bool:
 
 
 def to_host(numbers: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers that the host knows as a CPU tensor, on whose values no compiler guards."""
+    """Return numbers known to the host as a CPU tensor, so that a compiler adds no value guards."""
     return torch.tensor(numbers, dtype=dtype)
 
 
 def values(x: Tensor) -> Any:
-    """Return the numbers in a CPU tensor that holds what the host knows of a batch."""
+    """Return the numbers in a CPU tensor with facts about a batch."""
     return x.tolist()
 
 
 def number(x: Tensor) -> Tensor | float:
-    """Return () ``x`` as a number, or as it is where that would be a wait."""
+    """Return () ``x`` as a number, or unchanged if reading it would wait for a device."""
     return values(x) if reading_is_free(x) else x
 
 
@@ -32,17 +32,17 @@ class Transfer(NamedTuple):
     """Values on their way to the host."""
 
     values: Tensor  # on the CPU
-    arrival: torch.cuda.Event | None  # None: they are there
+    arrival: torch.cuda.Event | None  # None: they have arrived
 
     def wait(self) -> Tensor:
-        """Return the values. A training step waits for a device here, and once."""
+        """Return the values. This is the only place, and time, that a training step waits."""
         if self.arrival is not None:
             self.arrival.synchronize()
         return self.values
 
 
 def start_transfer(x: Tensor) -> Transfer:
-    """Send ``x`` to the host; from a GPU through pinned memory, which torch keeps, and no wait."""
+    """Send ``x`` to the host without waiting; from a GPU through pinned memory, cached by torch."""
     if not x.is_cuda:
         return Transfer(x.cpu(), None)
     values = x.to("cpu", non_blocking=True)
@@ -52,12 +52,12 @@ def start_transfer(x: Tensor) -> Transfer:
 
 
 def sync_to_host(x: Tensor) -> Tensor:
-    """Return integers ``x`` as a CPU tensor, after a wait for a device."""
+    """Return integers ``x`` as a CPU tensor, after waiting for the device."""
     return start_transfer(x).wait()
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Raise ValueError unless ``condition``, (); on a device an assertion there fails later."""
+    """Raise ValueError unless ``condition``, (); on a device, an asynchronous assertion fails."""
     if not reading_is_free(condition):
         torch._assert_async(condition, message)
     elif not bool(condition):

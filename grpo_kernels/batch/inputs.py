@@ -1,4 +1,4 @@
-"""The checked arguments of a batch: whatever the host can say of them without reading a tensor."""
+"""The arguments of a batch, with every check that does not read tensor values."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SCALAR_FIELDS = (
     "entropy_scale",
 )
 COUNT_FIELDS = ("lengths", "active_lengths")
-# whose values are checked on the device, in the order in which they are reported
+# inputs with values that are checked on the device, in the order of their errors
 CHECKED = ("mask", "cu_seqlens", "prompt_tokens", "advantages", *TOKEN_FIELDS, *SCALAR_FIELDS)
-UNKNOWN = -1  # a count that the host does not know
+UNKNOWN = -1  # a count that is not known on the host
 
 
 class OptionalFields(TypedDict, total=False):
-    """The optional fields of a batch, besides targets, advantages and a mask."""
+    """The optional fields of a batch, in addition to targets, advantages and a mask."""
 
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
@@ -61,17 +61,17 @@ class OptionalFields(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInputs:
-    """What a batch is made of: N tokens of B sequences, with shapes, dtypes and devices checked."""
+    """Arguments of a batch: N tokens of B sequences, with checked shapes, dtypes and devices."""
 
     target: Tensor  # (B, L) or (N,) int64
-    mask: Tensor | None  # of the shape of ``target``: 0 where a token does not count
-    cu_seqlens: Tensor | None  # (B + 1,) int32 or int64 of packed tokens; None: padded ones
+    mask: Tensor | None  # shaped as ``target``: 0 if a token does not count
+    cu_seqlens: Tensor | None  # (B + 1,) int32 or int64 for packed tokens; None: padded
     num_sequences: int
-    # floating: advantages, (B,) or of the shape of ``target``, and the others, of that shape
+    # floating-point: advantages, (B,) or shaped as ``target``; the others, shaped as ``target``
     columns: dict[str, Tensor]
     prompt_tokens: Tensor | None  # (B,) int32 or int64
     scalars: dict[str, Tensor | None]  # () fp64
-    stated: Tensor | None  # (2, B) on the CPU: the counts that the caller knows
+    stated: Tensor | None  # (2, B) on the CPU: the counts that the caller passed
     sampling_mask: SamplingMask | None
 
     @staticmethod
@@ -83,7 +83,7 @@ class BatchInputs:
         cu_seqlens: Tensor | None,
         packed: bool,
     ) -> BatchInputs:
-        """Return the inputs; raise ValueError if they are wrong, apart from their values."""
+        """Return the inputs; raise ValueError for errors other than wrong values."""
         check_target(target, packed)
         if packed:
             check_cu_seqlens(cu_seqlens, target)
@@ -105,7 +105,7 @@ class BatchInputs:
 
     @property
     def num_tokens(self) -> int:
-        """N, the masked ones included."""
+        """N, masked tokens included."""
         return self.target.numel()
 
     @property
@@ -114,14 +114,14 @@ class BatchInputs:
 
     @property
     def scalars_on_device(self) -> dict[str, Tensor]:
-        """Those that the host cannot check."""
+        """The scalars that the host cannot check without waiting."""
         known = ((name, value) for name, value in self.scalars.items() if value is not None)
         return {name: value for name, value in known if not host.reading_is_free(value)}
 
     def message(self, name: str) -> str:
         """Return the error about wrong values of an input, one of ``CHECKED``."""
         if name == "mask":
-            # of losses it is the fifth argument
+            # hint at old_logprobs passed by position: mask is the fifth argument of losses
             floating = self.mask is not None and self.mask.is_floating_point()
             meant = " (is it old_logprobs=?)" if floating else ""
             return f"mask: expected bool or 0 and 1, got other values{meant}"
@@ -160,7 +160,7 @@ def _columns(
 
 
 def _prompt_tokens(optional: Mapping[str, Any], sequences: int, target: Tensor) -> Tensor | None:
-    """Return how many tokens the prompt of each sequence has in all, (B,)."""
+    """Return the total number of tokens of each sequence's prompt, (B,)."""
     tokens = optional.get("prompt_tokens")
     if tokens is None:
         return None
@@ -188,19 +188,20 @@ def _stated_counts(optional: Mapping[str, Any], sequences: int, target: Tensor) 
     fits = sum(lengths or ()) <= target.numel()
     if not fits or max(lengths or (), default=0) > most:
         raise ValueError(
-            f"lengths: expected those of tokens of shape {tuple(target.shape)}, got {lengths!r}"
+            f"lengths: expected lengths that fit target of shape {tuple(target.shape)}, got "
+            f"{lengths!r}"
         )
     if active is None:
         return None if lengths is None else host.to_host([lengths, [UNKNOWN] * sequences])
     if lengths is None:
-        raise ValueError("lengths: expected the valid tokens that active_lengths are of, got None")
+        raise ValueError("lengths: expected them next to active_lengths, got None")
     if any(few > all_ for few, all_ in zip(active, lengths, strict=True)):
         raise ValueError(f"active_lengths: expected at most lengths {lengths}, got {active}")
     return host.to_host([lengths, active])
 
 
 def check_target(target: Tensor, packed: bool, name: str = "target") -> None:
-    """Raise ValueError unless ``target`` holds the token ids of packed or of padded sequences."""
+    """Raise ValueError unless ``target`` holds token ids of packed or padded sequences."""
     dim, shape = (1, "(T,)") if packed else (2, "(B, L)")
     if not isinstance(target, Tensor) or target.dim() != dim:
         raise ValueError(f"{name}: expected a {shape} tensor of token ids, got {kind_of(target)}")
@@ -209,7 +210,7 @@ def check_target(target: Tensor, packed: bool, name: str = "target") -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Any, target: Tensor | None = None, name: str = "target") -> None:
-    """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences, where ``target`` is."""
+    """Raise ValueError unless ``cu_seqlens`` can be offsets of sequences on target's device."""
     check_integers("cu_seqlens", cu_seqlens, "(B + 1,) integer tensor, B >= 1", least=2)
     if target is not None:
         check_device("cu_seqlens", cu_seqlens, target.device, name)

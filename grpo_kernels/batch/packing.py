@@ -1,4 +1,4 @@
-"""Drops the masked tokens of a rollout; one transfer tells the host every count and error."""
+"""Drops the masked tokens of a rollout. One transfer brings all counts and errors to the host."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _NO_ID = f"target: expected ids >= 0 (or {IGNORE_INDEX} for no loss)"
 
 
 class Findings(NamedTuple):
-    """What the host knows about a rollout's values."""
+    """Facts about a rollout's values, on the host."""
 
-    least_target: int  # of valid tokens, or 0 if that is less
-    max_target: Tensor  # likewise, or 0 if that is more; () on the CPU
+    least_target: int  # minimum over valid tokens and 0
+    max_target: Tensor  # maximum over valid tokens and 0; () on the CPU
     wrong: list[str]  # the inputs with wrong values, in the order of ``CHECKED``
     counts: list[list[int]]  # (2, B)
 
 
 class ValidTokens(NamedTuple):
-    """The tokens that are left of a rollout."""
+    """The tokens of a rollout that carry a loss."""
 
     target: Tensor  # (T,)
-    columns: tuple[Tensor, ...]  # (T,) each, fp32, or fp64 if any is given so
-    rows: Tensor | None  # (T,) which they are of all N; None: all
+    columns: tuple[Tensor, ...]  # (T,) each, fp32, or fp64 if any input is
+    rows: Tensor | None  # (T,) positions among all N tokens; None: all
 
 
 class Packing:
-    """Packs a rollout with torch operations: the reference for the kernel of a backend."""
+    """Packs a rollout with torch operations: the reference for a backend's kernel."""
 
     def __init__(self, inputs: BatchInputs) -> None:
-        """Start on a device all that does not need the number of valid tokens."""
+        """Start all work on the device that does not need the number of valid tokens."""
         self._ids = inputs.target.reshape(-1)
         wrong = dict[str, Tensor]()
         self._valid = valid = self._ids != IGNORE_INDEX
@@ -82,27 +82,27 @@ class Packing:
         return Findings(low, flags[1], wrong, counts)
 
     def passed(self, sums: tuple[int, int]) -> tuple[Tensor, ...]:
-        """Return () flags: whether the targets, all other values, and the sums of lengths and
-        active lengths are right; ``UNKNOWN`` is no sum."""
+        """Return () flags: whether the targets, all other values, and the sums of lengths and of
+        active lengths are right. A sum that is ``UNKNOWN`` has no flag."""
         flags = torch.cat(self._flags)
         ends = zip(self._offsets[:, -1], sums, strict=True)
         right = (end == total for end, total in ends if total != UNKNOWN)
         return flags[0] >= 0, ~flags[2:].any(), *right
 
     def tokens(self, total: int) -> ValidTokens:
-        """Return the valid tokens, of which there are ``total``."""
+        """Return the ``total`` valid tokens."""
         ids = self._ids
         table = self._table
         rows = None
         if total < len(ids):
-            # needs no transfer, unlike nonzero
+            # unlike nonzero, this needs no transfer
             rows = self._valid.argsort(stable=True, descending=True)[:total]
             ids = ids[rows]
             table = table[:, rows]
         return ValidTokens(ids, table.unbind(0), rows)
 
 
-# by the type of a device, of what packs a rollout there; None: torch operations do
+# device type -> function that packs a rollout there; None from it: use torch operations
 PACKERS: dict[str, Callable[[BatchInputs], Packing | None]] = {}
 
 
@@ -114,7 +114,7 @@ def packed_fields(
     cu_seqlens: Tensor | None = None,  # (B + 1,) of packed tokens; None: target is (B, L)
     packed: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a ``TokenBatch`` that holds the valid tokens, of N that are given."""
+    """Return the fields of a ``TokenBatch`` with the valid tokens among the N given ones."""
     inputs = BatchInputs.checked(
         optional=optional,
         target=target,
@@ -154,7 +154,8 @@ def _counts(packing: Packing, inputs: BatchInputs) -> tuple[Tensor, Tensor | Non
     """Return the (2, B) counts and the largest target, None if the host does not read it.
 
     Raises:
-        ValueError: a value is wrong; where the host reads none, an assertion fails on the device.
+        ValueError: a value is wrong. If the host reads no values, an assertion fails on the device
+            instead.
     """
     stated = inputs.stated
     if stated is not None and not host.reading_is_free(inputs.target):
@@ -176,11 +177,11 @@ def _counts(packing: Packing, inputs: BatchInputs) -> tuple[Tensor, Tensor | Non
 
 
 def _require(packing: Packing, stated: Tensor) -> None:
-    """Check the values later and on the device."""
+    """Check the values asynchronously, on the device."""
     lengths, active = host.values(stated)
     passed = packing.passed((sum(lengths), UNKNOWN if UNKNOWN in active else sum(active)))
     values = "TokenBatch: expected rising cu_seqlens, a mask of 0 and 1, finite values"
-    sums = (f"{name}: expected another sum for these tensors" for name in COUNT_FIELDS)
+    sums = (f"{name}: expected a sum that matches these tensors" for name in COUNT_FIELDS)
     for flag, message in zip(passed, (_NO_ID, values, *sums), strict=False):
         host.assert_async(flag, message)
 
@@ -188,15 +189,15 @@ def _require(packing: Packing, stated: Tensor) -> None:
 def _sequences(
     inputs: BatchInputs, wrong: dict[str, Tensor]
 ) -> tuple[slice | Tensor, int | Tensor]:
-    """Return where the sequences begin and end, and how many tokens each has."""
+    """Return the starts and ends of the sequences, and the number of tokens of each."""
     cu_seqlens = inputs.cu_seqlens
     total = inputs.num_tokens
-    if cu_seqlens is None:  # which takes no operation on the device
+    if cu_seqlens is None:  # padded: no operation on the device
         length = inputs.target.shape[1]
         return slice(None, None, length or 1), length
     # safe to index with
     starts = cu_seqlens.long().clamp(0, total).cummax(0).values
-    # slices are filled on the device; a number set at an index would be sent there, with a wait
+    # slices are filled on the device; setting one index would send a number there, and wait
     starts[:1] = 0
     starts[-1:] = total
     wrong["cu_seqlens"] = (starts != cu_seqlens).any()
@@ -204,7 +205,7 @@ def _sequences(
 
 
 def _columns(inputs: BatchInputs, sizes: int | Tensor) -> dict[str, Tensor]:
-    """Return what has a value per token, (N,)."""
+    """Return the inputs with a value per token, (N,) each."""
     columns = {}
     for name, value in inputs.columns.items():
         wide = value if value.dtype == torch.float64 else value.float()
@@ -217,10 +218,10 @@ def _columns(inputs: BatchInputs, sizes: int | Tensor) -> dict[str, Tensor]:
 
 
 def _wrong_values(table: Tensor, columns: list[str]) -> Tensor:  # (k, N)
-    """Return (k, N) which values no valid token may have."""
-    wrong = (table - table) != 0  # NaN for what is not finite, 0 for the rest
+    """Return (k, N): which values are wrong for a valid token."""
+    wrong = (table - table) != 0  # x - x is NaN unless x is finite
     for row, name in enumerate(columns):
-        if name == "rollout_logprobs":  # NaN says that the engine does not know
+        if name == "rollout_logprobs":  # NaN: the engine did not report it
             wrong[row] = table[row].isinf()
         elif name == "rollout_weights":
             wrong[row] |= table[row] < 0

@@ -1,4 +1,4 @@
-"""SamplingMask: for each token the ids that sampling could draw, in CSR form."""
+"""SamplingMask: the ids that each token could be sampled from, in CSR form."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from torch.nn.functional import pad
 
 from grpo_kernels.common import check_device, check_integers, kind_of
 
-_MAX_VOCABULARY = 2**31  # row and id are joined to one int64 key
+_MAX_VOCABULARY = 2**31  # so that row and id fit into one int64 key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingMask:
-    """The token ids that top-p, top-k or min-p sampling left to choose from, for each of T rows.
+    """The token ids that top-p, top-k or min-p sampling could choose from, for each of T rows.
 
-    Rows are those of ``target.reshape(-1)``. A row's target counts as a member even where it is not
-    listed; so a row without ids is a token that was forced, with log-probability 0.
+    Rows are the elements of ``target.reshape(-1)``. A row's target always belongs to its ids, even
+    if it is not listed, so a row without ids is a forced token with log-probability 0.
 
-    Build one with the class methods, which sort the ids, with one host transfer; a wrong shape,
-    dtype, device or value is a ``ValueError`` that names the argument. Where a rollout engine
-    reports log-probabilities after its filters, the ids are those of finite value.
+    Build one with the class methods, which sort the ids with one host transfer. A wrong shape,
+    dtype, device or value is a ``ValueError`` that names the argument. If a rollout engine reports
+    log-probabilities after its filters, use the ids with finite values.
     """
 
-    indices: Tensor  # (N,) int64 ids, ascending within a row, none twice
-    offsets: Tensor  # (T + 1,) int64, where the rows begin in ``indices``
-    bounds: Tensor  # (T + 1,) int64 on the CPU, the same: slices need no transfer
-    max_id: Tensor  # () int64 on the CPU, the largest id: a vocabulary is checked by it
+    indices: Tensor  # (N,) int64 ids, ascending and unique within a row
+    offsets: Tensor  # (T + 1,) int64, the start of each row in ``indices``
+    bounds: Tensor  # (T + 1,) int64, a copy on the CPU, so that slices need no transfer
+    max_id: Tensor  # () int64 on the CPU, the largest id, to check the vocabulary size
 
     @classmethod
     def from_csr(cls, indices: Tensor, offsets: Tensor) -> SamplingMask:
-        """Make one from CSR, ``indices`` (N,), ``offsets`` o (T + 1,): row t owns o[t]:o[t + 1].
+        """Build a mask from CSR: ``indices`` (N,) and ``offsets`` o (T + 1,); row t has
+        o[t]:o[t + 1].
 
-        Both are int64 or int32 tensors of one device; an id that a row lists twice counts once.
+        Both are int64 or int32 tensors on one device. An id that a row lists twice counts once.
         """
         check_integers("indices", indices, "(N,) integer tensor")
         check_integers("offsets", offsets, "(T + 1,) integer tensor", least=1)
@@ -48,7 +49,7 @@ class SamplingMask:
         if ends != [0, count, 0]:
             raise ValueError(
                 f"offsets: expected values rising from 0 to N = {count}, got {ends[0]} to "
-                f"{ends[1]} with {ends[2]} of them falling"
+                f"{ends[1]}, falling at {ends[2]} of them"
             )
         rows = torch.repeat_interleave(steps, output_size=count)
         return _sorted(rows, indices.long(), steps.numel(), "indices")
@@ -57,7 +58,7 @@ class SamplingMask:
     def from_lists(
         cls, ids: Sequence[Sequence[int]], device: torch.device | str | None = None
     ) -> SamplingMask:
-        """Make one from a sequence of ids per row."""
+        """Build a mask from a sequence of ids per row."""
         tokens = list(chain.from_iterable(ids))
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool):
@@ -71,7 +72,7 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> SamplingMask:
-        """Make one from (..., K) int64 or int32 ids of T rows, -1 where a row has fewer than K."""
+        """Build a mask from (..., K) int64 or int32 ids of T rows, filled up with -1."""
         if not isinstance(ids, Tensor) or ids.dim() < 2:
             raise ValueError(f"ids: expected a (..., K) integer tensor, got {kind_of(ids)}")
         check_integers("ids", ids.reshape(-1), "integer tensor")
@@ -86,11 +87,11 @@ class SamplingMask:
 
     @property
     def rows(self) -> Tensor:
-        """(N,) row of each id."""
+        """(N,) the row of each id."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.indices.numel())
 
     def take(self, index: slice | Tensor) -> SamplingMask:
-        """Return the rows of a range, or of an int64 index; that needs one host transfer."""
+        """Return the rows of a range, or of an int64 index, which needs one host transfer."""
         if isinstance(index, slice):
             bounds = self.bounds[index.start : index.stop + 1]
             first = int(bounds[0])
@@ -108,7 +109,7 @@ class SamplingMask:
         return replace(self, indices=self.indices[source], offsets=offsets, bounds=bounds)
 
     def narrow(self, start: int, stop: int) -> SamplingMask:
-        """Return the ids in [start, stop), less ``start``; that needs two host transfers."""
+        """Return the ids in [start, stop), minus ``start``. This needs two host transfers."""
         inside = (self.indices >= start) & (self.indices < stop)
         offsets = pad(inside.cumsum(0), (1, 0))[self.offsets]
         indices = self.indices[inside] - start
@@ -131,7 +132,7 @@ def check_sampling_mask(sampling_mask: SamplingMask, target: Tensor) -> None:
 
 
 def _sorted(rows: Tensor, ids: Tensor, num_rows: int, name: str) -> SamplingMask:
-    """Sort ids within their rows and drop repeats: a gradient is then added to each logit once."""
+    """Sort ids within their rows and drop duplicates, so each logit's gradient is added once."""
     ends = ids.aminmax() if ids.numel() else ids.new_zeros(2)
     lowest, max_id = torch.stack([*ends]).tolist()
     if lowest < 0 or max_id >= _MAX_VOCABULARY:

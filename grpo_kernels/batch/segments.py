@@ -1,4 +1,4 @@
-"""Sequences of a packed batch, whose tokens may lie on several ranks: reductions and targets.
+"""Sequences of a packed batch, possibly spread over ranks: reductions and targets.
 
 Shift first, then cut: the target of a rank's last row is the first token of another rank.
 """
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """Sums and means over sequences, in plain torch; a backend may bring its own.
+    """Sums and means over sequences, in plain torch; a backend may have its own implementation.
 
-    Where tokens lie on several ranks, all of these are of whole sequences: collectives, as are
-    their derivatives.
+    If a sequence's tokens are on several ranks, the methods reduce over whole sequences: they are
+    collectives, and so are their derivatives.
     """
 
     cu_seqlens: Tensor  # (B + 1,) int64, from 0 to T
     total: int  # T
-    across: SequenceGroup | None = None  # the ranks; None: this one alone
+    across: SequenceGroup | None = None  # the ranks; None: only this one
 
     @property
     def lengths(self) -> Tensor:
@@ -54,7 +54,7 @@ class Segments:
         return self.total if self.across is None else self.across.num_tokens
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum (T,) values over each sequence, (B,), in fp64 and in token order: as in any batch."""
+        """Sum (T,) values over each sequence, (B,), in fp64 and token order: invariant to batch."""
         wide = values.double()
         lengths = self.cu_seqlens.diff()
         sums = torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True, initial=0)
@@ -67,7 +67,7 @@ class Segments:
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the largest of (T,) values >= 0 in each sequence, (B,), detached; 0 in none."""
+        """Return the maximum of (T,) values >= 0 over each sequence, (B,), detached; 0 if empty."""
         lengths = self.cu_seqlens.diff()
         values = values.detach()
         maximum = torch.segment_reduce(values, "max", lengths=lengths, unsafe=True, initial=0)
@@ -76,10 +76,10 @@ class Segments:
         return maximum
 
     def running_sum(self, values: Tensor, decay: float = 1.0, backwards: bool = False) -> Tensor:
-        """Sum (T,) values of each sequence from its first token up to each, or from its last back.
+        """Return running sums of (T,) values in each sequence, from its first token or its last.
 
-        A value counts less by the factor ``decay`` for each token since. In fp64, and in an order
-        that depends on places in the sequence alone: the bits are those of any batch.
+        A value is multiplied by ``decay`` for each later token. The sum is in fp64, in an order
+        that depends only on the position in the sequence, so the bits are the same in every batch.
         """
         assert self.across is None  # checked at the API edge
         sums = values.double()
@@ -87,7 +87,7 @@ class Segments:
         if backwards:
             sums = sums.flip(0)
             before = (self.expand(self.lengths) - 1 - before).flip(0)
-        step = 1  # so many values are in each sum so far
+        step = 1  # the number of values in each sum so far
         while step < self.total:
             earlier = pad(sums[:-step], (step, 0))
             sums = sums + torch.where(before >= step, earlier, 0.0) * decay**step
@@ -110,7 +110,7 @@ class Segments:
 
     @property
     def places(self) -> Tensor:
-        """(T,) how many tokens of its sequence are before each."""
+        """(T,) position of each token in its sequence, from 0."""
         return torch.arange(self.total, device=self.cu_seqlens.device) - self.expand(
             self.cu_seqlens[:-1]
         )
@@ -123,23 +123,23 @@ class Segments:
         return _GroupSum.apply(total, self.across.group).reshape(()).to(values.dtype)
 
     def expand(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: (B,) to (T,)."""
+        """Return the value of each token's sequence: (B,) to (T,)."""
         return values[torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)]
 
     def narrow(self, start: int, stop: int) -> Segments:
-        """Return the same for tokens start..stop; a cut sequence keeps what lies inside."""
+        """Return the segments of tokens start..stop; cut sequences keep the part inside."""
         if self.across is not None:
-            raise ValueError("sequence_group: expected None to cut a batch into ranges, got one")
+            raise ValueError("sequence_group: expected None to cut a batch, got a group")
         return Segments(self.cu_seqlens.clamp(start, stop) - start, stop - start)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroup:
-    """The ranks that hold the tokens of a batch's sequences, and how many all of them hold."""
+    """The ranks that share the tokens of a batch's sequences, and the counts over all ranks."""
 
     group: ProcessGroup
-    counts: Tensor  # (2, B) int64 on the CPU: those of the batch, of all ranks together
-    on_device: Tensor  # (2, B) the same where the batch is
+    counts: Tensor  # (2, B) int64 on the CPU: as in the batch, summed over the ranks
+    on_device: Tensor  # (2, B) the same, on the batch's device
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +147,7 @@ class SequenceGroup:
         return sum(host.values(self.counts)[0])
 
     def of_active(self, by_sequence: bool) -> SequenceGroup:
-        """Return the same for the tokens with an advantage, or their whole sequences."""
+        """Return the group for the tokens with an advantage, or for their whole sequences."""
 
         def chosen(counts: Tensor) -> Tensor:
             lengths, active = counts
@@ -157,17 +157,17 @@ class SequenceGroup:
         return replace(self, counts=chosen(self.counts), on_device=chosen(self.on_device))
 
     def take(self, index: Tensor, kept: Tensor) -> SequenceGroup:
-        """Return the same for sequences: an ``index`` on the device, flags ``kept`` on the CPU."""
+        """Return the group for some sequences: ``index`` on the device, ``kept`` on the CPU."""
         return replace(self, counts=self.counts[:, kept], on_device=self.on_device[:, index])
 
 
 class _GroupSum(torch.autograd.Function):
-    """Sums over ranks, in their order: all have the same bits. So are the gradients."""
+    """Sum over ranks in their order, so that all get the same bits; also for gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        # without sequences there is nothing to gather, on any rank
+        # without sequences, no rank has anything to gather
         return gather(values, group).sum(0) if values.numel() else values.clone()
 
     @staticmethod
@@ -177,7 +177,7 @@ class _GroupSum(torch.autograd.Function):
 
 
 def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields that ``make`` does, with the ranks of ``group``; or all ranks raise."""
+    """Return the fields from ``make`` with the ranks of ``group``; on an error all ranks raise."""
     group = process_group("sequence_group", group)
     fields = {}
     failure = None
@@ -186,7 +186,7 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
         optional = [*TOKEN_FIELDS, *SCALAR_FIELDS, "sampling_mask", "prompt_tokens"]
         told = {
             "counts": host.values(fields["counts"]),
-            # what follows has to be the same on all ranks; the names are those of messages
+            # the following must be the same on all ranks; the names appear in messages
             "number of sequences": fields["counts"].shape[1],
             "optional arguments": [name for name in optional if fields.get(name) is not None],
             "gradient_accumulation_steps": fields["gradient_accumulation_steps"],
@@ -201,12 +201,12 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
         raise failure
     for rank, other in enumerate(ranks):
         if "error" in other:
-            raise ValueError(f"sequence_group: its rank {rank} has an error: {other['error']}")
+            raise ValueError(f"sequence_group: rank {rank} raised an error: {other['error']}")
     for name in told.keys() - {"counts"}:
         values = [other[name] for other in ranks]
         if any(value != values[0] for value in values):
             raise ValueError(
-                f"sequence_group: expected the same {name} on each of its ranks, got "
+                f"sequence_group: expected the same {name} on all of its ranks, got "
                 f"{', '.join(map(str, values))}"
             )
     each = torch.tensor([rank["counts"] for rank in ranks])  # (n, 2, B)
@@ -220,15 +220,16 @@ def joined_fields(group: Any, make: Callable[[], dict[str, Any]]) -> dict[str, A
 def next_token_targets(
     input_ids: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the targets of whole sequences: row t predicts token t + 1 of its own sequence.
-
-    They are of the shape of ``input_ids``: -100 in the last row of each sequence, and where the
-    token that follows does not count.
+    """Return targets for next-token prediction: row t predicts token t + 1 of its sequence.
 
     Args:
-        input_ids: (T,) int64 packed tokens, or (B, L) padded ones.
-        cu_seqlens: (B + 1,) offsets of packed sequences, from 0 to T; None for padded ones.
-        mask: of the shape of ``input_ids``, bool or 0/1: 1 for tokens of completions. None: all 1.
+        input_ids: (T,) int64 packed tokens, or (B, L) padded tokens.
+        cu_seqlens: (B + 1,) offsets of packed sequences, from 0 to T; None for padded tokens.
+        mask: shaped as ``input_ids``, bool or 0/1: 1 for completion tokens. None: all 1.
+
+    Returns:
+        int64 targets shaped as ``input_ids``; -100 in the last row of each sequence, and in rows
+        before a token that does not count.
 
     Raises:
         ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -249,35 +250,40 @@ def next_token_targets(
     ends = cu_seqlens.long()
     rising = (ends.diff() >= 0).all() & (ends[0] == 0) & (ends[-1] == total)
     host.assert_async(rising, f"cu_seqlens: expected offsets rising from 0 to T = {total}")
-    # an empty sequence ends where the one before it does; before the first one that is row T - 1
+    # an empty sequence ends where its predecessor does; at the very start that wraps to row T - 1
     return target.index_fill_(0, (ends[1:] - 1) % total, IGNORE_INDEX)
 
 
 class RankRows(NamedTuple):
-    """The part of packed sequences that one rank has."""
+    """One rank's part of packed sequences."""
 
-    rows: Tensor  # (R,) int64, which of the T rows, in the rank's order
-    cu_seqlens: Tensor  # (B + 1,) int64, from 0 to R: the same sequences, a part of each
+    rows: Tensor  # (R,) int64, its rows among the T rows, in the rank's order
+    cu_seqlens: Tensor  # (B + 1,) int64, from 0 to R: the rank's part of each sequence
 
 
 def context_parallel_rows(
     cu_seqlens: Tensor, *, rank: int, size: int, layout: str = "head_tail"
 ) -> RankRows:
-    """Return which rows of packed sequences a rank of a context-parallel group has.
+    """Return the rows of packed sequences that a rank of a context-parallel group has.
 
-    Index with ``rows`` whatever has a value per token (targets, masks, log-probabilities,
-    advantages per token), and take a :class:`SamplingMask` by ``sampling_mask.take(rows)``.
+    Index every per-token tensor (targets, masks, log-probabilities, per-token advantages) with
+    ``rows``, and a :class:`SamplingMask` with ``sampling_mask.take(rows)``.
 
     Args:
         cu_seqlens: (B + 1,) offsets of the sequences, padding included, from 0 to T. The host reads
-            them: on a GPU it waits.
-        rank: of this process in the group.
-        size: the number of ranks n.
-        layout: ``"head_tail"``: rank i has chunks i and 2n - 1 - i of the 2n of each sequence, as
-            in Megatron-Core, in Transformer Engine's packed format and, for a row of one sequence,
-            in torch's ``context_parallel``. Lengths have to be multiples of 2n.
-            ``"contiguous"``: rank i has the i-th of n equal parts of the whole packed row, as in
-            Ulysses. T has to be a multiple of n. A sequence may have no token on a rank.
+            them, so on a GPU it waits.
+        rank: rank of this process in the group.
+        size: number of ranks n.
+        layout: how the rows are distributed:
+
+            * ``"head_tail"``: rank i has chunks i and 2n - 1 - i of the 2n chunks of each sequence,
+              as in Megatron-Core, in Transformer Engine's packed format and, for a row with a
+              single sequence, in torch's ``context_parallel``. Lengths must be multiples of 2n.
+            * ``"contiguous"``: rank i has the i-th of n equal parts of the whole packed row, as in
+              Ulysses. T must be a multiple of n. A sequence may have no token on a rank.
+
+    Returns:
+        :class:`RankRows`, on the device of ``cu_seqlens``.
 
     Raises:
         ValueError: a rank, a layout or a length is wrong; the message names the argument.
@@ -307,7 +313,7 @@ def _head_tail(starts: Tensor, offsets: list[int], rank: int, size: int) -> Rank
     ids = torch.repeat_interleave(2 * chunks, output_size=total)
     place = torch.arange(total, device=starts.device) - own[ids]
     chunk = chunks[ids]
-    in_tail = place >= chunk  # the first of its rows follows 2n - 2 - 2i chunks after the head's
+    in_tail = place >= chunk  # the tail starts 2n - 2 - 2i chunks after the end of the head
     rows = starts[ids] + rank * chunk + place + in_tail * (2 * (size - 1 - rank)) * chunk
     return RankRows(rows, own)
 
@@ -316,8 +322,8 @@ def _contiguous(starts: Tensor, offsets: list[int], rank: int, size: int) -> Ran
     total = offsets[-1]
     if total % size:
         raise ValueError(
-            f"cu_seqlens: expected a T that is a multiple of size = {size} (pad the last sequence, "
-            f"or add one), got {total}"
+            f"cu_seqlens: expected T to be a multiple of size = {size} (pad the last sequence, or "
+            f"add one), got {total}"
         )
     start, stop = rank * total // size, (rank + 1) * total // size
     rows = torch.arange(start, stop, device=starts.device)

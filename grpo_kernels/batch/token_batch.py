@@ -21,35 +21,35 @@ from grpo_kernels.batch.segments import Segments, SequenceGroup, joined_fields
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Valid completion tokens of B sequences, packed to T rows. Build it with the class methods.
+    """Valid completion tokens of B sequences, packed into T rows. Build it with the class methods.
 
-    Masked tokens (prompt, padding, tool results) are not in it. What changes from batch to batch is
-    in tensors, what the host knows in CPU tensors, so that a compiler guards on none of it.
+    Masked tokens (prompt, padding, tool results) are not in it. Everything that changes from batch
+    to batch is a tensor, on the CPU if the host knows it, so that a compiler guards on no value.
     """
 
     target: Tensor  # (T,) int64
-    advantages: Tensor  # (T,) fp32 (fp64 if any vector is given so)
+    advantages: Tensor  # (T,) fp32 (fp64 if any per-token input is fp64)
     cu_seqlens: Tensor  # (B + 1,) int64, offsets of the sequences; a sequence may be empty
-    # (2, B) int64 on the CPU: tokens of each sequence, and those of them whose advantage is not 0
-    # (-1: not known)
+    # (2, B) int64 on the CPU: the tokens of each sequence, and its tokens with an advantage other
+    # than 0 (-1: unknown)
     counts: Tensor
     layout: Tensor  # int64 on the CPU, the shape of the caller's tokens: (B, L) or (T0,)
     rows: Tensor | None = None  # (T,) int64 positions in the caller's flattened layout; None: all
-    max_target: Tensor | None = None  # () on the CPU, the largest target; None: not known there
-    advantages_per_token: bool = False  # given one per token, so they may differ in a sequence
-    old_logprobs: Tensor | None = None  # (T,) when the rollout batch was started
+    max_target: Tensor | None = None  # () on the CPU, the largest target; None: unknown there
+    advantages_per_token: bool = False  # passed per token, so they may differ within a sequence
+    old_logprobs: Tensor | None = None  # (T,) of the policy at the start of the rollout batch
     ref_logprobs: Tensor | None = None  # (T,) of the reference model
     rollout_logprobs: Tensor | None = None  # (T,) reported by the rollout engine; NaN: unknown
-    rollout_weights: Tensor | None = None  # (T,) correction that the caller has made of them
-    sampling_mask: SamplingMask | None = None  # of the T tokens, what sampling left to choose from
-    prompt_tokens: Tensor | None = None  # (B,) fp64, of all sequences of each one's prompt
-    num_items_in_batch: Tensor | None = None  # (); on the CPU if given as a number
-    num_tokens_in_micro_batch: Tensor | None = None  # likewise, as the next three
+    rollout_weights: Tensor | None = None  # (T,) the caller's correction of the difference
+    sampling_mask: SamplingMask | None = None  # the ids that sampling left for the T tokens
+    prompt_tokens: Tensor | None = None  # (B,) fp64, over all completions of each one's prompt
+    num_items_in_batch: Tensor | None = None  # (); on the CPU if passed as a number
+    num_tokens_in_micro_batch: Tensor | None = None  # (), like the next three
     num_sequences_in_micro_batch: Tensor | None = None
     num_prompts: Tensor | None = None
     entropy_scale: Tensor | None = None
     gradient_accumulation_steps: int = 1
-    sequence_group: SequenceGroup | None = None  # the ranks that hold a sequence; None: this one
+    sequence_group: SequenceGroup | None = None  # ranks that share the sequences; None: only this
 
     @classmethod
     def from_padded(
@@ -59,54 +59,55 @@ class TokenBatch:
         mask: Tensor | None = None,
         **optional: Unpack[OptionalFields],
     ) -> TokenBatch:
-        """Make a batch from padded sequences.
+        """Build a batch from padded sequences.
 
         Args:
             target: (B, L) int64 token ids; -100 marks a token without loss.
-            advantages: (B,) one per sequence, or (B, L) one per token; finite.
-            mask: (B, L) bool or 0/1, 1 where the token counts. Default: where target is not -100.
-            optional: what else there is, each None if it is not given:
+            advantages: (B,) per sequence, or (B, L) per token; finite.
+            mask: (B, L) bool or 0/1, 1 for tokens that count. None: tokens other than -100.
+            optional: further keyword arguments, None by default:
 
                 * ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: (B, L).
-                * ``rollout_weights``: (B, L), factors >= 0 against the difference between the
-                  policy and the rollout engine, for callers who compute them; None: those of the
-                  loss's ``rollout_correction_mode``, if there are ``rollout_logprobs``.
-                * ``sampling_mask``: a :class:`SamplingMask` of the B * L rows. With it
-                  log-probabilities are renormalised over the mask, in ratios, KL and metrics; the
-                  entropy is that of the whole vocabulary. Old and reference log-probabilities must
-                  be of the same kind (``masked_logprobs`` of ``linear_logprobs``).
-                * ``num_items_in_batch``: what the token-sum losses (dapo, cispo, vespo) divide by,
+                * ``rollout_weights``: (B, L), your own factors >= 0 to correct the difference
+                  between policy and rollout engine; None: from the loss's
+                  ``rollout_correction_mode``, if there are ``rollout_logprobs``.
+                * ``sampling_mask``: a :class:`SamplingMask` of the B * L rows. Ratios, KL and
+                  metrics then use log-probabilities that are renormalized over the mask; the
+                  entropy is over the whole vocabulary. Pass old and reference log-probabilities of
+                  the same kind (``masked_logprobs`` of ``linear_logprobs``).
+                * ``num_items_in_batch``: the divisor of the token-sum losses (dapo, cispo, vespo):
                   the valid tokens of the accumulation window on all processes, divided by the
                   number of processes; None: the valid tokens here times
                   ``gradient_accumulation_steps``.
-                * ``num_tokens_in_micro_batch``: what the means over a micro-batch (bnpo, the
-                  entropy bonus) divide by, its valid tokens likewise; None: those here.
-                * ``num_sequences_in_micro_batch``: what the means over its sequences (grpo,
-                  dr_grpo, gspo) divide by, empty ones too, likewise; None: those here. Where a
-                  micro-batch is computed in pieces, each is given the numbers of the whole.
-                * ``prompt_tokens``: (B,), which ``prompt_mean`` divides by: the valid tokens of all
-                  completions of the sequence's prompt, wherever they are: shuffled micro-batches
-                  are right.
-                * ``num_prompts``: how many prompts the accumulation window has on all processes,
-                  divided by the number of processes; None: those here, in parts, times
+                * ``num_tokens_in_micro_batch``: the divisor of means over the tokens of a
+                  micro-batch (bnpo, the entropy bonus): its valid tokens on all processes, divided
+                  by the number of processes; None: the valid tokens here.
+                * ``num_sequences_in_micro_batch``: the divisor of means over its sequences (grpo,
+                  dr_grpo, gspo), counted in the same way, empty sequences included; None: the
+                  sequences here. If you compute a micro-batch in pieces, pass the numbers of the
+                  whole micro-batch with each piece.
+                * ``prompt_tokens``: (B,), a divisor of ``prompt_mean``: the valid tokens of all
+                  completions of the sequence's prompt. They may be in other micro-batches, so
+                  shuffling is fine.
+                * ``num_prompts``: the prompts of the accumulation window on all processes, divided
+                  by the number of processes; None: the prompts here, counted in fractions, times
                   ``gradient_accumulation_steps``.
-                * ``entropy_scale``: a factor on the entropy bonus that changes during a run;
+                * ``entropy_scale``: a factor on the entropy bonus that may change during a run;
                   None: 1.
                 * ``gradient_accumulation_steps``: micro-batches per optimizer step, 1 by default.
-                * ``lengths``: B host integers, the valid tokens of each sequence, and
-                  ``active_lengths``: those of them whose advantage is not 0. On a GPU a batch waits
-                  once for the device to learn these; given, a whole step waits for nothing, values
-                  are checked on the device, later (a failure there ends the CUDA context), and how
-                  the tokens are distributed over the sequences is not. Without ``active_lengths``
-                  rows of zero advantage are computed like others.
-                * ``sequence_group``: a process group (or a device mesh of one dimension), over
-                  whose ranks the tokens of each sequence are spread (context or sequence
-                  parallelism): every rank gives its part of the same B sequences, which may be
-                  empty. Whatever is of a sequence (its length, its ratio, its gates) is then of all
-                  its tokens. The numbers of tokens above are, where they are None, those of the
-                  group per rank; the mean of the ranks' losses and gradients is that of one process
-                  with whole sequences. Building a batch, its loss and the backward are collectives
-                  of the group; the metrics are computed along with the loss.
+                * ``lengths``, ``active_lengths``: B host integers each: the valid tokens of each
+                  sequence, and its valid tokens with an advantage other than 0. Without them, a
+                  batch on a GPU waits once for the device to learn them. With them a whole step
+                  never waits: values are checked asynchronously on the device (a failure there ends
+                  the CUDA context), except how the tokens are distributed over the sequences.
+                  Without ``active_lengths``, rows with zero advantage are computed like the others.
+                * ``sequence_group``: a process group (or a one-dimensional device mesh) that shares
+                  the tokens of each sequence (context or sequence parallelism). Every rank passes
+                  its part, possibly empty, of the same B sequences. Lengths, ratios and gates of a
+                  sequence then cover all its tokens. The counts above default to the group's counts
+                  per rank, and the mean of the ranks' losses and gradients equals the result of one
+                  process with whole sequences. Building a batch, its loss and the backward are
+                  collectives of the group; metrics are computed along with the loss.
 
         Raises:
             ValueError: a shape, dtype, device or value is wrong; the message names the argument.
@@ -123,10 +124,18 @@ class TokenBatch:
         mask: Tensor | None = None,
         **optional: Unpack[OptionalFields],
     ) -> TokenBatch:
-        """Make a batch from packed ones: ``target`` (T,), ``cu_seqlens`` (B + 1,) from 0 to T.
+        """Build a batch from packed sequences.
 
-        ``advantages`` is (B,) or (T,), the log-probabilities and ``mask`` are (T,); the rest is as
-        in :meth:`from_padded`. (If B equals T, ``advantages`` is read per token.)
+        Args:
+            target: (T,) int64 token ids; -100 marks a token without loss.
+            advantages: (B,) per sequence, or (T,) per token; finite. If B equals T, they are per
+                token.
+            cu_seqlens: (B + 1,) offsets of the sequences, from 0 to T.
+            mask: (T,) bool or 0/1, 1 for tokens that count. None: tokens other than -100.
+            optional: as in :meth:`from_padded`, with per-token tensors (T,).
+
+        Raises:
+            ValueError: as for :meth:`from_padded`.
         """
         fields = _fields(
             optional,
@@ -145,7 +154,7 @@ class TokenBatch:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that hold parts of the sequences."""
+        """The number of ranks that share the sequences."""
         group = self.sequence_group
         return 1 if group is None else dist.get_world_size(group.group)
 
@@ -161,13 +170,13 @@ class TokenBatch:
 
     @property
     def active_lengths(self) -> tuple[int, ...] | None:
-        """(B,) those of them whose advantage is not 0; None: the host does not know."""
+        """(B,) tokens of each sequence with nonzero advantage; None: unknown on the host."""
         active = tuple(host.values(self.counts)[1])
         return None if UNKNOWN in (*active, *host.values(self.whole_counts)[1]) else active
 
     @property
     def whole_counts(self) -> Tensor:
-        """(2, B) the counts of whole sequences, of which this rank may hold a part."""
+        """(2, B) the counts of whole sequences, over all ranks that share them."""
         return self.counts if self.sequence_group is None else self.sequence_group.counts
 
     @property
@@ -176,7 +185,7 @@ class TokenBatch:
         return Segments(self.cu_seqlens, self.num_tokens, self.sequence_group)
 
     def tensors(self) -> list[Tensor | None]:
-        """Return every tensor field and those of the sampling mask, in a fixed order."""
+        """Return all tensor fields, then the sampling mask's, in a fixed order."""
         own = [getattr(self, name) for name in TENSOR_FIELDS]
         return own + [getattr(self.sampling_mask, name, None) for name in MASK_FIELDS]
 
@@ -195,7 +204,7 @@ class TokenBatch:
         )
 
     def of_tokens(self, name: str, values: Tensor) -> Tensor:
-        """Return those of the (T,) tokens, of values for them or in the caller's layout."""
+        """Return (T,) values of the batch's tokens, from (T,) values or the caller's layout."""
         got = values.device if isinstance(values, Tensor) else type(values).__name__
         if got != self.target.device:
             raise ValueError(f"{name}: expected a tensor on {self.target.device}, got {got}")
@@ -210,15 +219,15 @@ class TokenBatch:
         return values.flatten() if self.rows is None else values.flatten()[self.rows]
 
     def narrow(self, start: int, stop: int) -> TokenBatch:
-        """Return tokens start..stop; cut sequences keep what lies inside."""
+        """Return tokens start..stop; cut sequences keep the part inside."""
         lengths = self.segments.narrow(start, stop).lengths
         keep = torch.arange(start, stop, device=lengths.device)
         return self.select(keep, host.sync_to_host(lengths))
 
     def select(self, keep: Tensor, lengths: Tensor) -> TokenBatch:
-        """Return tokens ``keep`` (ascending int64), ``lengths`` (B,) on the CPU of each sequence.
+        """Return the tokens ``keep`` (ascending int64), with (B,) sequence ``lengths`` on the CPU.
 
-        A ``sequence_group`` stays as it is, for the caller to replace.
+        A ``sequence_group`` is unchanged; the caller replaces it.
         """
         kept = torch.zeros_like(self.target).index_fill_(0, keep, 1)
         mask = self.sampling_mask
@@ -236,7 +245,7 @@ class TokenBatch:
         )
 
     def occupied(self) -> TokenBatch:
-        """Return the same tokens without the sequences that have none, on any rank."""
+        """Return the same tokens without the sequences that are empty on all ranks."""
         kept = self.whole_counts[0] > 0
         group = self.sequence_group
         counts = self.counts[:, kept]
@@ -249,7 +258,7 @@ class TokenBatch:
 
 
 def _fields(optional: OptionalFields, **tokens: Any) -> dict[str, Any]:
-    """Return the fields of a batch, on every rank of its sequence group or on none."""
+    """Return the fields of a batch; in a sequence group all ranks succeed, or all raise."""
     others = {name: value for name, value in optional.items() if name != "sequence_group"}
     group = optional.get("sequence_group")
     make = partial(packed_fields, others, **tokens)

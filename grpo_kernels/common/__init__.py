@@ -1,4 +1,4 @@
-"""What every folder may use: checks of arguments, ranks, overlays, hosts, the version."""
+"""Shared helpers: argument checks, ranks, overlays, supported trainers, the version."""
 
 from grpo_kernels.common.arguments import (
     NOT_NEGATIVE,

@@ -1,4 +1,4 @@
-"""The other trainers that adapters were written for, and the versions they were tested with."""
+"""The trainers that have adapters, and the versions that were tested."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 
 @dataclass(frozen=True)
 class Host:
-    """A package that an adapter was written for, and the versions that it was tested with."""
+    """A package with an adapter, and its tested versions."""
 
-    package: str  # as pip knows it
-    tested: tuple[str, ...]  # the first numbers of versions: "1.16" stands for every 1.16.x
+    package: str  # its name on PyPI
+    tested: tuple[str, ...]  # version prefixes: "1.16" means every 1.16.x
 
     def installed(self) -> str:
-        """Return the version that is installed; raise ImportError for none."""
+        """Return the installed version; raise ImportError if there is none."""
         try:
             return version(self.package)
         except PackageNotFoundError:
             raise ImportError(
-                f"{self.package}: expected version {' or '.join(self.tested)} or one that is like "
-                "it, but it is not installed"
+                f"{self.package}: expected version {' or '.join(self.tested)} or a similar one, "
+                "but it is not installed"
             ) from None
 
     def was_tested(self, installed: str) -> bool:
         return any(f"{installed}.".startswith(f"{each}.") for each in self.tested)
 
 
-# by adapter; of those that score logits which are not formed, by host
+# by adapter; lazy_scorers by trainer
 HOSTS = {
     "trl": Host("trl", ("1.16",)),
     "verl": Host("verl", ("0.9",)),

@@ -1,8 +1,8 @@
 """Mixins put above an existing object's class, to change what it does.
 
-The object stays the same one. A method acts on whatever it is called on, so copies, pickles and
-those that wrap and unwrap a forward are right; a function set on an object would act on that object
-in all of its copies.
+The object stays the same object. A method acts on the object that it is called on, so copies,
+pickles, and code that wraps and unwraps a forward work. A function set on an object would act on
+that object in all of its copies.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 
 class ForwardOverlay:
-    """Base of such mixins for modules: ``super()`` is the module's own class.
+    """Base class of such mixins for modules: ``super()`` is the module's own class.
 
     The module's class keeps its name, and its forward keeps its signature.
     """
 
     forward: Any
-    _prefix = ""  # of the name of the class
+    _prefix = ""  # of the class name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         layers = _layers(type(self))
-        if len(layers) == 1:  # somebody's subclass, such as FSDP2's
+        if len(layers) == 1:  # subclassed by another library, such as FSDP2
             return reduced
         return (_make_empty, layers, *reduced[2:])
 
@@ -53,7 +53,7 @@ def _combine(base: Any, overlay: type[ForwardOverlay]) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return overlay.forward(self, *args, **kwargs)
 
-    # no `__wrapped__`, by which accelerate would find, and put back, the forward below
+    # no `__wrapped__`: accelerate would follow it, and restore the forward below
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     members = {
         "__qualname__": base.__qualname__,
@@ -65,5 +65,5 @@ def _combine(base: Any, overlay: type[ForwardOverlay]) -> Any:
 
 
 def _make_empty(*layers: Any) -> Any:
-    """Make an object that has no state yet, for copies and pickles."""
+    """Return an object without state, for copies and pickles."""
     return object.__new__(functools.reduce(_combine, layers))

@@ -1,4 +1,4 @@
-"""Groups of ranks as callers give them, and what ranks tell each other."""
+"""Process groups from callers, and gathering tensors over their ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def process_group(name: str, group: Any) -> ProcessGroup:
-    """Return the process group of the argument ``name``: a group, or a mesh of one dimension."""
+    """Return the process group of the argument ``name``: a group, or a one-dimensional mesh."""
     available = dist.is_available()
     if available and isinstance(group, dist.ProcessGroup):
         return group
@@ -21,15 +21,15 @@ def process_group(name: str, group: Any) -> ProcessGroup:
         return group.get_group()
     got = f"a mesh of {group.ndim} dimensions" if mesh else repr(group)
     if available and group is dist.GroupMember.NON_GROUP_MEMBER:
-        got = "one that it is not in"
+        got = "a group without this rank"
     raise ValueError(
-        f"{name}: expected a process group of this rank, or a device mesh of one dimension, "
+        f"{name}: expected a process group with this rank, or a one-dimensional device mesh, "
         f"got {got}"
     )
 
 
 def gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the tensors of all ranks, or processes, in their order: of one shape, (n, ...)."""
+    """Return the tensors of all ranks (None: all processes), in order; all of one shape."""
     everyone = mine.new_empty((dist.get_world_size(group), *mine.shape))
     dist.all_gather(list(everyone), mine.contiguous(), group=group)
     return everyone

@@ -119,14 +119,14 @@ def check_errors() -> None:
             target, advantages, cu_seqlens, sequence_group=group, **optional
         )
 
-    alike = "sequence_group: expected the same {} on each of its ranks, got {}"
+    alike = "sequence_group: expected the same {} on all of its ranks, got {}"
     fewer = torch.cat([cu_seqlens[:1], cu_seqlens[2:]]) if odd else cu_seqlens
     few = partial(make, fewer, advantages[: fewer.numel() - 1], group)
     expect(alike.format("number of sequences", "4, 3"), few)
     some = partial(make, cu_seqlens, advantages, group, **(old if odd else {}))
     expect(alike.format("optional arguments", r"\[\], \['old_logprobs'\]"), some)
     nan = "advantages: expected finite values on valid tokens, got NaN or infinity"
-    heard = nan if odd else f"sequence_group: its rank 1 has an error: {nan}"
+    heard = nan if odd else f"sequence_group: rank 1 raised an error: {nan}"
     expect(heard, lambda: make(cu_seqlens, advantages / 0 if odd else advantages, group))
     expect("one dimension, got 'cp'$", partial(make, cu_seqlens, advantages, "cp"))
 
