@@ -1,4 +1,4 @@
-"""What makes logits: the head, its checks, and GEMMs that accumulate in fp32. Knows no loss."""
+"""The LM head, its checks, and GEMMs that accumulate in fp32. Independent of the loss."""
 
 from grpo_kernels.head.checks import (
     autocast_dtype,

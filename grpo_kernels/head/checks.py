@@ -1,4 +1,4 @@
-"""Checks of a head's arguments, shared by every public function that takes them."""
+"""Checks of a head's arguments, shared by all public functions that accept them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype autocast would use for a linear layer here, None when it is off."""
+    """Return the dtype that autocast uses for a linear layer here; None if it is off."""
     enabled = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if enabled else None
 
@@ -35,7 +35,7 @@ def head_of(
     temperature: float | Tensor,
     shard: VocabShard | None = None,
 ) -> Head:
-    """Join what a caller says of the head; a :class:`Head` has all of it but the temperature."""
+    """Build the head from a call's arguments; a :class:`Head` has all except the temperature."""
     if lora is not None and not isinstance(lora, HeadLoRA):
         raise ValueError(f"lora: expected a HeadLoRA or None, got {type(lora).__name__}")
     if not isinstance(weight, Head):
@@ -51,7 +51,7 @@ def head_of(
         if value is not None:
             raise ValueError(f"{name}: expected None when weight is a Head, which has its own")
     if logit_scale != 1.0:
-        raise ValueError(f"logit_scale: expected 1.0 beside a Head, got {logit_scale!r}")
+        raise ValueError(f"logit_scale: expected 1.0 when weight is a Head, got {logit_scale!r}")
     own = weight.transform.temperature
     if isinstance(own, Tensor) or own != 1.0:
         raise ValueError(
@@ -105,8 +105,8 @@ def checked_head(hidden: Tensor, head: Head, precision: str) -> tuple[Tensor, He
         raise ValueError(f"vocab_shard: expected a VocabShard, got {type(shard).__name__}")
     held = shard.rows[shard.rank]
     if rows != held:
-        raise ValueError(f"weight: expected {held} rows (those of vocab_shard), got {rows}")
-    # without padding
+        raise ValueError(f"weight: expected {held} rows (of vocab_shard), got {rows}")
+    # drop padding
     return hidden, head if rows == shard.columns else head.columns(slice(shard.columns))
 
 
@@ -118,7 +118,7 @@ def _check_part(name: str, value: Tensor, weight: Tensor, shape: tuple[int, ...]
 
 
 def check_weight(weight: Tensor) -> None:
-    """Raise ValueError unless ``weight`` is a whole (V, D) matrix of a dtype that kernels know."""
+    """Raise ValueError unless ``weight`` is a whole (V, D) matrix of a supported dtype."""
     check_floating("weight", weight)
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(
@@ -128,7 +128,7 @@ def check_weight(weight: Tensor) -> None:
 
 
 def check_floating(name: str, value: Tensor) -> None:
-    """Raise ValueError unless ``value`` is a tensor of a dtype that the kernels know."""
+    """Raise ValueError unless ``value`` is a tensor of a supported dtype."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.dtype not in _DTYPES:
@@ -137,7 +137,7 @@ def check_floating(name: str, value: Tensor) -> None:
 
 
 def check_local(name: str, value: Tensor) -> None:
-    """Raise ValueError for a DTensor: of rows and buffers each process gives its own."""
+    """Raise ValueError for a DTensor: each process passes its own rows or buffer."""
     if hasattr(value, "device_mesh"):
         raise ValueError(
             f"{name}: expected a plain tensor with this process's part, got a DTensor; pass "
@@ -146,14 +146,14 @@ def check_local(name: str, value: Tensor) -> None:
 
 
 def check_mask_range(max_id: Tensor, columns: int) -> None:
-    """Raise ValueError for an id of a sampling mask outside of the vocabulary."""
+    """Raise ValueError for a sampling mask's id outside the vocabulary."""
     largest = int(max_id)
     if largest >= columns:
         raise ValueError(f"sampling_mask: expected ids in [0, {columns}), got {largest}")
 
 
 def check_target_range(low: int, high: int, columns: int) -> None:
-    """Raise ValueError for target ids outside of the vocabulary."""
+    """Raise ValueError for target ids outside the vocabulary."""
     if low < 0 or high >= columns:
         raise ValueError(
             f"target: expected ids in [0, {columns}) (or -100 for no loss), "
@@ -180,13 +180,13 @@ def row_temperature(
     return temperature.reshape(-1).to(stats_dtype(hidden.dtype))
 
 
-_ONLY = "the kernels have first derivatives by torch.autograd only; backend='reference' has more"
+_ONLY = "the kernels have only first derivatives by torch.autograd; backend='reference' has more"
 
 
 def check_plain(**tensors: Tensor | None) -> None:
     """Raise ValueError for a tensor of a ``torch.func`` transform or of forward-mode autograd."""
     if torch.compiler.is_compiling():
-        # None while nothing transforms; a number stops the compiler, or its guess at one graph
+        # None unless a transform is active; then the assertion stops the compilation
         assert torch._C._functorch.maybe_current_level() is None
         return
     for name, x in tensors.items():
@@ -204,7 +204,7 @@ def check_plain(**tensors: Tensor | None) -> None:
 
 
 def no_second_derivative(name: str) -> Callable[..., Any]:
-    """Return the backward of a backward that has none."""
+    """Return a backward's backward, which raises RuntimeError."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"{name}: second derivatives are not supported: {_ONLY}")
@@ -213,16 +213,16 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``backward(ctx, saved_tensors, *grads)``: no second one of ``ctx.result_of``."""
-    # torch's once_differentiable cuts gradients off from the inputs: autograd.grad then finds no
-    # way to its error, and leaves their part out of a sum
+    """Decorate ``backward(ctx, saved_tensors, *grads)`` to raise on a second derivative."""
+    # torch's once_differentiable detaches the gradients from the inputs: autograd.grad then never
+    # reaches its error, and silently leaves their part out of a sum
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
+        saved = ctx.saved_tensors  # read once: a checkpoint returns them a single time
         with torch.no_grad():
             gradients = backward(ctx, saved, *grads)
-        if not torch.is_grad_enabled():  # nobody asked for a graph of these
+        if not torch.is_grad_enabled():  # no graph of the gradients is requested
             return gradients
         inputs = [x for x in (*saved, *grads) if isinstance(x, Tensor)]
         return _Final.apply(ctx.result_of, gradients, *inputs)
@@ -231,7 +231,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Final(torch.autograd.Function):
-    """Gradients without a derivative."""
+    """Gradients that cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, name: str, gradients: tuple, *inputs: Tensor) -> tuple:

@@ -1,8 +1,8 @@
-"""GEMMs of a head, as exact as requested, whatever torch's global switches say.
+"""GEMMs of a head with the requested precision, independent of torch's global switches.
 
-Those switches belong to the user's model; the head's GEMMs set their own for as long as they run:
-torch's per-backend ones, since GEMMs read these alone. (The older ``allow_tf32`` raises when both
-kinds are set.)
+The global switches belong to the user's model. While the head's GEMMs run, they set torch's
+per-backend switches, the only ones that GEMMs read. (The older ``allow_tf32`` raises if both kinds
+are set.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REDUCED = (
 
 
 def tf32_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why ``precision="tf32"`` cannot be had for these tensors, None if it can."""
+    """Say why ``precision="tf32"`` is not available for these tensors; None if it is."""
     expected = "'tf32' expects fp32 tensors on a CUDA device of capability 8.0 or later"
     if dtype != torch.float32:
         return f"{expected}, got {dtype}"
@@ -62,21 +62,21 @@ def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
         if "fp32_precision" in changed:
             matmul.fp32_precision = "none"  # inherits from torch.backends.fp32_precision ...
         for name in changed:
-            if getattr(matmul, name) != before[name]:  # ... which is not where the value came from
+            if getattr(matmul, name) != before[name]:  # ... unless the value was set here
                 setattr(matmul, name, before[name])
 
 
-# Upcast copies of a 16-bit weight are made a slice of the vocabulary at a time.
+# A 16-bit weight is upcast one slice of the vocabulary at a time.
 SLICE_COLUMNS = 16384
 
 
 def project(hidden: Tensor, head: Head, out: Tensor) -> Tensor:
-    """Form the raw logits ``out`` (C, V) of ``hidden`` (C, D), accumulated in fp32 or better.
+    """Write the raw logits of ``hidden`` (C, D) to ``out`` (C, V), accumulated in fp32 or better.
 
-    ``out`` has the dtype of ``hidden``, or fp32. ``head`` is that of :meth:`Head.to`.
+    ``out`` has the dtype of ``hidden``, or fp32. ``head`` comes from :meth:`Head.to`.
     """
     wide = stats_dtype(hidden.dtype)
-    if head.lora is not None and out.dtype != wide:  # rounded once
+    if head.lora is not None and out.dtype != wide:  # so that the sum is rounded once
         for start in range(0, head.weight.shape[0], SLICE_COLUMNS):
             columns = slice(start, start + SLICE_COLUMNS)
             exact = torch.empty_like(out[:, columns], dtype=wide)
@@ -96,7 +96,7 @@ def _matmul(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     columns = hidden.shape[1]
     narrow = hidden.device.type == "cpu" and hidden.element_size() == 2
     if out.dtype == hidden.dtype and narrow and columns % _CPU_COLUMNS:
-        # zeros where a GEMM would read beyond a row
+        # zeros in the columns that a GEMM would read beyond the end of a row
         hidden = torch.nn.functional.pad(hidden, (0, -columns % _CPU_COLUMNS))[:, :columns]
     accumulate(out, hidden, weight.t(), first=True)
 
@@ -107,7 +107,7 @@ def accumulate(
     b: Tensor,  # (K, N)
     first: bool,
 ) -> None:
-    """Compute ``out += a @ b``, or ``=`` for the ``first``, without rounding an fp32 sum."""
+    """Compute ``out += a @ b`` (``=`` if ``first``) without rounding an fp32 sum."""
     beta = 0 if first else 1
     if out.dtype == a.dtype and a.device.type == "cpu" and _torch_is_slow(a.dtype):
         _accumulate_rounded(out, a, b, first)
@@ -129,11 +129,11 @@ def accumulate(
             torch.addmm(place, a[rows].float(), wide, beta=beta, out=place)
 
 
-_ROUNDED_AT_ONCE = 1 << 20  # fp32 sums: 4 MiB, which is enough for a fast GEMM
+_ROUNDED_AT_ONCE = 1 << 20  # fp32 sums: 4 MiB, enough for a fast GEMM
 
 
 def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Do what ``accumulate`` does for a 16-bit ``out``: a few rows of fp32 sums at a time."""
+    """Implement ``accumulate`` for a 16-bit ``out``: a few rows of fp32 sums at a time."""
     if out.shape[0] < out.shape[1]:
         out, a, b = out.t(), b.t(), a.t()
     height = max(1, _ROUNDED_AT_ONCE // max(out.shape[1], 1))
@@ -149,7 +149,8 @@ def _accumulate_rounded(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _torch_is_slow(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies 16-bit matrices with its own loops on this CPU.
 
-    It does where oneDNN has no GEMM for them, as without AVX-512. oneMKL is up to 90 times as fast.
+    It does if oneDNN has no GEMM for them, for example without AVX-512. oneMKL is up to 90 times as
+    fast.
     """
     if not mkl_available(dtype) or not torch.backends.mkldnn.is_available():
         return False
@@ -161,8 +162,8 @@ def _torch_is_slow(dtype: torch.dtype) -> bool:
     return not supported[dtype]()
 
 
-# ``torch.mm`` rounds fp32 sums of 16-bit matrices to 16 bits on a CPU. oneMKL, which torch's x86
-# builds contain, has the GEMM with an fp32 result as a C function; elsewhere there is none.
+# On a CPU, ``torch.mm`` rounds fp32 sums of 16-bit matrices to 16 bits. oneMKL, which is part of
+# torch's x86 builds, has the GEMM with an fp32 result as a C function; other builds have none.
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112  # the values of cblas.h
 _NAMES = {torch.bfloat16: "cblas_gemm_bf16bf16f32", torch.float16: "cblas_gemm_f16f16f32"}
 _SIGNATURE = [
@@ -175,13 +176,13 @@ _SIGNATURE = [
 
 
 def mkl_available(dtype: torch.dtype) -> bool:
-    """Return whether this torch brings the GEMM of ``dtype`` matrices."""
+    """Return whether this torch build contains oneMKL's GEMM for ``dtype`` matrices."""
     return dtype in _NAMES and _mkl_function(_NAMES[dtype]) is not None
 
 
 def mkl_matmul(
     a: Tensor,  # (M, K) 16-bit; copied unless its rows or its columns are contiguous
-    b: Tensor,  # (K, N) likewise
+    b: Tensor,  # (K, N), the same
     out: Tensor,  # (M, N) fp32, columns contiguous
     accumulate: bool = False,
 ) -> Tensor:
@@ -206,7 +207,7 @@ def mkl_matmul(
 
 
 def _described(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return the matrix, copied unless BLAS has a name for its layout; that and its stride."""
+    """Return the matrix (copied if BLAS cannot describe its layout), the layout and its stride."""
     (rows, columns), (step, column_step) = x.shape, x.stride()
     if (column_step == 1 or columns == 1) and (step >= columns or rows == 1):
         return x, _AS_IT_IS, max(step if rows > 1 else 0, columns)
@@ -226,13 +227,13 @@ def _mkl_function(name: str) -> Callable[..., None] | None:
     return function
 
 
-# On a CPU oneDNN reads the columns of a 16-bit matrix in steps of so many, and multiplies those
-# past the end by zero. One that looks like an infinity or a NaN would spoil its row.
+# On a CPU, oneDNN reads the columns of a 16-bit matrix in steps of this size, and multiplies those
+# past the end by zero. A value there that looks like infinity or NaN would spoil its row.
 _CPU_COLUMNS = 32
 
 
 def zero_row_padding(dlogits: Tensor) -> None:
-    """Set to zero what a GEMM may read behind each row: halves of fp32 logits are anything."""
+    """Zero what a GEMM may read after the end of each row, where halves of fp32 logits are."""
     (rows, columns), stride = dlogits.shape, dlogits.stride(0)
     end = min(stride, -columns % _CPU_COLUMNS + columns)
     if dlogits.device.type == "cpu" and rows and end > columns:
@@ -241,8 +242,8 @@ def zero_row_padding(dlogits: Tensor) -> None:
 
 
 def leading_dim(columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the elements from one row of a tile to the next."""
+    """Return the leading dimension of a tile, in elements."""
     if device.type == "cpu":
         return columns
-    step = 128 // dtype.itemsize  # bytes: fast kernels and loads of 16 bytes need such rows
+    step = 128 // dtype.itemsize  # rows of 128-byte multiples, for fast kernels and 16-byte loads
     return -(-columns // step) * step

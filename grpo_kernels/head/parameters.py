@@ -1,8 +1,9 @@
-"""Reads a head from a layer, plain or under PEFT's adapters, and makes sharded parameters whole.
+"""Reads a head from a layer, plain or with PEFT adapters, and gathers sharded parameters.
 
-Shards are DTensors (FSDP2, HSDP, TP) and DeepSpeed's ZeRO-3. Neither framework sees a weight that
-is only read: FSDP2 gathers and reduces where the module that owns it is called, and ZeRO-3 empties
-a parameter between uses. ``DTensor.full_tensor()`` takes every process to have the same gradient.
+Shards are DTensors (FSDP2, HSDP, TP) or DeepSpeed ZeRO-3 parameters. Neither framework notices a
+weight that is only read: FSDP2 gathers and reduces when the module that owns it is called, and
+ZeRO-3 empties a parameter between uses. ``DTensor.full_tensor()`` assumes that every process has
+the same gradient.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ AS_A_MODULE = "call the head as a module instead: grpo_kernels.FusedHead(lm_head
 
 
 def head_of_layer(layer: Any, transform: Transform) -> Head:
-    """Return the layer's parameters as they are now, its active adapters as one."""
+    """Return the layer's current parameters, with its active adapters joined into one."""
     layer = layer_in_use(layer)
     _unmerge_if_disabled(layer)
     updates: list[HeadLoRA] = []
     if hasattr(layer, "base_layer"):
         updates += _lora(layer)
         layer = layer.base_layer
-    tokens = getattr(layer, "token_adapter", None)  # PEFT's, of single tokens
+    tokens = getattr(layer, "token_adapter", None)  # PEFT's adapter of single tokens
     _unmerge_if_disabled(tokens)
     base = layer if tokens is None else tokens.base_layer
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
-    # a quantized weight is packed: it has no (V, D) floating point numbers
+    # a quantized weight is packed: it is not a (V, D) floating-point tensor
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ValueError(
             f"lm_head: expected a plain linear layer, got {type(base).__name__}; if it is "
@@ -44,15 +45,15 @@ def head_of_layer(layer: Any, transform: Transform) -> Head:
     if tokens is not None:
         if bias is not None:
             raise ValueError(
-                "lm_head: expected one without a bias, which PEFT leaves out with "
-                "trainable_token_indices; use modules_to_save for the head"
+                "lm_head: expected no bias with trainable_token_indices (PEFT drops it), got one; "
+                "use modules_to_save for the head"
             )
         updates += _trained_rows(tokens, weight)
     return Head(weight, bias, transform, HeadLoRA.joined(updates))
 
 
 def layer_in_use(layer: Any) -> Any:
-    """Look through PEFT's wrapper of a fully trained copy of the head (``modules_to_save``)."""
+    """Return the layer inside PEFT's wrapper for a fully trained head (``modules_to_save``)."""
     copies = getattr(layer, "modules_to_save", None)
     if copies is None:
         return layer
@@ -62,8 +63,8 @@ def layer_in_use(layer: Any) -> Any:
 
 
 def _unmerge_if_disabled(layer: Any) -> None:
-    """Take merged adapters out of the weight of a layer where they are disabled, which the forward
-    of PEFT's layers does."""
+    """Unmerge adapters from a layer's weight if they are disabled, as the forward of PEFT's layers
+    does."""
     if getattr(layer, "merged", False) and layer.disable_adapters:
         layer.unmerge()
 
@@ -94,11 +95,10 @@ def _lora(layer: Any) -> list[HeadLoRA]:
 
 
 def _trained_rows(tokens: Any, weight: Tensor) -> list[HeadLoRA]:
-    """Return what rows R that stand in place of some of the weight's (``trainable_token_indices``)
-    add to it, in the form of LoRA.
+    """Return trained rows R that replace rows of the weight (``trainable_token_indices``), as LoRA.
 
     With P (V, k), which has a 1 at the id of each row, logits are ``X W^T + X (R - P^T W)^T P^T``.
-    So the weight is not copied, and the gradient of R (k, D) is the only one that is computed.
+    So the weight is not copied, and only the gradient of R (k, D) is computed.
     """
     updates: list[HeadLoRA] = []
     if tokens.merged or tokens.disable_adapters:
@@ -106,7 +106,7 @@ def _trained_rows(tokens: Any, weight: Tensor) -> list[HeadLoRA]:
     if is_sharded(weight):
         raise ValueError(
             "lm_head: expected a whole weight with trainable_token_indices, got a sharded one; "
-            f"{AS_A_MODULE}, and where ZeRO-3 or tensor parallelism shards it use modules_to_save"
+            f"{AS_A_MODULE}, or use modules_to_save if ZeRO-3 or tensor parallelism shards it"
         )
     for name in tokens.active_adapters:
         ids = tokens.token_indices[name]
@@ -123,16 +123,16 @@ def _trained_rows(tokens: Any, weight: Tensor) -> list[HeadLoRA]:
 
 
 def unshard_head(head: Head) -> Head:
-    """Return the head with whole tensors in place of sharded parameters.
+    """Return the head with whole tensors instead of sharded parameters.
 
-    Of a DTensor all dimensions of the mesh are gathered but that of the head's vocabulary shard,
-    and its gradient is the mean over their processes, whether these have rows of their own (data
-    parallel) or the same (tensor parallel). The whole tensor lives as long as the graph. A ZeRO-3
-    parameter is gathered for the module whose forward runs, and again for its backward.
+    A DTensor is gathered over all mesh dimensions except the head's vocabulary shard. Its gradient
+    is the mean over the gathered processes, whether they have different rows (data parallel) or the
+    same (tensor parallel). The whole tensor lives as long as the graph. A ZeRO-3 parameter is
+    gathered for the module that is running its forward, and again for its backward.
     """
     if _is_freed(head.weight):
         raise ValueError(
-            f"weight: expected numbers, got a tensor whose memory FSDP has freed; {AS_A_MODULE}"
+            f"weight: expected data, got a tensor with memory that FSDP has freed; {AS_A_MODULE}"
         )
     if not any(map(is_sharded, head.tensors)):
         return head
@@ -151,7 +151,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def why_not_whole(x: Tensor) -> str:
-    """Say what an empty or flat tensor in the place of a (V, D) weight may be; else nothing."""
+    """Say why a tensor instead of a (V, D) weight may be empty or flat; else return nothing."""
     if hasattr(x, "ds_shape"):
         return f": a parameter of shape {tuple(x.ds_shape)} that ZeRO-3 has partitioned"
     if x.numel() and x.dim() != 1:
@@ -160,16 +160,16 @@ def why_not_whole(x: Tensor) -> str:
 
 
 def _is_freed(x: Any) -> bool:
-    """Return whether ``x`` is a view of what FSDP gathered once and has freed since."""
+    """Return whether ``x`` is a view of a tensor that FSDP gathered and has freed since."""
     if torch.compiler.is_compiling() or is_sharded(x) or not isinstance(x, Tensor):
         return False
-    # what functorch wraps has no memory of its own
+    # tensors wrapped by functorch have no storage
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return not wrapped and x.numel() > 0 and x.untyped_storage().size() == 0
 
 
 def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
-    from torch.distributed.tensor import Partial, Replicate  # a DTensor has it loaded
+    from torch.distributed.tensor import Partial, Replicate  # already loaded by the DTensor
 
     mesh = x.device_mesh
     placements = []
@@ -185,7 +185,7 @@ def _of_all_shards(x: Any, shard: VocabShard | None) -> Tensor:
 
 
 class DividedGradient(torch.autograd.Function):
-    """Divide the gradient by the number of processes over which it is summed next."""
+    """Divide the gradient by the number of processes that it will be summed over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, processes: int) -> Tensor:
@@ -198,18 +198,18 @@ class DividedGradient(torch.autograd.Function):
 
 
 def _fetched(name: str, parameter: Any) -> Tensor:
-    """Do what ZeRO-3 does for a parameter that another module's forward reads from its owner."""
+    """Gather a parameter as ZeRO-3 does if another module's forward reads it from its owner."""
     zero: Any = sys.modules["deepspeed.runtime.zero.partition_parameters"]
     available = parameter.ds_status == zero.ZeroParamStatus.AVAILABLE
-    # where modules run, from the outermost; each engine has put its own there once for good
+    # the running modules, outermost first; each engine has put its module there once, permanently
     running = sys.modules["deepspeed.runtime.zero.parameter_offload"].FWD_MODULE_STACK
     if all(running.count(module) < 2 for module in running):
         if available and not torch.is_grad_enabled():
             return parameter
         raise ValueError(
-            f"{name}: expected a ZeRO-3 parameter while the DeepSpeed engine's forward runs, which "
-            "has it gathered, also for the backward, and its gradient scaled and reduced as all "
-            "others; got one outside of it; call the head in the forward of the engine's module: "
+            f"{name}: expected a ZeRO-3 parameter inside the DeepSpeed engine's forward, which "
+            "gathers it, also for the backward, and scales and reduces its gradient; got one "
+            "outside; call the head in the forward of the engine's module, with "
             "grpo_kernels.FusedHead, or grpo_kernels.hf.add_fused_head for a transformers model"
         )
     module: nn.Module = running[-1]

@@ -182,5 +182,5 @@ def test_what_is_refused(kind: str, settings: dict[str, Any], problem: str) -> N
 
 def test_peft_leaves_out_the_bias_of_a_head_with_trained_tokens() -> None:
     model = adapted("phi", target_modules=["q_proj"], trainable_token_indices={"lm_head": [3]})
-    with pytest.raises(ValueError, match="expected one without a bias"):
+    with pytest.raises(ValueError, match="expected no bias"):
         head_in_use(model.get_base_model())
