@@ -450,7 +450,11 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss whose"),
     (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None when weight is a Head"),
     (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None when weight is a Head"),
-    (lambda: loss(weight=Head(WEIGHT), logit_scale=2.0), "logit_scale", "1.0 beside a Head"),
+    (
+        lambda: loss(weight=Head(WEIGHT), logit_scale=2.0),
+        "logit_scale",
+        "1.0 when weight is a Head",
+    ),
     (
         lambda: loss(
             config=LossConfig(rollout_correction_mode="token_mask"),
@@ -469,7 +473,11 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
     (lambda: buffered(WIDE.half()), "main_grad", "dtype torch.float32"),
     (lambda: buffered(torch.zeros(4, 9).t()), "main_grad", "a non-contiguous one"),
     (lambda: buffered(leaf(9, 4)), "main_grad", "requires_grad=False"),
-    (lambda: loss(weight=TIED, main_grad=TIED.detach()), "main_grad", "a buffer of its own"),
+    (
+        lambda: loss(weight=TIED, main_grad=TIED.detach()),
+        "main_grad",
+        "a buffer other than the weight",
+    ),
     (lambda: loss(weight=WEIGHT, main_grad=WIDE), "main_grad", "None for a weight"),
     (lambda: buffered(WIDE, backend="reference"), "main_grad", "eager reference"),
     (lambda: policy_loss(torch.zeros(5).half(), batch(), LossConfig()), "logprobs", "float32"),

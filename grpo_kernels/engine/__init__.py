@@ -1,4 +1,4 @@
-"""The loop over rows: logits, statistics and gradients of a head. Knows backends, no loss."""
+"""The loop over rows: logits, statistics and gradients of a head. Independent of the loss."""
 
 from grpo_kernels.engine.autograd import INPUTS, Forward, HeadCall, Tensors, apply
 from grpo_kernels.engine.bounded import BoundedSums, bounded_gradients

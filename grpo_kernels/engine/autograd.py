@@ -21,16 +21,16 @@ class Forward(NamedTuple):
     """The result of the forward of a :class:`HeadCall`."""
 
     outputs: tuple[Tensor | None, ...]
-    constants: Tensors  # the outputs without a gradient
+    constants: Tensors  # the outputs that are not differentiable
     saved: Tensors = ()  # tensors that autograd saves for the backward
     gradients: Gradients | None = None  # of the first output, if the forward computes them
 
 
 class HeadCall(ABC):
-    """A call at a head that autograd can differentiate.
+    """A differentiable call at a head.
 
-    Autograd holds the tensors between forward and backward. A reference of our own would keep their
-    memory alive under checkpointing and under hooks that offload what is saved.
+    Between forward and backward only autograd holds the tensors. Another reference would keep their
+    memory alive under checkpointing and under hooks that offload saved tensors.
     """
 
     name: ClassVar[str]  # of the public function, for messages
@@ -38,12 +38,12 @@ class HeadCall(ABC):
     @property
     @abstractmethod
     def inputs(self) -> Tensors:
-        """The tensors that :data:`INPUTS` names, which may get a gradient."""
+        """The tensors named by :data:`INPUTS`, which may get a gradient."""
 
     @property
     @abstractmethod
     def guarded(self) -> Tensors:
-        """Tensors without a gradient: autograd raises in a backward after a change in place."""
+        """Tensors without a gradient that must not change in place before the backward."""
 
     @abstractmethod
     def without_tensors(self: Call) -> Call:
@@ -62,7 +62,7 @@ class HeadCall(ABC):
     ) -> Gradients:
         """Return the gradients of the inputs.
 
-        ``gradients`` are those of the forward, which the first backward uses up.
+        ``gradients`` come from the forward; the first backward consumes them.
         """
 
 
@@ -76,7 +76,7 @@ class _AtHead(torch.autograd.Function):
         ctx.result_of = call.name
         ctx.save_for_backward(*inputs, *result.saved, *call.guarded)
         ctx.mark_non_differentiable(*(x for x in result.constants if x is not None))
-        ctx.set_materialize_grads(False)  # an entropy without a gradient needs no logits
+        ctx.set_materialize_grads(False)  # without a gradient of the entropy, no logits are needed
         return result.outputs
 
     @staticmethod
@@ -86,7 +86,7 @@ class _AtHead(torch.autograd.Function):
         end_saved = end_inputs + ctx.num_saved
         inputs = tensors[:end_inputs]
         call = ctx.call.with_tensors(inputs, tensors[end_saved:])
-        # the first backward takes the gradients over, so that the largest is never copied
+        # the first backward takes ownership of the gradients, so the largest is never copied
         unscaled = ctx.gradients
         ctx.gradients = None
         gradients = call.backward(tensors[end_inputs:end_saved], unscaled, grad_outputs)
@@ -95,7 +95,7 @@ class _AtHead(torch.autograd.Function):
 
 
 def apply(call: HeadCall) -> Any:
-    """Return the outputs of a call, which autograd can differentiate."""
+    """Run a call and return its differentiable outputs."""
     inputs = call.inputs
     check_plain(**dict(zip(INPUTS, inputs, strict=True)))
     return _AtHead.apply(call, *inputs)

@@ -1,8 +1,8 @@
-"""What a forward saves for its backward, and the sparsified backward.
+"""Tensors that a forward saves for its backward, and the sparsified backward.
 
 The sparsified backward replaces the gradient of a row's logits by its large entries and an unbiased
 sample of its small ones (gradient sparsification by magnitude: Wangni et al., arXiv:1710.09854).
-A row that would need too many entries is computed exactly, from logits that are formed again.
+A row that would need too many entries is computed exactly, from logits that are computed again.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from grpo_kernels.head import matmul_precision
 def saving_forward(
     rows: Rows, route: Route, outputs: OutputSpec, plan: SavedForBackward
 ) -> tuple[RowStats, Tensor]:
-    """Compute the statistics of every row, and what is saved for the backward."""
+    """Compute the statistics of every row, and the tensor that is saved for the backward."""
     chunks = row_chunks(rows.count, route)
     bounded = route.options.bounded
     if plan.kind == HIDDEN:
         sums = GradientSums(rows, Needs(hidden=True), len(chunks))
     else:
-        # inside torch.compile the plan has more rows: those without a target, too
+        # inside torch.compile the plan also counts rows without a target
         height = rows.count if plan.kind == ENTRIES else plan.shape[0]
         saved = torch.empty((height, plan.shape[1]), dtype=plan.dtype, device=route.device)
 
@@ -89,7 +89,7 @@ def saving_forward(
 
 
 def _unit(stats: RowStats) -> StatsGrad:
-    """Return gradients of 1: of rows with a softmax, since the others' would outlast a zero."""
+    """Return gradients of 1; 0 for rows without a softmax, where NaN would survive a factor 0."""
     return StatsGrad(stats.lse.isfinite().to(stats.logprobs.dtype))
 
 
@@ -103,7 +103,7 @@ def saved_gradients(
     needs: Needs,
     weight_grad: WeightGrad,
 ) -> Gradients:
-    """Compute gradients from what :func:`saving_forward` saved of the same rows."""
+    """Compute gradients from the tensor that :func:`saving_forward` saved for the same rows."""
     bounded = route.options.bounded
     if kind == ENTRIES and bounded is not None:
         factor = factors(grad_stats)
@@ -148,7 +148,7 @@ def saved_gradients(
 
 
 class BoundedSums:
-    """Gradients by entries, where those of the rows' statistics are known."""
+    """Sums of gradients by entries, if the gradients of the rows' statistics are known."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class BoundedSums:
         self._entries: list[Entries] = []
         self._stats: list[RowStats] = []
         self._grad_stats: list[StatsGrad] = []
-        # of :func:`bounded_report`, after ``finish``
+        # from :func:`bounded_report`, after ``finish``
         self.report = torch.zeros(len(REPORT), dtype=torch.float64, device=route.device)
 
     def add_chunk(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
@@ -216,7 +216,7 @@ def bounded_gradients(
     needs: Needs,
     weight_grad: WeightGrad,
 ) -> Gradients:
-    """Compute gradients from the rows' entries; those of whole rows from their logits."""
+    """Compute gradients from the rows' entries, and from logits for whole rows."""
     entries = entries._replace(used=torch.where(factor == 0, 0, entries.used))
     whole = entries.used < 0
     listed = entries.used.clamp(min=0).sum()
@@ -247,7 +247,7 @@ def bounded_gradients(
         dweight, dhidden = gradients.weight, gradients.hidden
         if needs.weight and weight_grad.main_grad is not None:
             dweight = weight_grad.main_grad
-        if dhidden is not None and head.shard is not None:  # whole rows are summed already
+        if dhidden is not None and head.shard is not None:  # whole rows are already summed
             dhidden = torch.zeros_like(dhidden)
 
         def add(x: Tensor, matrix: Tensor, dx: Tensor | None, dmatrix: Tensor | None) -> None:
@@ -270,8 +270,8 @@ def bounded_gradients(
             gradients = gradients._replace(hidden=dhidden)
         if gradients.bias is not None:
             add(factor.new_ones(len(factor), 1), head.weight, None, gradients.bias[:, None])
-        if head.lora is not None:  # a product with 0 would not hide a NaN
-            sampled = (factor != 0) & ~whole  # here or on another rank
+        if head.lora is not None:  # zero the other rows: a factor 0 would not remove a NaN
+            sampled = (factor != 0) & ~whole  # on this or another rank
             hidden = torch.where(sampled[:, None], rows.hidden, 0)
             lora = LoRAGradients(head.lora, replace(rows, hidden=hidden), needs)
             inner = head.lora.project_down(hidden) if needs.lora_b else hidden

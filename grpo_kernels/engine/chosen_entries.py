@@ -1,8 +1,8 @@
-"""The entries of a sparsified backward: how they are chosen, packed and reported.
+"""Choosing, packing and reporting the entries of a sparsified backward.
 
-The rows of a chunk share one cut between large and small, weighted by the gradients of the
-log-probabilities where these are known. It is chosen for the error that the tolerance allows the
-chunk. A row that would need too many entries is computed exactly.
+The rows of a chunk share one cut between large and small entries, weighted by the gradients of the
+log-probabilities if these are known. The cut is chosen for the error that the tolerance allows. A
+row that would need too many entries is computed exactly. See ``bounded.py`` for the source.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from grpo_kernels.engine.options import Bounded
 from grpo_kernels.engine.route import Route
 from grpo_kernels.head import VocabShard
 
-# of the tolerance: what is left is for other gradients than that of the logits, and for the sample
-# from which a cut is chosen
+# share of the tolerance for the gradient of the logits; the rest covers the other gradients, and
+# the sample from which a cut is chosen
 _SHARE = 0.85
 REPORT = ("entries", "whole", "rows", "error", "norm", "bound")
 
@@ -27,9 +27,9 @@ def choose_entries(
 ) -> Entries:
     """Choose the entries of a chunk's rows.
 
-    ``grad_stats`` are the gradients of the rows' statistics; None: not known yet, as if all were 1
-    for log-probabilities. With a gradient of the entropy, entries are of the gradient of the loss,
-    else of that of the log-probabilities.
+    ``grad_stats`` are the gradients of the rows' statistics; None: unknown yet, treated as 1 for
+    log-probabilities. With a gradient of the entropy, the entries sparsify the gradient of the
+    loss, otherwise the gradient of the log-probabilities.
     """
     rows = chunk.rows
     tile = chunk.tile
@@ -61,9 +61,9 @@ def choose_entries(
 
 
 def _combined(entries: Entries, shard: VocabShard | None) -> Entries:
-    """Return entries of this rank's columns with what is known of all ranks' together.
+    """Return this rank's entries with errors and norms over all ranks.
 
-    A row that is whole on one rank is whole on all.
+    A row that is whole on one rank is whole on all ranks.
     """
     if shard is None:
         return entries
@@ -94,7 +94,7 @@ def pack_entries(entries: Entries, out: Tensor) -> None:
 
 
 def unpack_entries(packed: Tensor) -> Entries:
-    """Return the entries that :func:`pack_entries` wrote."""
+    """Return the entries written by :func:`pack_entries`."""
     slots = packed.shape[1] // 2 - 2
     floats, integers = packed.split((slots + 4, slots + 1), 1)
     floats = floats.view(torch.float64 if packed.dtype == torch.int64 else torch.float32)
@@ -107,17 +107,17 @@ def unpack_entries(packed: Tensor) -> Entries:
 
 
 def within_tolerance(entries: Entries, dlogp: Tensor, bounded: Bounded) -> Entries:
-    """Make as many rows whole as the tolerance needs for these gradients.
+    """Make rows whole until these gradients are within the tolerance.
 
-    A cut is chosen before the gradients are known, or from a sample. Expected errors decide, so
-    that the mean of the sparse rows is right.
+    The cut was chosen before the gradients were known, or from a sample. Expected errors decide,
+    not actual ones, so the sparse rows stay unbiased.
     """
     share = (dlogp * entries.expected_error).double() ** 2
     share = torch.where(share.isfinite(), share, 0.0)
     most = bounded.tolerance**2 * ((dlogp * entries.norm).double() ** 2).sum()
     order = share.argsort(descending=True)
     sums = share[order].cumsum(0)
-    excess = sums[-1:] - sums + share[order] > most  # what is left without the rows before
+    excess = sums[-1:] - sums + share[order] > most  # the error left after the previous rows
     whole = torch.zeros_like(excess).index_copy_(0, order, excess)
     return entries._replace(used=torch.where(whole, WHOLE, entries.used))
 
@@ -131,7 +131,7 @@ def saved_entries(chunk: Chunk, grad_stats: StatsGrad, route: Route) -> Entries:
 
 
 def factors(grad_stats: StatsGrad) -> Tensor:
-    """Return what the rows' entries are multiplied by (C,)."""
+    """Return the factors of the rows' entries, (C,)."""
     if grad_stats.dentropy is not None:
         return row_weights(grad_stats).to(grad_stats.dentropy.dtype)
     factor = grad_stats.dlogp if grad_stats.dmasked is None else grad_stats.dmasked
@@ -142,7 +142,7 @@ def factors(grad_stats: StatsGrad) -> Tensor:
 def bounded_report(
     entries: Entries, factor: Tensor | None = None, shard: VocabShard | None = None
 ) -> Tensor:
-    """Return the (6,) fp64 sums of a sparse backward that :data:`REPORT` names."""
+    """Return the (6,) fp64 sums named by :data:`REPORT`, for a sparse backward."""
     weight = torch.ones_like(entries.norm) if factor is None else factor.abs()
     sparse = entries.used >= 0
     squares = [((weight * x).double() ** 2).sum() for x in (entries.error * sparse, entries.norm)]

@@ -33,29 +33,29 @@ from grpo_kernels.engine.rows import Rows, Selection, narrowed, ranges
 from grpo_kernels.engine.shards import merge_vocab_shards
 from grpo_kernels.head import leading_dim, matmul_precision, project
 
-_TILE_ROWS = 512  # tiles of a GPU have multiples of so many rows
+_TILE_ROWS = 512  # on a GPU, tiles have a multiple of this many rows
 
 
 class Chunk(NamedTuple):
-    """A range of a call's rows whose logits are in memory, with their statistics."""
+    """A range of a call's rows with their logits in memory, and their statistics."""
 
     part: slice  # the range
     rows: Rows
     logits: Tensor  # (C, V), may be overwritten
     stats: RowStats
     masked: MaskedRows | None = None  # with a sampling mask
-    # of the log-probabilities, in place of the logits if they are read once
+    # the gradient of the log-probabilities, which replaces logits that are read once
     gradient: TileGradient | None = None
-    selection: Selection = Selection()  # the rows of the range that are left
+    selection: Selection = Selection()  # the remaining rows of the range
 
     @property
     def tile(self) -> Tile:
         return Tile(self.logits, self.rows.target, self.rows.head.transform)
 
     def compacted(self, grad_stats: StatsGrad) -> tuple[Chunk, StatsGrad]:
-        """Drop the rows without a gradient, if that pays; the n others move to the tile's first n.
+        """Drop the rows without a gradient, if that pays, and move the n others to the front.
 
-        As few rows move as possible. On a GPU the host would wait for n, so nothing is dropped.
+        As few rows move as possible. On a GPU the host would wait for n, so no row is dropped.
         """
         nonzero = grad_stats.nonzero
         if nonzero is None or not host.reading_is_free(nonzero):
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
         for place, row in enumerate(order):
             if place != row:
                 self.logits[place].copy_(self.logits[row])
-        index = torch.tensor(order, dtype=torch.int64)  # there may be none
+        index = torch.tensor(order, dtype=torch.int64)  # may be empty
         chunk = Chunk(
             part=self.part,
             rows=self.rows.select(index),
@@ -82,20 +82,20 @@ class Chunk(NamedTuple):
 
 
 def row_chunks(rows: int, route: Route) -> list[slice]:
-    """Cut rows into as few ranges as tiles allow, evenly: small GEMMs are slow."""
+    """Cut rows evenly into as few ranges as tiles allow: small GEMMs are slow."""
     return ranges(rows, chunk_height(rows, route.tile_rows, route.block))
 
 
 def chunk_height(rows: int, size: int, block: int) -> int:
-    """Return the rows of each range of :func:`row_chunks` but the last, which may have fewer."""
+    """Return the rows per range of :func:`row_chunks`; the last range may have fewer."""
     even = -(-rows // max(1, -(-rows // size)))
     return max(1, min(size, -(-even // block) * block))
 
 
 def tile_height(rows: int, most: int, device: torch.device) -> int:
-    """Return the rows of a tile for chunks of at most ``rows``, themselves at most ``most``.
+    """Return the rows of a tile for chunks of at most ``rows`` (at most ``most``).
 
-    On a GPU there are few sizes of it per head, so that the allocator finds an old one again.
+    On a GPU there are few sizes per head, so that the allocator can reuse blocks.
     """
     if device.type == "cpu":
         return rows
@@ -103,7 +103,7 @@ def tile_height(rows: int, most: int, device: torch.device) -> int:
 
 
 def new_tile(route: Route, height: int) -> Tensor:
-    """Return an uninitialised tile for chunks of at most ``height`` rows."""
+    """Return an uninitialized tile for chunks of at most ``height`` rows."""
     rows = tile_height(route.fixed_rows or height, route.tile_rows, route.device)
     shape = rows, leading_dim(route.columns, route.tile_dtype, route.device)
     tile = torch.empty(shape, dtype=route.tile_dtype, device=route.device)
@@ -134,10 +134,10 @@ def chunked_loop(
     consume: Callable[[Chunk], object] | None = None,
     with_gradient: bool = False,
 ) -> RowStats:
-    """Compute the statistics of every row, inside of :func:`matmul_precision`.
+    """Compute the statistics of every row; call it under :func:`matmul_precision`.
 
-    ``consume`` is called with each chunk. ``with_gradient``: the chunk has the gradient of its
-    log-probabilities, in place of its logits.
+    ``consume`` is called with each chunk. ``with_gradient``: chunks have the gradient of their
+    log-probabilities instead of logits.
     """
     rows = rows.local().ready()
     buffer = new_tile(route, max((part.stop - part.start for part in chunks), default=0))
@@ -160,7 +160,7 @@ def chunked_loop(
 
 
 def _form_gradient(rows: Rows, part: slice, buffer: Tensor, route: Route) -> Chunk:
-    """Compute a range's statistics and the gradient of its log-probabilities, in ``buffer``."""
+    """Compute a range's statistics, and the gradient of its log-probabilities in ``buffer``."""
     rows = rows.select(part)
     first = slice(0, rows.count)
     logits = narrowed(buffer, first)
@@ -182,7 +182,7 @@ def form_logits(
     route: Route,
     outputs: OutputSpec,
 ) -> Chunk:
-    """Form the raw logits of a range of rows in ``buffer``, and their statistics."""
+    """Compute the raw logits of a range of rows in ``buffer``, and their statistics."""
     rows = rows.select(part)
     first = slice(0, rows.count)
     shard = rows.head.shard
@@ -215,10 +215,10 @@ def form_logits(
 
 
 def _project(rows: Rows, buffer: Tensor, route: Route) -> Tile:
-    """Form the raw logits of rows in ``buffer``, padded with zeros to the fixed rows of a route.
+    """Compute the raw logits of rows in ``buffer``, zero-padded to the route's fixed rows.
 
-    How a library multiplies a row depends on the number of rows, and on where they lie in memory.
-    With ``fixed_rows`` both are always the same, and so are the row's bits.
+    How a library multiplies a row depends on the number of rows and on their memory layout. With
+    ``fixed_rows`` both are always the same, so the row's bits are, too.
     """
     if route.fixed_rows is not None:
         rows = _pad_rows(rows, route.fixed_rows)

@@ -1,4 +1,4 @@
-"""linear_logprobs inside torch.compile: ops that the compiler does not look into."""
+"""linear_logprobs inside torch.compile: custom ops that the compiler does not trace."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ CALL_SCHEMA = (
 NUM_INPUTS, NUM_CALL = INPUTS_SCHEMA.count(",") + 1, CALL_SCHEMA.count(",") + 1
 _PLAIN = tuple(name for name in RunOptions.__dataclass_fields__ if name != "backward")
 _BOUNDED = tuple(Bounded.__dataclass_fields__)
-_NO_SHARD = None, 0, [0], 0  # torch takes an empty list for one of tensors
+_NO_SHARD = None, 0, [0], 0  # not []: torch treats an empty list as a list of tensors
 _ARGUMENTS = (
     f"{INPUTS_SCHEMA}, Tensor?[] belongings, {CALL_SCHEMA}, "
     "bool extras, bool mean, int top_k, bool[] needs"
 )
-_NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is what is kept
+_NUM_OUTPUTS = len(RowStats._fields) + 1  # the last is the saved tensor
 
 
 def call_arguments(head: Head, options: RunOptions) -> tuple[Any, ...]:
-    """Return what :data:`CALL_SCHEMA` names; temperatures of rows are a tensor of the caller's."""
+    """Return the values of :data:`CALL_SCHEMA`; per-row temperatures are passed separately."""
     transform = head.transform
     lora = head.lora
     shard = head.shard
@@ -72,9 +72,9 @@ def call_arguments(head: Head, options: RunOptions) -> tuple[Any, ...]:
 
 
 def call_of_arguments(
-    inputs: Sequence[Tensor | None],  # of :data:`INPUTS_SCHEMA`
-    arguments: Sequence[Any],  # of :data:`CALL_SCHEMA`
-    temperature: float | Tensor | None = None,  # in place of the one in ``arguments``
+    inputs: Sequence[Tensor | None],  # as in :data:`INPUTS_SCHEMA`
+    arguments: Sequence[Any],  # as in :data:`CALL_SCHEMA`
+    temperature: float | Tensor | None = None,  # overrides the one in ``arguments``
 ) -> tuple[Head, RunOptions]:
     """Return the head and the options with these :func:`call_arguments`."""
     _, weight, bias, a, b = inputs
@@ -94,14 +94,14 @@ def call_of_arguments(
 
 
 def op_call(rows: Rows, options: RunOptions, outputs: OutputSpec) -> tuple[Any, ...]:
-    """Flatten a call into the arguments of the forward."""
+    """Flatten a call into arguments of the forward op."""
     call = call_arguments(rows.head, options)
     needs = Needs.of(rows.inputs)
     return *rows.inputs, list(rows.belongings), *call, *outputs, needs.of_inputs
 
 
 def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
-    """Rebuild the rows and the plan that :func:`op_call` was given."""
+    """Rebuild the rows and the plan from the arguments of :func:`op_call`."""
     inputs, (belongings, *rest) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
     target, temperature, *of_mask = belongings
     mask = None
@@ -125,7 +125,7 @@ def planned_call(arguments: Sequence[Any]) -> tuple[Rows, LogprobsPlan]:
 def compiled_stats(
     rows: Rows, options: RunOptions, outputs: OutputSpec
 ) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows, and what is saved for the backward, as one op of a graph."""
+    """Compute the statistics of rows, and the saved tensor, as one op of a graph."""
     *stats, saved = linear_logprobs_forward(*op_call(rows, options, outputs))
     return RowStats(*stats), saved
 
@@ -133,12 +133,12 @@ def compiled_stats(
 @torch.library.custom_op(
     "grpo_kernels::linear_logprobs",
     mutates_args=(),
-    tags=(torch.Tag.cudagraph_unsafe,),  # it asks which rows are valid
+    tags=(torch.Tag.cudagraph_unsafe,),  # the host reads which rows are valid
     schema=f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * _NUM_OUTPUTS)})",
 )
 def linear_logprobs_forward(*arguments):
-    """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and what is kept
-    for the backward; what is not computed is empty."""
+    """Compute the statistics of (T, D) rows in the order of :class:`RowStats`, and the tensor saved
+    for the backward. Outputs that are not computed are empty."""
     rows, plan = planned_call(arguments)
     spec = plan.saved
     with raise_on_all_ranks(rows.head.shard, rows.hidden.device):
@@ -182,10 +182,10 @@ def _(*arguments):
     schema=f"({_ARGUMENTS}, Tensor?[] saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_logprobs_backward(*arguments):
-    """Compute the gradients of the differentiable statistics; one that is not needed is empty.
+    """Compute the gradients of the inputs; a gradient that is not needed is empty.
 
-    ``saved``: log-probabilities, entropy, lse, the gradients of the :data:`DIFFERENTIABLE`, and
-    what the forward kept.
+    ``saved``: log-probabilities, entropy, lse, the gradients of the :data:`DIFFERENTIABLE`
+    statistics, and the tensor that the forward saved.
     """
     *call, tensors = arguments
     rows, plan = planned_call(call)
@@ -218,7 +218,7 @@ def _(*arguments):
 
 
 def _likes(rows: Rows) -> list[Tensor]:
-    """Return the tensors that get gradients, or one to make an empty tensor from."""
+    """Return the inputs, with the hidden states as a placeholder for absent ones."""
     return [rows.hidden if x is None else x for x in rows.inputs]
 
 
@@ -226,18 +226,18 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:NUM_INPUTS], *inputs[NUM_INPUTS], *output[:3], output[-1])
     ctx.call = inputs[NUM_INPUTS + 1 :]
     ctx.mark_non_differentiable(output[-1])
-    ctx.set_materialize_grads(False)  # entropy without a gradient needs no logits
+    ctx.set_materialize_grads(False)  # without a gradient of the entropy, no logits are needed
 
 
 def _backward(ctx, *grad_stats):
     grads = dict(zip(RowStats._fields, grad_stats, strict=False))
-    saved = ctx.saved_tensors  # once: a checkpoint hands them out a single time
+    saved = ctx.saved_tensors  # read once: a checkpoint returns them a single time
     tensors = saved[:NUM_INPUTS]
     belongings = list(saved[NUM_INPUTS:-4])
     *stats, kept = saved[-4:]
     *call, needs = ctx.call
     needed = list(ctx.needs_input_grad[:NUM_INPUTS])
-    if needed != list(needs):  # what was kept suits others
+    if needed != list(needs):  # the saved tensor is for other gradients
         kept = None
     saved = [*stats, *(contiguous(grads[name]) for name in DIFFERENTIABLE), kept]
     gradients = linear_logprobs_backward(*tensors, belongings, *call, needed, saved)

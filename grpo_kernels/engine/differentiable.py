@@ -1,6 +1,6 @@
-"""Statistics of a head's rows that autograd can differentiate.
+"""Differentiable statistics of a head's rows.
 
-The forward saves what its plan says. The backward uses that, or forms the logits again.
+The forward saves what its plan says. The backward uses it, or computes the logits again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DIFFERENTIABLE = ("logprobs", "entropy", "masked_logprobs")
 
 
 def differentiable_stats(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows that all have a target, and what is saved for the backward.
+    """Compute the statistics of rows that all have a target, and the tensor saved for the backward.
 
-    :data:`DIFFERENTIABLE` names the ones with gradients for the hidden states and the head.
+    :data:`DIFFERENTIABLE` names the statistics with gradients for the hidden states and the head.
     """
     if not plan.route.backend.has_tiles:
         stats = reference_logprobs(
@@ -92,14 +92,14 @@ class _StatsCall(HeadCall):
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient contiguous; None also for that of an output that is empty."""
+    """Return a contiguous gradient; None for None, and for the gradient of an empty output."""
     return None if gradient is None or not gradient.numel() else gradient.contiguous()
 
 
 def rows_forward(rows: Rows, plan: LogprobsPlan) -> tuple[RowStats, Tensor | None]:
-    """Compute the statistics of rows that all have a target, and what is saved for the backward.
+    """Compute the statistics of rows that all have a target, and the tensor saved for the backward.
 
-    On out-of-memory errors smaller tiles are tried.
+    After an out-of-memory error, smaller tiles are tried.
     """
 
     def run(route: Route) -> tuple[RowStats, Tensor | None]:
@@ -119,7 +119,7 @@ def stats_backward(
     saved: Tensor | None,
 ) -> Gradients:
     """Compute gradients, in fp32 or the hidden states' dtype, from the gradients of the statistics
-    and what :func:`rows_forward` saved."""
+    and the tensor that :func:`rows_forward` saved."""
     if saved is not None and _is_of_logprobs_only(grad_stats, plan):
         return saved_gradients(
             kind=plan.saved.kind,
@@ -149,7 +149,7 @@ def stats_backward(
 
 
 def _is_of_logprobs_only(grad_stats: StatsGrad, plan: LogprobsPlan) -> bool:
-    """Return whether the gradients are of the log-probabilities for which tensors were saved."""
+    """Return whether only the log-probabilities for which a tensor was saved have a gradient."""
     if plan.masked:
         return grad_stats.dmasked is not None and grad_stats._replace(dmasked=None).nonzero is None
     return grad_stats.dlogp is not None and grad_stats._replace(dlogp=None).nonzero is None

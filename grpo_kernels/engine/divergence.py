@@ -1,7 +1,7 @@
-"""The divergence of a head's rows from a teacher's: both heads' logits of a chunk at a time.
+"""The divergence of a head's rows from a teacher's, one chunk of both heads' logits at a time.
 
-A row's gradient is known up to the loss's one factor as soon as both tiles are there, so one pass
-makes all of it: three products for the student's head, one for the teacher's.
+As soon as both tiles are in memory, a row's gradient is known up to the loss's factor. So one pass
+computes everything: three GEMMs for the student's head, one for the teacher's.
 """
 
 from __future__ import annotations
@@ -50,24 +50,35 @@ from grpo_kernels.head import (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DivergencePlan(CallPlan):
-    """The plan of a ``linear_divergence`` call. Print it to see what runs, and why."""
+    """The plan of a ``linear_divergence`` call. Print it to see what runs, and why.
 
-    teacher: Route | None  # None: the teacher's first ids and their log-probabilities are inputs
+    Attributes:
+        backend: name of the backend.
+        precision: precision of the GEMMs over the vocabulary.
+        gemms: number of GEMMs over the student's vocabulary, forward and backward together.
+        chunks: the ranges of rows whose logits are in memory at a time.
+        fingerprint: a line to log with a run; runs with different ones may differ bitwise.
+        reasons: why the call runs as planned, a sentence each.
+        route, teacher: backend and tile of the student's rows and of the teacher's (None for a
+            teacher given by its top k ids). They and the other attributes are internal.
+    """
+
+    teacher: Route | None  # None: the teacher is given by its top k ids
     divergence: Divergence
 
     @property
     def routes(self) -> list[Route]:
-        """The ways of the student's rows, and of the teacher's if it has hidden states."""
+        """The routes of the student's rows, and of the teacher's if it has hidden states."""
         return [self.route] if self.teacher is None else [self.route, self.teacher]
 
     @property
     def chunks(self) -> list[slice]:
-        """The ranges of rows whose logits are there at once."""
+        """The ranges of rows whose logits are in memory at a time."""
         tile_rows = min(route.tile_rows for route in self.routes)
         return ranges(self.tokens, chunk_height(self.tokens, tile_rows, self.route.block))
 
     def smaller(self) -> DivergencePlan | None:
-        """Return a plan with smaller tiles; None as for :meth:`Route.smaller`."""
+        """Return a plan with smaller tiles; None in the cases of :meth:`Route.smaller`."""
         route, *teacher = (route.smaller() for route in self.routes)
         if route is None or None in teacher:
             return None
@@ -75,7 +86,7 @@ class DivergencePlan(CallPlan):
 
     @property
     def advice(self) -> str:
-        """What to set for these tiles."""
+        """The setting that gives these tiles."""
         return (
             f"max_workspace_bytes={sum(route.tile_rows * route.row_bytes for route in self.routes)}"
         )
@@ -104,10 +115,10 @@ class DivergencePlan(CallPlan):
 def plan_divergence(
     rows: Rows, teacher: Rows | TopK, options: RunOptions, divergence: Divergence
 ) -> DivergencePlan:
-    """Choose for so many rows; the workspace is that of both tiles.
+    """Choose how these rows run; the workspace covers both tiles.
 
     Raises:
-        ValueError: the backend cannot run, or not as asked for; the workspace is too small.
+        ValueError: the backend cannot run as requested, or the workspace is too small.
     """
     both = isinstance(teacher, Rows)
     asked = options.max_workspace_bytes
@@ -118,7 +129,7 @@ def plan_divergence(
         for each in (rows, teacher)
         if isinstance(each, Rows)
     ]
-    if both and asked is None and not options.batch_invariant:  # whose tiles have one height
+    if both and asked is None and not options.batch_invariant:  # there, tiles have a fixed height
         routes = [replace(route, tile_rows=max(1, route.tile_rows // 2)) for route in routes]
     return DivergencePlan(
         head=rows.head,
@@ -133,8 +144,8 @@ def plan_divergence(
 def differentiable_divergence(
     rows: Rows, teacher: Rows | TopK, weights: Tensor, plan: DivergencePlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the () sum of ``weights`` times divergence, which autograd can differentiate, and
-    divergence and entropy (T,) of rows that are all counted."""
+    """Compute the differentiable () sum of ``weights`` times divergence, and the divergence and
+    entropy (T,) of rows that all count."""
     if not plan.route.backend.has_tiles:
         divergence, entropy = reference_divergence(
             hidden=rows.hidden,
@@ -176,7 +187,7 @@ class _DivergenceCall(HeadCall):
         return _DivergenceCall(rows, self.teacher.with_inputs(*of_teacher), weights, plan)
 
     def forward(self) -> Forward:
-        """Compute loss, divergence, entropy and gradients; on out-of-memory in smaller tiles."""
+        """Compute loss, divergence, entropy and gradients; retry out-of-memory in smaller tiles."""
         outputs, gradients = retry_on_oom(
             lambda plan: _one_pass(plan, self.rows, self.teacher, self.weights), self.plan
         )
@@ -242,9 +253,9 @@ def _compare_logits(
     shard: VocabShard | None,
     chunk: Chunk,
 ) -> tuple[Tensor, WriteGradient]:
-    """Compare a chunk with the teacher's logits, which are formed in ``buffer``.
+    """Compare a chunk with the teacher's logits, which are computed in ``buffer``.
 
-    Return (C,) divergences and what writes their gradient.
+    Return (C,) divergences, and the function that writes their gradient.
     """
     assert plan.teacher is not None
     backend = plan.route.backend
@@ -275,17 +286,17 @@ def _compare_top_k(
 ) -> tuple[Tensor, WriteGradient]:
     """Compare a chunk with the teacher's first k ids; all other ids count as one, the tail.
 
-    Return (C,) divergences and what writes their gradient. With q_i the student's probability of a
-    listed id or of the tail, and g_i the derivative of the divergence by log q_i, the gradient by
-    the score of a listed id is ``g_i - q_i sum_k g_k``. Each id j of the tail gets its share
-    ``p_j / q_tail`` of the tail's.
+    Return (C,) divergences, and the function that writes their gradient. Let q_i be the student's
+    probability of a listed id or of the tail, and g_i the derivative of the divergence with respect
+    to log q_i. The gradient with respect to the score of a listed id is ``g_i - q_i sum_k g_k``.
+    Each id j of the tail gets its share ``p_j / q_tail`` of the tail's gradient.
     """
     backend = plan.route.backend
     stats = chunk.stats
     teacher = teacher.select(chunk.part)
     ids = teacher.indices
     own = torch.ones_like(ids, dtype=torch.bool)
-    place = torch.arange(ids.numel(), device=ids.device)  # of the ids, without a wait for a GPU
+    place = torch.arange(ids.numel(), device=ids.device)  # of the ids; no wait for a GPU
     if shard is not None:
         ids = ids - shard.start
         own = shard.owns(ids)
@@ -297,11 +308,11 @@ def _compare_top_k(
     scores = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
     scores[rows, slots] = listed
     tail = _lse_of_tail(plan, chunk, (rows, columns), own.sum(1))
-    if shard is not None:  # each id's score is its owner's, and the tails add up
+    if shard is not None:  # the owner has the score of an id; the tails add up
         of_ranks = shard.gather(torch.cat([scores, tail[:, None]], 1))
         scores = of_ranks[..., :-1].amax(0)
         tail = of_ranks[..., -1].logsumexp(0)
-    # normalized by their own sum: near 1 they have more digits than with the lse of the row
+    # normalized by their own sum: near 1 this keeps more digits than the row's lse
     logp = torch.cat([scores, tail[:, None]], 1).log_softmax(-1).clamp(min=LEAST_LOGP)
     divergences, grads = plan.divergence.terms(logp, teacher.with_tail)
     total = grads.sum(-1)
@@ -311,7 +322,7 @@ def _compare_top_k(
         wide = coefficient.to(torch.float64)
         weightless = coefficient == 0
         # the row kernel writes ``dlogp (1[j = target] - exp(z_j - lse))``: without a target, with
-        # the lse of the tail and minus its gradient, this is the share of each id in the tail
+        # the tail's lse and minus its gradient, this is each id's share of the tail's gradient
         dlogp = wide * (probabilities[:, -1] * total - grads[:, -1])
         dlogp = dlogp.masked_fill(weightless, 0).to(stats.logprobs.dtype)
         no_target = chunk.tile._replace(target=torch.full_like(chunk.rows.target, -1))
@@ -328,7 +339,7 @@ def _compare_top_k(
 def _lse_of_tail(
     plan: DivergencePlan, chunk: Chunk, place: tuple[Tensor, Tensor], count: Tensor
 ) -> Tensor:
-    """Return the (C,) logsumexp of the scores that are not listed: a sum, not a difference."""
+    """Return the (C,) logsumexp of the unlisted scores, by summation instead of a difference."""
     tile = chunk.tile
     listed = chunk.logits[place]
     chunk.logits[place] = -torch.inf
@@ -336,7 +347,7 @@ def _lse_of_tail(
     lse: Tensor = plan.route.backend.stats(first, False).lse
     chunk.logits[place] = listed
     cap = tile.transform.softcap
-    if cap is not None:  # it turns -inf into -cap, as if each listed id were one more such id
+    if cap is not None:  # it maps -inf to -cap, as if listed ids were in the tail with that score
         least = -cap / tile.transform.temperature
         lse = lse + torch.log1p(-count * (least - lse).exp())
     return torch.where(count < tile.logits.shape[1], lse, -torch.inf)

@@ -1,6 +1,6 @@
-"""The words of plans: what runs, why, and a fingerprint of everything that the bits depend on.
+"""The text of plans: what runs and why, and a fingerprint of everything that the bits depend on.
 
-Plans import this module to print themselves, so their types are not named here.
+Plans import this module to print themselves, so it cannot name their types.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from grpo_kernels.engine.route import Route
 from grpo_kernels.engine.rows import Needs
 from grpo_kernels.head import Head
 
-_NAMES = ("hidden", "weight", "bias", "lora_a", "lora_b")  # of :class:`Needs`
+_NAMES = ("hidden", "weight", "bias", "lora_a", "lora_b")  # fields of :class:`Needs`
 
 
 def forward_words(route: Route) -> str:
-    """Say how statistics are formed."""
+    """Say how the statistics are computed."""
     if not route.backend.has_tiles:
         return "full logits"
     if route.exponentials:
@@ -43,10 +43,9 @@ def backend_reasons(route: Route) -> list[str]:
 def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
     """Return a line that names everything that the bits depend on, except the inputs.
 
-    Two runs with the same line form their statistics by the same kernels with the same tiles, in
-    the same precision, from the same libraries. The line does not name the number of rows: with
-    ``batch_invariant`` it has no influence, without it some by fp32 rounding. The line ends in a
-    hash of the rest.
+    Two runs with the same line compute their statistics with the same kernels, tiles, precision and
+    libraries. The number of rows is not part of it: it matters only without ``batch_invariant``, by
+    fp32 rounding. The line ends with a hash of the rest.
     """
     backend = route.backend
     dtype = route.dtype
@@ -70,7 +69,7 @@ def fingerprint(route: Route, head: Head, schedule: str | None = None) -> str:
 
 
 def _libraries(route: Route, head: Head) -> list[str]:
-    """Return the versions of the libraries that multiply, and the number of CPU threads."""
+    """Return the versions of the GEMM libraries, and the number of CPU threads."""
     libraries = [f"torch={torch.__version__}"]
     if route.device.type == "cuda":
         library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[-1]
@@ -82,14 +81,14 @@ def _libraries(route: Route, head: Head) -> list[str]:
 
 def saved_words(saved: Any) -> str:
     """Say what the forward saves for the backward, and why."""
-    words = "logits are formed again"
+    words = "logits are computed again"
     if saved.saves:
         words = f"keeps {saved.kind}, {saved.nbytes / 2**20:.1f} MiB"
     why = saved.why
     if saved.too_large is not None:
         other = saved.too_large
         why = f"activation_bytes={other.nbytes} would keep {other.kind}"
-    gemms = f"{saved.gemms} GEMM{'s' if saved.gemms > 1 else ''} in all"
+    gemms = f"{saved.gemms} GEMM{'s' if saved.gemms > 1 else ''} in total"
     return f"backward: {words}, {gemms}" + (f": {why}" if why else "")
 
 
@@ -98,7 +97,7 @@ def sparse_words(needs: Needs, exact: Needs, bounded: Bounded) -> str:
     sparse = [name for name in _NAMES if getattr(needs, name) and not getattr(exact, name)]
     words = f"sparse and unbiased: the gradients of {', '.join(sparse) or 'nothing'}"
     if exact.any:
-        words += f"; exact: those of {', '.join(n for n in _NAMES if getattr(exact, n))}"
+        words += f"; exact: {', '.join(n for n in _NAMES if getattr(exact, n))}"
     error = f"at most {100 * bounded.tolerance:g} % of the gradient of the logits"
     return f"{words}. Expected error: {error}, in the norm over all rows"
 
@@ -107,7 +106,7 @@ def logprobs_reasons(plan: Any) -> list[str]:
     """Say why a ``linear_logprobs`` call runs as planned, a sentence each."""
     reasons = backend_reasons(plan.route)
     if plan.outputs.tiled or plan.masked:
-        reasons.append("a tile of logits: some of the requested outputs are read from it")
+        reasons.append("a tile of logits: some of the requested outputs need it")
     if plan.options.bounded is not None and plan.needs.any:
         reasons.append(sparse_words(plan.needs, plan.needs_of_gemms, plan.options.bounded))
     return [*reasons, saved_words(plan.saved)]

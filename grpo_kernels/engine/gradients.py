@@ -32,7 +32,7 @@ _ALIGNMENT = 128
 
 
 class GradientSums:
-    """Sums by GEMMs over tiles: of ranges of rows with all columns, or slice by slice of these."""
+    """Sums of GEMMs over tiles: all columns of ranges of rows, or a slice of columns at a time."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class GradientSums:
             self._lora = LoRAGradients(rows.head.lora, rows, needs)
         self._num_columns = rows.head.weight.shape[0]
         self._shard = rows.head.shard
-        self._over_ranks: list[Any] = []  # sums that have been started
+        self._over_ranks: list[Any] = []  # sums over ranks in progress
         self._is_fp16 = rows.hidden.dtype == torch.float16
         self._scale: Tensor | None = None  # () contained in all sums, divided out at the end
 
     def add_chunk(self, chunk: Chunk, grad_stats: StatsGrad, route: Route) -> None:
-        """Add the share of a chunk's rows that have a gradient, by that of their statistics."""
+        """Add a chunk, given the gradients of its rows' statistics."""
         if chunk.gradient is not None:
             assert grad_stats.dlogp is not None
             gradient = route.backend.weighted_gradient(chunk.gradient, grad_stats.dlogp)
@@ -78,10 +78,11 @@ class GradientSums:
         self.add(TileGradient(dlogits), chunk.rows, chunk.part, selection=chunk.selection)
 
     def scaled(self, grad_stats: StatsGrad) -> StatsGrad:
-        """Multiply coefficients by the power of two, in fp16, that brings the largest to 1/2 to 1.
+        """For fp16, scale coefficients by a power of two so that the largest is in (1/2, 1].
 
-        Gradients of small losses would underflow, and those of huge ratios overflow, as above 1 the
-        products with large hidden states would. It never rises; where it falls, the sums follow.
+        Otherwise gradients of small losses underflow, and gradients of huge ratios overflow; above
+        1, products with large hidden states would overflow, too. The scale never increases; if it
+        decreases, the sums so far are rescaled.
         """
         present = [x for x in grad_stats if x is not None and x.numel()]
         if not self._is_fp16 or not present:
@@ -111,7 +112,7 @@ class GradientSums:
         selection: Selection = Selection(),  # noqa: B008, the rows of the range that have a gradient
         columns: slice | None = None,  # None: all
     ) -> None:
-        """Add the share of a tile."""
+        """Add a tile."""
         columns = slice(0, self._num_columns) if columns is None else columns
         sums = self._sums
         first = columns.start == 0
@@ -119,7 +120,7 @@ class GradientSums:
             place = narrowed(sums.hidden, part)
             add_to_rows(place, gradient, rows.head.weight, selection, first=first)
             if self._shard is not None and columns.stop == self._num_columns:
-                # while the next GEMMs run
+                # overlaps with the next GEMMs
                 self._over_ranks.append(self._shard.start_sum(place))
         if self._weight is not None:
             hidden = weighted(rows.hidden, gradient.row_scale)
@@ -130,7 +131,7 @@ class GradientSums:
             self._lora.add(gradient, rows.hidden, part, selection=selection, columns=columns)
 
     def finish(self) -> Gradients:
-        """Return the gradients; nothing is added afterwards."""
+        """Return the gradients; nothing may be added afterwards."""
         self._wait()
         if self._weight is not None:
             self._sums = self._sums._replace(weight=self._weight.result)
@@ -152,7 +153,7 @@ class GradientSums:
         if factor is None:
             dbias.add_(torch.sum(dlogits, 0, dtype=dbias.dtype))
         else:
-            high = factor.to(dlogits.dtype)  # the factor in two parts: a sum hides no rounding
+            high = factor.to(dlogits.dtype)  # in two parts, so that rounding the factor is exact
             parts = torch.stack([high, (factor - high).to(dlogits.dtype)], 1)
             sums = dbias.new_empty(dbias.shape[0], 2)
             accumulate(sums, dlogits.t(), parts, first=True)
@@ -161,23 +162,23 @@ class GradientSums:
 
 def _multiply_(sums: Iterable[Tensor | None], factor: Tensor) -> None:
     for x in sums:
-        if x is not None and x.dtype == torch.float32:  # else slices, which have been rounded
+        if x is not None and x.dtype == torch.float32:  # slices are already rounded
             x.mul_(factor)
 
 
 def gradients_of_logp(
     rows: Rows,
-    gradient: TileGradient,  # (T, V), of the log-probabilities by the logits
+    gradient: TileGradient,  # (T, V), of the log-probabilities with respect to the logits
     dlogp: Tensor,  # (T,)
     route: Route,
     needs: Needs,
     weight_grad: WeightGrad,
     nonzero: Tensor | None = None,  # (T,) bool, the rows to multiply; None: all
 ) -> Gradients:
-    """Compute gradients from those of all rows' log-probabilities by the logits.
+    """Compute gradients from the gradient of all rows' log-probabilities.
 
-    With ``nonzero`` the host waits for the number of rows, and in ``gradient`` some of these rows
-    are moved over others, so that a second call still finds all of them.
+    With ``nonzero`` the host waits for the number of rows, and some of these rows are copied over
+    others in ``gradient``; a second call still finds all of them.
     """
     sums = GradientSums(rows, needs, 1, weight_grad=weight_grad)
     with matmul_precision(route.device, route.precision):
@@ -200,7 +201,7 @@ def gradients_of_logp(
 
 
 def tile_shape(rows: int, columns: int, elements: int, block: int) -> tuple[int, int]:
-    """Take all rows and as many columns as make a tile of ``elements``; if too few, fewer rows."""
+    """Return (rows, columns) of a tile of ``elements``: all rows, unless columns get too few."""
     width = min(max(elements // max(rows, 1), _MIN_COLUMNS), _MAX_COLUMNS)
     width = min(width // _ALIGNMENT * _ALIGNMENT, columns)
     return chunk_height(rows, max(1, min(rows, elements // max(width, 1))), block), width
@@ -215,9 +216,9 @@ def recompute_backward(
     weight_grad: WeightGrad,
     selection: Selection = Selection(),  # noqa: B008
 ) -> Gradients:
-    """Compute gradients from statistics and their gradients; logits are formed again.
+    """Compute gradients from statistics and their gradients; logits are computed again.
 
-    Rows that are not selected enter no product, and their hidden states get a gradient of 0.
+    Rows that are not selected are never multiplied; their hidden states get a gradient of 0.
     """
     rows = rows.selected(selection)
     stats = RowStats(*stats.for_backward)
@@ -233,7 +234,7 @@ def recompute_backward(
             needs=needs,
             weight_grad=weight_grad,
         )
-    else:  # its gradient needs the logits of all ids of a row's mask at once
+    else:  # a mask's gradient needs the logits of all its ids at once
         chunks = row_chunks(rows.count, route)
         sums = GradientSums(rows, needs, len(chunks), weight_grad=weight_grad)
 
@@ -256,13 +257,13 @@ def _by_slices(
     needs: Needs,
     weight_grad: WeightGrad,
 ) -> Gradients:
-    """Compute gradients from these rows' statistics, a slice of the vocabulary at a time.
+    """Compute gradients from these rows' statistics, one slice of the vocabulary at a time.
 
-    The logits of a slice are formed again, turned into their gradient in place and multiplied. A
-    slice of dweight is one GEMM over all rows, rounded once, and dhidden is summed in fp32: there
-    is no fp32 (V, D) buffer, and the tile of logits is as small as asked.
+    The logits of a slice are computed again, overwritten by their gradient and multiplied. A slice
+    of dweight is one GEMM over all rows, rounded once, and dhidden is summed in fp32: there is no
+    fp32 (V, D) buffer, and the tile of logits is as small as requested.
     """
-    # of the rank with the most columns
+    # for the rank with the most columns
     elements = route.tile_rows * route.max_local_vocab
     height, width = tile_shape(rows.count, route.max_local_vocab, elements, route.block)
     parts = ranges(rows.count, height)
@@ -275,14 +276,14 @@ def _by_slices(
     with matmul_precision(route.device, route.precision):
         for columns in slices:
             head = rows.head.columns(columns)
-            # relative to the slice; the target of another slice is in none of its columns
+            # targets relative to the slice; a target in another slice matches no column
             of_slice = replace(rows, head=head, target=rows.target - columns.start)
             for part in parts:
                 tile_rows = of_slice.select(part)
                 head = tile_rows.head
                 logits = buffer[: tile_rows.count, : len(head.weight)]
                 if route.forms_logits:
-                    # as the forward formed them: what was rounded in another way is an error here
+                    # exactly as in the forward: logits rounded differently would be an error
                     route.backend.linear_stats(
                         hidden=tile_rows.hidden,
                         head=head,
@@ -301,16 +302,16 @@ def _by_slices(
 
 
 def new_gradients(rows: Rows, needs: Needs, num_ranges: int, sliced: bool = False) -> Gradients:
-    """Return uninitialized gradients of hidden states and bias; zeros if no range comes.
+    """Return uninitialized gradients of hidden states and bias; zeros if there are no ranges.
 
-    ``sliced``: that of the hidden states is a sum over slices of the vocabulary. The head of
-    ``rows`` is that before :meth:`Rows.ready`.
+    ``sliced``: dhidden is a sum over slices of the vocabulary. ``rows`` have the head before
+    :meth:`Rows.ready`.
     """
     hidden, weight = rows.hidden, rows.head.weight
     wide = stats_dtype(hidden.dtype)
     dhidden, dbias = None, None
     if needs.hidden:
-        # fp16 results wait in fp32 for the loss scale; those of ranks are summed
+        # fp16 results stay in fp32 until the loss scale; partial results are summed over ranks
         is_final = hidden.dtype != torch.float16 and not sliced and rows.head.shard is None
         make = torch.empty if num_ranges else torch.zeros
         dtype = hidden.dtype if is_final else wide
@@ -323,8 +324,8 @@ def new_gradients(rows: Rows, needs: Needs, num_ranges: int, sliced: bool = Fals
 def scaled_(
     gradients: Gradients, scale: Tensor, inputs: Sequence[Tensor | None], backend: Backend
 ) -> Gradients:
-    """Return ``gradients * scale``, each rounded once to its input's dtype; they are used up."""
-    if host.reading_is_free(scale) and scale.item() == 1:  # no sync, and a pass saved
+    """Return ``gradients * scale``, rounded once to the inputs' dtypes; consumes ``gradients``."""
+    if host.reading_is_free(scale) and scale.item() == 1:  # saves a pass, without a sync
         return gradients
     pairs = zip(gradients, inputs, strict=True)
     return Gradients(

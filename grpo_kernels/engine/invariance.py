@@ -15,13 +15,14 @@ _proven: set[tuple[object, ...]] = set()
 
 
 def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
-    """Check that the library gives a row the same bits at every place of ``tile`` (C, V).
+    """Check that the library gives a row the same bits at every position in ``tile`` (C, V).
 
-    In a tile of a fixed height it runs the same kernel for every batch. A kernel that splits K by
-    the place of a row (stream-K) rounds differently there. The same row in all places has to give
-    equal rows, and so has this row among others. The check runs before the first such GEMM of the
-    process: two GEMMs into the tile, a byte for each of its logits, and a wait for the device. It
-    does not run while a CUDA graph is captured, before which torch asks for a step.
+    For tiles of a fixed height the library runs the same kernel in every batch. But a kernel that
+    splits K depending on a row's position (stream-K) rounds differently there. The check puts the
+    same row at all positions, and once among other rows, and compares the bits. It runs before the
+    first such GEMM of the process, and costs two GEMMs into the tile, a byte per logit, and a wait
+    for the device. It does not run during CUDA graph capture, before which torch requires an
+    ordinary step.
 
     Raises:
         RuntimeError: the bits differ.
@@ -34,7 +35,7 @@ def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
         return
     generator = torch.Generator(device).manual_seed(0)
     hidden = tile.new_empty((rows, depth), dtype=dtype).normal_(generator=generator)
-    if lora is not None:  # the B of a new one is 0, which would show nothing
+    if lora is not None:  # random factors: a new adapter has B = 0, which would hide differences
         a, b = (torch.empty_like(x).normal_(generator=generator) for x in (lora.a, lora.b))
         head = replace(head, lora=replace(lora, a=a, b=b))
     place = rows // 2 + 1
@@ -49,8 +50,8 @@ def prove_same_bits(head: Head, tile: Tensor, precision: str) -> None:
     if count:
         raise RuntimeError(
             "batch_invariant: expected the library's GEMM to give a row the same bits at all "
-            f"{rows} places of a tile, got others at {count} of them, first at {first} "
+            f"{rows} positions in a tile, got other bits at {count} of them, first at {first} "
             f"({dtype} to {tile.dtype}, V {columns}, D {depth}, {device}, "
-            f"precision={precision!r}). Another max_workspace_bytes makes another tile"
+            f"precision={precision!r}). Try another max_workspace_bytes, which changes the tile"
         )
     _proven.add(case)

@@ -1,10 +1,10 @@
 """How the statistics of a head's rows are computed, and what is saved for their gradients.
 
-The gradient of the log-probabilities is known up to one factor per row, which the loss gives. So
-the forward can compute it while the logits are in memory: its product with the weight, (T, D), if
-the head itself gets no gradient; else the gradient itself, (T, V), if the caller allows the memory;
-or its large entries and a sample of the small ones, if the caller allows an error. Then no logit is
-formed twice.
+The gradient of the log-probabilities is known up to one factor per row, which the loss supplies. So
+the forward can compute it while the logits are in memory, and save its product with the weight,
+(T, D), if the head gets no gradient; the gradient itself, (T, V), if the caller allows the memory;
+or its large entries and a sample of the small ones, if the caller allows an error. Then logits are
+not computed twice.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from grpo_kernels.engine.weight_sum import WeightGrad
 from grpo_kernels.head import Head, leading_dim, stats_dtype
 
 NOTHING, HIDDEN, LOGITS, ENTRIES = "nothing", "dhidden", "dlogits", "entries"
-OF_ALL_ROWS = (HIDDEN, ENTRIES)  # kept also of rows without a target, as zeros
-OF_MASK = "the gradient through a sampling mask is not that of logprobs"
+OF_ALL_ROWS = (HIDDEN, ENTRIES)  # saved also for rows without a target, as zeros
+OF_MASK = "the gradient through a sampling mask differs from the gradient of logprobs"
 # Rows of a chunk whose exponentials are read for entries: a whole wave of a GPU's tiles.
 ENTRY_ROWS = 2048
-OF_ENTROPY = "the gradient through the entropy is not that of logprobs"
+OF_ENTROPY = "the gradient through the entropy differs from the gradient of logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedForBackward:
-    """What is kept, and why."""
+    """The tensor that a forward saves for its backward, and why."""
 
     kind: str = NOTHING
     shape: tuple[int, ...] = (0,)
@@ -42,7 +42,7 @@ class SavedForBackward:
     gemms: int = 0  # over the vocabulary, forward and backward together
     with_gradient: bool = False  # statistics come with the gradient of log-probabilities
     why: str | None = None
-    too_large: SavedForBackward | None = None  # what activation_bytes has no room for
+    too_large: SavedForBackward | None = None  # the tensor that activation_bytes has no room for
 
     @staticmethod
     def of(
@@ -53,10 +53,10 @@ class SavedForBackward:
         why_not: str | None = None,
         is_plain: bool = True,
     ) -> SavedForBackward:
-        """Choose for a call with so many rows of the hidden size ``depth``.
+        """Choose for a call with ``tokens`` rows of the hidden size ``depth``.
 
-        ``why_not``: why nothing can be kept, if the caller knows such a reason. ``is_plain``: no
-        statistics are wanted but those of every call, from all ids.
+        ``why_not``: why nothing can be saved, if the caller knows a reason. ``is_plain``: only the
+        statistics of every call are requested, over all ids.
         """
         gemms = 1 + needs.hidden + needs.weight
         why_not = why_not or route.why_no_gradients
@@ -82,7 +82,7 @@ class SavedForBackward:
             kept = SavedForBackward(kind=LOGITS, shape=shape, dtype=route.dtype, gemms=gemms)
             fits = budget is not None and kept.nbytes <= budget
         else:
-            is_fp16 = route.dtype == torch.float16  # to be scaled yet
+            is_fp16 = route.dtype == torch.float16  # will be scaled later
             dtype = stats_dtype(route.dtype) if is_fp16 else route.dtype
             kept = SavedForBackward(kind=HIDDEN, shape=(tokens, depth), dtype=dtype, gemms=gemms)
             fits = budget is None or kept.nbytes <= budget
@@ -98,7 +98,7 @@ class SavedForBackward:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def route(self, route: Route) -> Route:
-        """Return the route of such a forward: it has a tile, whose statistics are as exact."""
+        """Return the route of a forward that saves this; statistics from its tile are as exact."""
         if self.kind == NOTHING or route.options.batch_invariant:
             return route
         route = replace(route, has_tile=True)
@@ -106,12 +106,12 @@ class SavedForBackward:
 
 
 def kept_dtype(wide: torch.dtype) -> torch.dtype:
-    """Return the integers that hold ids, and the bits of floats of the dtype ``wide``."""
+    """Return the integer dtype that holds ids, and the bits of floats of the dtype ``wide``."""
     return torch.int64 if wide == torch.float64 else torch.int32
 
 
 def needs_of_gemms(needs: Needs, bounded: Bounded | None) -> Needs:
-    """Return the gradients that are products of a gradient of all logits."""
+    """Return the gradients that are computed from the gradient of all logits."""
     if bounded is None:
         return needs
     return needs.of_head_alone if bounded.exact_weight and needs.of_head else Needs()
@@ -124,7 +124,7 @@ class CallPlan(ABC):
     head: Head
     route: Route
     needs: Needs
-    tokens: int  # rows that take part in the GEMMs of the gradients
+    tokens: int  # rows in the GEMMs of the gradients
     weight_grad: WeightGrad = WeightGrad()  # noqa: RUF009
 
     @property
@@ -139,12 +139,12 @@ class CallPlan(ABC):
 
     @property
     def precision(self) -> str:
-        """The precision of the products over the vocabulary."""
+        """The precision of the GEMMs over the vocabulary."""
         return self.route.precision
 
     @property
     def needs_of_gemms(self) -> Needs:
-        """The gradients that are products of a gradient of all logits."""
+        """The gradients that are computed from the gradient of all logits."""
         return needs_of_gemms(self.needs, self.options.bounded)
 
     @property
@@ -170,7 +170,17 @@ class CallPlan(ABC):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LogprobsPlan(CallPlan):
-    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why."""
+    """The plan of a ``linear_logprobs`` call. Print it to see what runs, and why.
+
+    Attributes:
+        backend: name of the backend.
+        precision: precision of the GEMMs over the vocabulary.
+        saved: what the forward saves for the backward: ``saved.kind``, ``saved.nbytes``,
+            ``saved.gemms`` (over the vocabulary, forward and backward together) and ``saved.why``.
+        fingerprint: a line to log with a run; runs with different ones may differ bitwise.
+        reasons: why the call runs as planned, a sentence each.
+        route: backend, forward and tile. It and the other attributes are internal.
+    """
 
     outputs: OutputSpec = OutputSpec()  # noqa: RUF009
     masked: bool = False  # log-probabilities over a sampling mask are requested
@@ -187,10 +197,10 @@ class LogprobsPlan(CallPlan):
         outputs: OutputSpec = OutputSpec(),  # noqa: B008
         masked: bool = False,
     ) -> LogprobsPlan:
-        """Choose for so many rows.
+        """Choose how these rows run.
 
         Raises:
-            ValueError: the backend cannot run, or not as requested; the workspace is too small.
+            ValueError: the backend cannot run as requested, or the workspace is too small.
         """
         route = choose_route(dtype, head, options, outputs.tiled or masked)
         return LogprobsPlan(

@@ -10,7 +10,7 @@ from grpo_kernels.engine.products import add_product, add_to_rows, weighted
 from grpo_kernels.engine.rows import Gradients, Needs, Rows, Selection, narrowed, ranges
 from grpo_kernels.head import HeadLoRA
 
-_BLOCK_ROWS = 1024  # of hidden states that are widened at a time
+_BLOCK_ROWS = 1024  # rows of hidden states that are upcast at a time
 
 
 class LoRAGradients:
@@ -38,7 +38,7 @@ class LoRAGradients:
         selection: Selection,
         columns: slice,
     ) -> None:
-        """Add a tile's share; the arguments are those of :meth:`GradientSums.add`."""
+        """Add a tile, with the arguments of :meth:`GradientSums.add`."""
         if self.dinner is not None:
             b, scale = self._b
             add_to_rows(
@@ -56,7 +56,7 @@ class LoRAGradients:
             add_product(place, gradient.dlogits.t(), inner, first=False, factor=scale)
 
     def complete(self, gradients: Gradients) -> Gradients:
-        """Add to the gradient of the hidden states, and return all with those of A and B."""
+        """Return the gradients with LoRA's share of dhidden, and with those of A and B."""
         lora = self._lora
         dhidden = gradients.hidden
         da = None
@@ -77,10 +77,10 @@ class LoRAGradients:
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a factor in the dtype of its GEMM, and a () power of two to multiply with; None: 1."""
+    """Return a factor in its GEMM's dtype, and a () power of two to multiply with (None: 1)."""
     if dtype != torch.float16 or not x.numel():
         return x.to(dtype), None
     largest = x.abs().amax().clamp(min=2.0**-100)
-    # to the middle of the range: fp16 holds no factor of 1e-8
+    # scaled to the middle of the range: fp16 cannot hold a factor of 1e-8
     scale = torch.exp2((largest.log2().ceil() - 10).clamp(max=100))
     return (x / scale).to(dtype), scale

@@ -1,9 +1,9 @@
-"""Log-probabilities renormalised over a sampling mask, read from a tile of logits.
+"""Log-probabilities renormalized over a sampling mask, computed from a tile of logits.
 
-``log p[y] - log(sum_{j in S} p_j)`` is ``z_y - logsumexp_{j in S}(z_j)``. The second form needs no
-statistic of the whole row: nothing cancels where the mask holds nearly all of the mass, nothing
-underflows where it holds nearly none, and it is exactly 0 where the target is the only member. It
-is evaluated in fp64, which costs nothing beside a GEMM over the vocabulary.
+``log p[y] - log(sum_{j in S} p_j)`` equals ``z_y - logsumexp_{j in S}(z_j)``. The second form needs
+no statistic of the whole row. It does not cancel if the mask holds nearly all of the mass, does not
+underflow if it holds nearly none, and is exactly 0 if the target is the only member. It is
+evaluated in fp64, which is negligible compared with a GEMM over the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_kernels.head import VocabShard
 
 
 def scores_at(tile: Tile, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N,) transformed logits in fp64, and their derivatives by the raw ones."""
+    """Return (N,) transformed logits in fp64, and their derivatives with respect to raw logits."""
     picked = tile.logits[rows, columns].double().unsqueeze(-1)
     transform = tile.transform.rows(rows)
     values, tanh = transformed(picked, transform)
@@ -28,20 +28,20 @@ def scores_at(tile: Tile, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor
 
 
 class MaskedRows(NamedTuple):
-    """The ids of a tile's C rows, with what their gradient needs once the logits are gone."""
+    """The mask's ids in a tile's C rows, and everything that their gradient needs later."""
 
     ids: Tensor  # (N,)
     rows: Tensor  # (N,)
-    others: Tensor  # (N,) fp64: an id's share of the mask's mass times its slope, 0 for the target
+    others: Tensor  # (N,) fp64: share of the mask's mass times the slope; 0 for the target
     target: Tensor  # (C,)
     target_slope: Tensor  # (C,) fp64
     logprobs: Tensor  # (C,) fp64, of the targets
 
     @staticmethod
     def of(tile: Tile, sampling_mask: SamplingMask, shard: VocabShard | None = None) -> MaskedRows:
-        """Make one from a tile of raw logits and the sampling mask of the same rows.
+        """Build it from a tile of raw logits and the sampling mask of the same rows.
 
-        Of a ``shard`` of the vocabulary, the mask has this rank's ids.
+        With a ``shard`` of the vocabulary, the mask has this rank's ids.
         """
         target = tile.target
         ids = sampling_mask.indices
@@ -50,8 +50,8 @@ class MaskedRows(NamedTuple):
         all_rows = _all_rows(target)
 
         def reduced(how: str, values: Tensor, initial: float) -> Tensor:
-            # a matrix of one column: a GPU then walks through each row's values one by one, in the
-            # order of the ids, so that the result depends on nothing else
+            # as a matrix with one column: a GPU then reduces each row's values one by one, in the
+            # order of the ids, so the result depends on nothing else
             column = values.unsqueeze(-1)
             return torch.segment_reduce(
                 column, how, lengths=lengths, unsafe=True, initial=initial
@@ -66,7 +66,7 @@ class MaskedRows(NamedTuple):
             score = torch.where(mine, score, -torch.inf)
             target_slope = torch.where(mine, target_slope, 0.0)
         scores, slopes = scores_at(tile, rows, ids)
-        scores = scores.masked_fill(is_target, -torch.inf)  # it is added below
+        scores = scores.masked_fill(is_target, -torch.inf)  # the target is added below
         peak = torch.maximum(reduced("max", scores, -torch.inf), score)
         if shard is not None:
             score, peak = shard.gather(torch.stack([score, peak])).amax(0)
@@ -74,7 +74,7 @@ class MaskedRows(NamedTuple):
         sums = reduced("sum", others, 0.0)
         if shard is not None:
             sums = shard.gather(sums).sum(0)
-        # the mass in units of the peak's, less 1: nothing is lost of a mass that is hardly over 1
+        # the mass relative to the peak, minus 1: accurate for a mass barely above 1
         excess = sums + torch.expm1(score - peak)
         others = others / (1 + excess)[rows] * slopes
         return MaskedRows(
@@ -89,13 +89,13 @@ class MaskedRows(NamedTuple):
     def entries(self, slots: int, dtype: torch.dtype) -> Entries:
         """Return all entries of the gradients of the log-probabilities, without an error.
 
-        A row of more than ``slots`` is whole.
+        A row with more than ``slots`` entries is whole.
         """
         rows = len(self.target)
         counts = torch.bincount(self.rows, minlength=rows)
         place = torch.arange(len(self.ids), device=self.ids.device)
         place -= (counts.cumsum(0) - counts)[self.rows]
-        here = self.target_slope != 0  # else in another rank's columns
+        here = self.target_slope != 0  # otherwise the target is in another rank's columns
         used = counts + here
         fits = used <= slots
         ids = self.target.new_zeros((rows, slots), dtype=torch.int32)
@@ -121,7 +121,7 @@ class MaskedRows(NamedTuple):
         )
 
     def select(self, index: Tensor) -> MaskedRows:
-        """Return the same for a tile that holds the rows ``index`` (n,) int64 of this one."""
+        """Return the same for a tile with only the rows ``index`` (n,) int64."""
         places = torch.full_like(self.target, -1)
         places[index] = _all_rows(index)
         left = places[self.rows] >= 0
@@ -135,9 +135,9 @@ class MaskedRows(NamedTuple):
         )
 
     def add_gradient_(self, dlogits: Tensor, dmasked: Tensor) -> None:
-        """Add ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, by the raw logits, to (C, V) dlogits.
+        """Add ``dmasked (1[j = y] - 1[j in S] p_j / mass)``, times the slope, to (C, V) dlogits.
 
-        Each logit is read and written once, so no addition can come before another.
+        Each logit is read and written once, so the result does not depend on an order.
         """
         dmasked = dmasked.double()
         of_target = dmasked * -torch.expm1(self.logprobs) * self.target_slope

@@ -1,4 +1,4 @@
-"""RunOptions: how a call is computed. Exactness depends on ``precision`` and ``backward``."""
+"""RunOptions: how a call runs. Only ``precision`` and ``backward`` affect exactness."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from grpo_kernels.common import check_fields, choice, number
 class Bounded:
     """A sparsified backward: large softmax entries and an unbiased sample of small ones.
 
-    Gradient sparsification by magnitude (Wangni et al., arXiv:1710.09854). Of a row's V
-    probabilities the backward keeps the large ones, and a sample of the small ones that is
-    weighted so that the gradient is unbiased. A GEMM of a gradient becomes a sparse product. Rows
-    that would need too many entries, such as those of a flat distribution, take the exact
-    backward.
+    Gradient sparsification by magnitude (Wangni et al., arXiv:1710.09854). Among a row's V
+    probabilities the backward keeps the large ones and a sample of the small ones, weighted so that
+    the gradient is unbiased. The GEMM of a gradient becomes a sparse product. Rows that would need
+    too many entries, such as a flat distribution, use the exact backward.
 
     Args:
         tolerance: maximum expected relative error of the gradient of the logits, in the Frobenius
-            norm over all rows; the error of the other gradients is close to it. Statistics and
+            norm over all rows; the errors of the other gradients are close to it. Statistics and
             losses stay exact. With bf16 inputs and the default, the total error of a gradient is
-            about 1.4 times that of the exact backward, whose results are rounded, too.
-        slots: maximum entries kept per row. Each takes 8 bytes.
-        exact_weight: the gradients of the head (weight, bias and LoRA's B) stay exact, for
-            optimizers that divide by a gradient's usual size, as Adam does. False: they take a
-            sparse product, too, in place of the last GEMM of the backward.
-        seed: of the sample, which also depends on the row and on the policy.
+            about 1.4 times the error of the exact backward, which is rounded, too.
+        slots: maximum entries kept per row. Each needs 8 bytes.
+        exact_weight: whether the gradients of the head (weight, bias and LoRA's B) stay exact, for
+            optimizers such as Adam that divide by a gradient's usual size. False: they also use a
+            sparse product, which replaces the last GEMM of the backward.
+        seed: seed of the sample, which also depends on the row and on the policy.
 
     Raises:
         ValueError: the tolerance is not in (0, 1), or ``slots`` or ``seed`` is out of range.

@@ -9,7 +9,7 @@ from grpo_kernels.backends import TileGradient
 from grpo_kernels.engine.rows import Selection, ranges
 from grpo_kernels.head import accumulate, zero_row_padding
 
-_PRODUCT_ROWS = 2048  # of a product in fp32 that is rounded: a whole wave of a GPU's tiles
+_PRODUCT_ROWS = 2048  # rows of an fp32 product that is rounded: a whole wave of a GPU's tiles
 
 
 def add_product(
@@ -20,7 +20,7 @@ def add_product(
     first: bool,
     factor: Tensor | None = None,  # () or (M, 1), fp32 or fp64; None: 1
 ) -> None:
-    """Compute ``out += factor * (a @ b)``, or ``=`` for the ``first``, with one rounding."""
+    """Compute ``out += factor * (a @ b)`` (``=`` if ``first``) with one rounding."""
     if factor is None:
         accumulate(out, a, b, first)
         return
@@ -41,24 +41,24 @@ def add_to_rows(
     selection: Selection,
     *,
     first: bool,
-    scale: Tensor | None = None,  # () of the matrix; None: 1
+    scale: Tensor | None = None,  # () factor of the matrix; None: 1
 ) -> None:
-    """Add ``gradient @ matrix``, or set it for the ``first``; other rows get 0."""
+    """Add ``gradient @ matrix``, or set it if ``first``; rows that are not selected get 0."""
     dlogits, factor = gradient
     zero_row_padding(dlogits)
     if factor is not None:
         scale = factor[:, None] if scale is None else factor[:, None] * scale
     if selection.index is None:
         add_product(whole, dlogits, matrix, first=first, factor=scale)
-    else:  # the tile has all columns, so there is one product
+    else:  # such a tile has all columns, so this is the only product
         product = whole.new_empty(len(selection.index), whole.shape[1])
         add_product(product, dlogits, matrix, first=True, factor=scale)
         whole.zero_().index_copy_(0, selection.index, product)
 
 
 def weighted(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Return (C, n) rows times a (C,) scale, rounded once; None: 1."""
+    """Return (C, n) rows times a (C,) scale (None: 1), rounded once."""
     if scale is None:
         return rows
     product = torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
-    return product.masked_fill_((scale == 0)[:, None], 0)  # which 0 times a NaN is not
+    return product.masked_fill_((scale == 0)[:, None], 0)  # 0 * NaN would be NaN

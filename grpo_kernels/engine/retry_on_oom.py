@@ -21,16 +21,16 @@ _MESSAGES = (
 
 def retry_on_oom(
     run: Callable[[Any], Result],
-    plan: Any,  # with ``smaller()``, the plan that needs less or None, and ``advice``
-    not_retryable: bool = False,  # a failed try leaves a part of a sum in ``main_grad``
+    plan: Any,  # with ``smaller()``, a plan that needs less memory or None, and ``advice``
+    not_retryable: bool = False,  # a failed attempt leaves a partial sum in ``main_grad``
 ) -> Result:
     """Run ``plan``; on out-of-memory retry ``plan.smaller()``, and warn.
 
-    The memory of a failed attempt is free before the next. The warning says what to set to skip the
-    failed attempt.
+    The memory of a failed attempt is freed before the next one. The warning says what to set to
+    skip the failed attempts.
 
     Raises:
-        RuntimeError: of the last attempt, if all fail.
+        RuntimeError: the error of the last attempt, if all fail.
     """
     tries = 1
     while True:
@@ -45,13 +45,13 @@ def retry_on_oom(
             if not_retryable:
                 raise torch.OutOfMemoryError(
                     f"{error}\nmain_grad now holds a part of this call's gradient, so the call was "
-                    "not retried. Clear main_grad before you repeat the step, with a smaller "
+                    "not retried. Clear main_grad, then repeat the step with a smaller "
                     "max_workspace_bytes"
                 ) from error
             following = plan.smaller()
             if following is None:
                 raise
-        # here, where the traceback and with it the tensors of the failed attempt are gone
+        # outside the except block, where the traceback no longer holds the failed attempt's tensors
         plan = following
         tries = tries + 1
     if tries > 1:

@@ -1,4 +1,4 @@
-"""Which forward a head takes: settled by what its arguments are, never by the number of rows."""
+"""Which forward a head uses, decided by its arguments and never by the number of rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from grpo_kernels.backends import Backend, choose_backend, chunk_rows
 from grpo_kernels.engine.options import RunOptions
 from grpo_kernels.head import Head, VocabShard, logits_dtype
 
-# Tiles of a fixed height are filled up, so that a few rows cost as much as all of them: these are
-# the fewest at which GEMMs still run near their full speed.
+# Tiles of a fixed height are padded, so that a few rows cost as much as a full tile: these are the
+# smallest heights at which GEMMs still run near their full speed.
 _FIXED_ROWS_CPU = 256
 _FIXED_ROWS_GPU = 1024
-# With fewer rows, CPU libraries take other kernels for the last few of them.
+# With fewer rows, CPU libraries use other kernels for the last few of them.
 _FEWEST_FIXED_ROWS = 16
-_FEWER_ROWS = 4  # where memory does not last, a tile has so many times fewer rows
+_FEWER_ROWS = 4  # after an out-of-memory error, a tile has this many times fewer rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +27,19 @@ class Route:
     options: RunOptions
     dtype: torch.dtype  # of the hidden states
     device: torch.device
-    columns: int  # of the weight
+    columns: int  # ids in the weight
     tile_rows: int
-    logits_rows: int  # of a backward's tile, which always has logits
-    has_tile: bool  # else statistics are formed without a tile of logits
-    stores: bool  # a GEMM can store exponentials: :meth:`storing` is a route
-    # the tile holds exponentials of logits, in the dtype of the hidden states: the GEMM that forms
-    # the logits stores them, with the statistics of its rows
+    logits_rows: int  # rows of a backward's tile, which always has logits
+    has_tile: bool  # False: statistics are computed without a tile of logits
+    stores: bool  # a GEMM can store exponentials, so :meth:`storing` may be used
+    # the tile holds exponentials of logits in the dtype of the hidden states, written by the GEMM
+    # of the logits along with the statistics of its rows
     exponentials: bool = False
     shard: VocabShard | None = None  # which ids the columns are; None: all
 
     @property
     def max_local_vocab(self) -> int:
-        """The columns of the rank with the most: by them all ranks cut their rows alike."""
+        """The largest number of columns on a rank: all ranks use it to cut rows in the same way."""
         return self.columns if self.shard is None else self.shard.max_local_vocab
 
     @property
@@ -63,44 +63,44 @@ class Route:
 
     @property
     def reads_once(self) -> bool:
-        """Whether the gradient of log-probabilities can come with their statistics."""
+        """Whether the gradient of log-probabilities can be computed along with their statistics."""
         return self.dtype in self.backend.logp_gradients and self.shard is None
 
     @property
     def block(self) -> int:
-        """Rows that a GEMM takes together: chunks are multiples of it."""
+        """Rows of a GEMM's block: chunks are multiples of it."""
         return 16 if self.device.type == "cpu" else 256
 
     @property
     def fixed_rows(self) -> int | None:
-        """The height to which every tile is filled up; None where that is not needed."""
+        """The height to which every tile is padded; None if that is not needed."""
         fixed = self.options.batch_invariant and self.has_tile
         return self.tile_rows if fixed else None
 
     @property
     def advice(self) -> str:
-        """What to set for this tile."""
+        """The setting that gives this tile."""
         return f"max_workspace_bytes={self.tile_rows * self.row_bytes}"
 
     @property
     def why_no_gradients(self) -> str | None:
-        """Why no forward of this route can form gradients, too; None if one can."""
+        """Why no forward of this route can also compute gradients; None if one can."""
         if not self.backend.has_tiles:
-            return "the eager reference forms all logits, and leaves their gradients to autograd"
-        # a tile for gradients has the statistics of the forward to the bit where both are that tile
+            return "the eager reference stores all logits, and leaves their gradients to autograd"
+        # statistics are equal bit for bit only if the forward uses the same tile as the gradients
         if self.options.batch_invariant and not (self.has_tile or self.forms_logits):
-            return "the forward that fixes a row's bits forms no logits to take gradients from"
+            return "the batch-invariant forward computes no logits to derive gradients from"
         return None
 
     @property
     def forms_logits(self) -> bool:
-        """Whether the backend forms the logits of a tile; else a library's GEMM does."""
+        """Whether the backend computes the logits of a tile; False: a library's GEMM does."""
         return self.backend.forms_logits(self.dtype, self.logits)
 
     def storing(self, fewest: int = 0) -> Route:
-        """Return the same route with exponentials in its tile, of at least so many rows.
+        """Return the same route with exponentials in its tile, of at least ``fewest`` rows.
 
-        ``max_workspace_bytes`` bounds them.
+        ``max_workspace_bytes`` limits the tile.
         """
         stored = replace(self, exponentials=True)
         workspace = self.options.max_workspace_bytes
@@ -118,7 +118,7 @@ class Route:
     def smaller(self) -> Route | None:
         """Return a route with a smaller tile; None if there is none or it changes a row's bits.
 
-        None also for a shard of the vocabulary: the other ranks would not know of it.
+        None also for a shard of the vocabulary: the other ranks would not know about the change.
         """
         rows = self.tile_rows // _FEWER_ROWS
         fixed = not self.has_tile or self.fixed_rows is not None
@@ -134,10 +134,10 @@ def choose_route(
     options: RunOptions,
     tiled: bool = False,  # some outputs are read from a tile of logits
 ) -> Route:
-    """Choose the route of hidden states before a head.
+    """Choose the route of a head.
 
     Raises:
-        ValueError: the backend cannot run, or not as asked for; the workspace is too small.
+        ValueError: the backend cannot run as requested, or the workspace is too small.
     """
     device = head.weight.device
     backend = choose_backend(options.backend, device, dtype)
@@ -146,7 +146,9 @@ def choose_route(
     shard = head.shard
     if shard is not None:
         if not backend.has_tiles:
-            raise ValueError(f"backend: expected another with vocab_shard, got {backend.name!r}")
+            raise ValueError(
+                f"backend: expected one with vocab_shard support, got {backend.name!r}"
+            )
         columns = shard.max_local_vocab
     rows = chunk_rows(
         columns=columns,
@@ -175,7 +177,7 @@ def choose_route(
 
 
 def _fixed_rows(backend: Backend, device: torch.device, fit: int, workspace: int | None) -> int:
-    """Return a power of two, so that all blocks of a tile's rows are alike."""
+    """Return a power of two, so that all blocks of a tile's rows have the same size."""
     if not backend.has_tiles:
         raise ValueError(
             f"batch_invariant: expected False with backend {backend.name!r}, which multiplies all "

@@ -27,14 +27,14 @@ class Needs:
 
     @staticmethod
     def of(inputs: Sequence[Tensor | None]) -> Needs:
-        """Return those of a head's inputs that autograd tracks."""
+        """Return which of a head's inputs autograd tracks."""
         enabled = torch.is_grad_enabled()
         requested = [enabled and x is not None and x.requires_grad for x in inputs]
         return Needs(*requested)
 
     @property
     def of_inputs(self) -> list[bool]:
-        """Which of a head's inputs get a gradient, in their order."""
+        """Which of a head's inputs need a gradient, in order."""
         return [self.hidden, self.weight, self.bias, self.lora_a, self.lora_b]
 
     @property
@@ -43,22 +43,22 @@ class Needs:
 
     @property
     def of_head(self) -> bool:
-        """Whether a gradient with an entry per id of the vocabulary is wanted."""
+        """Whether a gradient with an entry per id of the vocabulary is needed."""
         return self.weight or self.bias or self.lora_b
 
     @property
     def of_rows(self) -> Needs:
-        """The others of these."""
+        """The needs other than :attr:`of_head`."""
         return replace(self, weight=False, bias=False, lora_b=False)
 
     @property
     def of_head_alone(self) -> Needs:
-        """Those that :attr:`of_rows` leaves out."""
+        """The needs that :attr:`of_rows` leaves out."""
         return replace(self, hidden=False, lora_a=False)
 
 
 class Gradients(NamedTuple):
-    """Gradients of the head's inputs; fp32, or the input dtype where nothing is lost by it."""
+    """Gradients of the head's inputs; fp32, or the input dtype if that loses nothing."""
 
     hidden: Tensor | None = None  # (T, D)
     weight: Tensor | None = None  # (V, D)
@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
     lora_b: Tensor | None = None  # (V, r)
 
     def joined(self, others: Gradients) -> Gradients:
-        """Return the sums of these and the others, where there are any."""
+        """Return the sums of both, where present."""
         pairs = zip(self, others, strict=True)
         return Gradients(*(y if x is None else x if y is None else x + y for x, y in pairs))
 
@@ -80,11 +80,11 @@ class Selection:
     total: int = 0  # rows of the call, if some are selected
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the selected ones of (total, ...) values."""
+        """Return the selected rows of (total, ...) values."""
         return values if self.index is None else values[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Return (total, ...) values from the selected ones; the others are 0."""
+        """Return (total, ...) values with the selected rows set; the others are 0."""
         if self.index is None:
             return values
         whole = values.new_zeros((self.total, *values.shape[1:]))
@@ -93,7 +93,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of hidden states, with the head, the targets and the sampling mask that go with them."""
+    """Rows of hidden states, with their head, targets and sampling mask."""
 
     hidden: Tensor  # (T, D)
     head: Head
@@ -106,7 +106,7 @@ class Rows:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """What may get a gradient: the hidden states and the tensors of the head."""
+        """The tensors that may get a gradient: the hidden states and the head's tensors."""
         return (self.hidden, *self.head.tensors)
 
     def with_inputs(self, hidden: Tensor, weight: Tensor, *of_head: Tensor | None) -> Rows:
@@ -116,14 +116,14 @@ class Rows:
     def without_inputs(self) -> Rows:
         """Return the same rows with empty :attr:`inputs`, for autograd's context.
 
-        Autograd saves the inputs themselves. A second reference would keep their memory alive
-        under checkpointing and under hooks that offload what is saved.
+        Autograd saves the inputs. Another reference would keep their memory alive under
+        checkpointing and under hooks that offload saved tensors.
         """
         return replace(self, hidden=emptied(self.hidden), head=self.head.without_tensors())
 
     @property
     def belongings(self) -> tuple[Tensor | None, ...]:
-        """The tensors beside :attr:`inputs`: targets, temperatures and those of the mask."""
+        """The other tensors: targets, temperatures and the tensors of the mask."""
         temperature = self.head.transform.temperature
         mask = self.sampling_mask
         of_mask = _NO_MASK if mask is None else [getattr(mask, name) for name in MASK_FIELDS]
@@ -131,13 +131,13 @@ class Rows:
 
     @property
     def local_target(self) -> Tensor:
-        """(C,) columns of :meth:`local` rows' targets, 0 for those of another rank."""
+        """(C,) target columns of :meth:`local` rows, 0 for targets on another rank."""
         shard = self.head.shard
         target = self.target
         return target if shard is None else torch.where(shard.owns(target), target, 0)
 
     def select(self, rows: slice | Tensor) -> Rows:
-        """Return a range of rows, or those of an int64 index, in its order."""
+        """Return a range of rows, or the rows of an int64 index, in its order."""
         if isinstance(rows, slice) and rows == slice(0, self.count):
             return self
         mask = self.sampling_mask
@@ -154,13 +154,13 @@ class Rows:
         return self if selection.index is None else self.select(selection.index)
 
     def with_target(self, among: Tensor | None = None) -> Selection:
-        """Select the rows with a target, of those ``among`` (T,) bool; None: of all.
+        """Select the rows with a target, ``among`` (T,) bool flags (None: among all).
 
-        One host transfer, and one more for a sampling mask.
+        Needs one host transfer, and one more for a sampling mask.
 
         Raises:
-            ValueError: a target or an id of a sampling mask is outside of the vocabulary, or a
-                temperature is not positive.
+            ValueError: a target or a sampling mask's id is outside the vocabulary, or a temperature
+                is not positive.
         """
         self.check_values()
         if not self.count:
@@ -174,7 +174,7 @@ class Rows:
         return selection_of(flags, count)
 
     def check_values(self) -> None:
-        """Raise ValueError for values that the host can see without a wait."""
+        """Raise ValueError for wrong values that the host can read without a wait."""
         each = self.head.transform.temperature
         if isinstance(each, Tensor) and each.device.type == "cpu" and not bool((each > 0).all()):
             raise ValueError("temperature: expected values > 0")
@@ -182,13 +182,13 @@ class Rows:
             check_mask_range(self.sampling_mask.max_id, self.head.vocab_size)
 
     def ready(self) -> Rows:
-        """Return the same with a head that is ready for GEMMs with the hidden states."""
+        """Return the same rows with a head that is ready for GEMMs with the hidden states."""
         return replace(self, head=self.head.to(self.hidden.dtype))
 
     def local(self) -> Rows:
-        """Return the same with columns of this rank's weight as targets and ids of the mask.
+        """Return the same rows with targets and mask ids as columns of this rank's weight.
 
-        A target that is another rank's is in none of them.
+        A target on another rank matches no column.
         """
         shard = self.head.shard
         mask = self.sampling_mask
@@ -200,21 +200,21 @@ class Rows:
 
 
 def selection_of(flags: Tensor, count: int) -> Selection:
-    """Select the ``count`` rows whose (T,) bool flag is set."""
+    """Select the ``count`` rows with (T,) bool flags set."""
     if count == len(flags):
         return Selection()
     return Selection(torch.argsort(~flags, stable=True)[:count], len(flags))
 
 
 def selection_without_wait(flags: Tensor | None) -> Selection:
-    """Select the rows whose flag is set, or all where the host would wait for their number."""
+    """Select the rows with flags set, or all rows if the host would wait for their number."""
     if flags is None or not host.reading_is_free(flags):
         return Selection()
     return selection_of(flags, int(flags.sum()))
 
 
 def narrowed(x: Tensor, part: slice) -> Tensor:
-    """Return ``x[part]``, without an operation where that is all."""
+    """Return ``x[part]``, without an operation if that is all of ``x``."""
     return x if part == slice(0, x.shape[0]) else x[part]
 
 

@@ -1,7 +1,7 @@
-"""Statistics of whole rows from those of the ranks that share the vocabulary.
+"""Merges the statistics of rows over the ranks that share the vocabulary.
 
-With ``w_r = exp(lse_r - lse)``, the mass of rank r's ids, ``H = sum_r w_r (H_r + lse - lse_r)``:
-all terms have one sign, so that nothing cancels. All of it is one gather of a few numbers per row.
+With ``w_r = exp(lse_r - lse)``, the mass of rank r's ids, ``H = sum_r w_r (H_r + lse - lse_r)``.
+All terms have the same sign, so nothing cancels. It needs one gather of a few numbers per row.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from grpo_kernels.engine.rows import Rows
 from grpo_kernels.head import Head, VocabShard
 
 _FACTS = ("the number of rows", "D", "rows of a tile", "the arguments", "targets")
-_FAILED = -1  # of a rank that has nothing to agree on
+_FAILED = -1  # sent by a rank that raised an error
 
 
 def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
-    """Return the statistics of whole local rows, from those of this rank's columns.
+    """Return the statistics over all columns of local rows, given those over this rank's columns.
 
-    The log-probability of another rank's target is not read.
+    Log-probabilities of targets on other ranks are ignored.
     """
     shard = rows.head.shard
     assert shard is not None
     own = shard.owns(rows.target)
     score = stats.logprobs.double() + stats.lse
-    # where all scores are -inf there is no softmax to have log-probabilities of
+    # if all scores are -inf there is no softmax, and no log-probability
     score = torch.where(own & (stats.lse != -torch.inf), score, -torch.inf)
     parts = {"lse": stats.lse, "entropy": stats.entropy, "score": score, "own": own}
     names = ("is_top1", "sum_sq_probs", "max_logit", "min_logit")
@@ -42,7 +42,7 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
     of = dict(zip(parts, gathered.unbind(1), strict=True))
     lse = of["lse"].logsumexp(0)
     mass = (of["lse"] - lse).exp()
-    none = mass == 0  # times an infinite number it would be NaN
+    none = mass == 0  # 0 times infinity would be NaN
     entropy = (mass * (of["entropy"] + (lse - of["lse"]))).masked_fill(none, 0).sum(0)
     merged = {"logprobs": of["score"].amax(0) - lse, "entropy": entropy.clamp(min=0)}
     is_top1 = None
@@ -57,10 +57,10 @@ def merge_vocab_shards(stats: RowStats, rows: Rows) -> RowStats:
 
 
 def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
-    """Return where the target is the first argmax: on its rank, and before all other ranks.
+    """Return where the target is the first argmax on its own rank, and over all ranks.
 
-    All are (n, C). There the target's score is its rank's largest. Ranks are in the order of ids:
-    an equal score comes first on an earlier one.
+    All arguments are (n, C). Such a target has its rank's largest score. Ranks are in the order of
+    ids, so on ties the earlier rank comes first.
     """
     own, ranks = own.bool(), torch.arange(own.shape[0], device=own.device)[:, None]
     owner = (own * ranks).sum(0)
@@ -70,10 +70,10 @@ def _is_first(own: Tensor, is_top1: Tensor, largest: Tensor) -> Tensor:
 
 
 def check_ranks_agree(target: Tensor, head: Head, route: Route, facts: tuple[object, ...]) -> None:
-    """Raise on every rank unless all make the same call; on a GPU, as a device assertion later.
+    """Raise on every rank unless all make the same call; on a GPU, by an asynchronous assertion.
 
-    One small gather. Without it a rank with other targets would deadlock in another collective.
-    ``facts`` have to be the same on all ranks, by their ``repr``.
+    Costs one small gather. Without it, a rank with other targets would deadlock in a later
+    collective. The ``repr`` of ``facts`` must be the same on all ranks.
     """
     shard = head.shard
     transform = head.transform
@@ -106,7 +106,7 @@ def check_ranks_agree(target: Tensor, head: Head, route: Route, facts: tuple[obj
 def raise_on_all_ranks(
     shard: VocabShard | None, device: torch.device
 ) -> AbstractContextManager[object]:  # a decorated generator is not for torch.compile
-    """Tell the other ranks, which wait in :func:`check_ranks_agree`, if this one refuses a call."""
+    """Tell the other ranks, which wait in :func:`check_ranks_agree`, if this one rejects a call."""
     return nullcontext() if shard is None else _tells_others(shard, device)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of a head's weight: where it goes, and how it is summed from tiles."""
+"""The gradient of a head's weight: its destination, and its summation over tiles."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from grpo_kernels.head import SLICE_COLUMNS, accumulate, stats_dtype
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """Where the gradient of the weight goes: a new tensor, or a caller's buffer."""
+    """The destination of the weight's gradient: a new tensor, or a caller's buffer."""
 
-    # (V, D) fp32 or fp64, to which every GEMM adds
+    # (V, D) fp32 or fp64 buffer that every GEMM adds to
     main_grad: Tensor | None = field(default=None, compare=False)
-    # the new tensor is fp32 (fp64 for fp64), to be multiplied by that of the loss before rounding
+    # the new tensor is fp32 (fp64 for fp64), to be scaled by the loss's gradient before rounding
     is_wide: bool = False
 
     @property
     def until_scaled(self) -> WeightGrad:
-        """Where a forward puts it: only a backward adds to a caller's buffer."""
+        """The destination in a forward: only a backward adds to a caller's buffer."""
         return self if self.main_grad is None else WeightGrad(is_wide=True)
 
 
@@ -36,17 +36,17 @@ class WeightSum:
         weight: Tensor,  # (V, D)
         dtype: torch.dtype,  # of the hidden states
         num_rows: int,
-        num_ranges: int,  # of these rows, each with a GEMM
+        num_ranges: int,  # ranges of these rows, with one GEMM each
         grad: WeightGrad,
-        sliced: bool = False,  # a slice of the vocabulary is rounded once its last range is added
+        sliced: bool = False,  # each slice of the vocabulary is rounded after its last range
     ) -> None:
-        # one range: one GEMM, accumulated inside of it and rounded once
+        # one range: one GEMM, which accumulates internally and rounds once
         is_one_gemm = num_ranges <= 1 and dtype == weight.dtype != torch.float16
         is_one_gemm = is_one_gemm and not grad.is_wide and grad.main_grad is None
         self._dtype = dtype if is_one_gemm else stats_dtype(dtype)
         self._num_rows = num_rows
         self._main_grad = grad.main_grad
-        self._slice: Tensor | None = None  # in fp32, of a sum that is rounded afterwards
+        self._slice: Tensor | None = None  # fp32 sum of a slice that is rounded afterwards
         if grad.main_grad is not None:
             self._sum = grad.main_grad
         else:
@@ -71,7 +71,7 @@ class WeightSum:
         place = narrowed(self._sum, columns)
         dlogits_t = dlogits.t()
         if self._main_grad is not None and scale is not None:
-            # without a second tensor as large as the weight
+            # by slices, to avoid a second tensor as large as the weight
             for ids in ranges(len(place), SLICE_COLUMNS):
                 add_product(place[ids], dlogits_t[ids], hidden, first=False, factor=1 / scale)
             return

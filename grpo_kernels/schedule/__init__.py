@@ -1,4 +1,4 @@
-"""How a loss and the loop over rows are joined: plans, schedules, and the op for a compiler."""
+"""Joins a loss and the loop over rows: plans, schedules, and the op for torch.compile."""
 
 from grpo_kernels.schedule.compiled_loss import compiled_policy_loss
 from grpo_kernels.schedule.loss_plan import Plan, keeps_exponentials

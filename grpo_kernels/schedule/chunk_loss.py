@@ -20,7 +20,7 @@ TORCH_OPS = "torch ops"
 TRITON_SUMS = "Triton sums over sequences, torch ops"
 GENERATED_KERNEL = "a Triton kernel, generated from the loss"
 
-_NO_SEGMENTS: Any = None  # of a loss of token scope, which reduces nothing over sequences
+_NO_SEGMENTS: Any = None  # for losses of token scope, which do not reduce over sequences
 
 
 def chunk_loss(
@@ -31,9 +31,9 @@ def chunk_loss(
     batch: TokenBatch,
     config: LossConfig,
     method: str,
-    entropy_gate: Tensor | None = None,  # (T,), of a loss that gates tokens by the entropy of all
+    entropy_gate: Tensor | None = None,  # (T,), if the loss gates tokens by the entropy of all
 ) -> tuple[Tensor, StatsGrad]:
-    """Return (C,) contributions to the loss, and its gradients by the statistics."""
+    """Return (C,) contributions to the loss, and its gradients with respect to the statistics."""
     x = inputs.rows(part)._replace(logprobs=policy_logprobs(stats), entropy=stats.entropy)
     if method == GENERATED_KERNEL:
         losses, dlogp, dentropy = _run_kernel(x, config)
@@ -46,12 +46,12 @@ def chunk_loss(
 
 
 def policy_logprobs(stats: RowStats) -> Tensor:
-    """Return the policy's log-probabilities: renormalized where there is a sampling mask."""
+    """Return the policy's log-probabilities, renormalized if there is a sampling mask."""
     return stats.logprobs if stats.masked_logprobs is None else stats.masked_logprobs
 
 
 def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
-    """Return the () sum of contributions, in fp64 and in a fixed order; 0 of the dtype of ``like``
+    """Return the () sum of contributions, in fp64 and in a fixed order; 0 in the dtype of ``like``
     if there are none."""
     if not losses:
         return like.new_zeros(())
@@ -77,7 +77,7 @@ def _run_torch(
     autograd = torch._C.DispatchKey.AutogradFunctionality
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
         return run()
-    # inside a custom op torch switches autograd off, for the thread that runs it
+    # inside a custom op torch disables autograd in the current thread, so use another thread
     stream = torch.cuda.current_stream() if x.logprobs.device.type == "cuda" else None
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_on_stream, run, stream).result()
@@ -97,7 +97,7 @@ def _run_kernel(x: TokenInputs, config: LossConfig) -> tuple[Tensor, Tensor, Ten
 
 
 def choose_method(backend: Backend, batch: TokenBatch, config: LossConfig) -> str:
-    """Choose generated code where backend and loss allow it, else torch ops."""
+    """Choose generated code if backend and loss allow it, otherwise torch ops."""
     if not backend.generates:
         return TORCH_OPS
     if config.scope(batch.rollout_logprobs is not None) != "token":
@@ -128,7 +128,7 @@ def _why_not(config: LossConfig, present: tuple[str, ...]) -> str | None:
 def _generated(config: LossConfig, present: tuple[str, ...]) -> Any:
     """Return the generated kernel of ``run_stage`` for this loss, derivative included.
 
-    It takes all fields of :class:`TokenInputs`, and reads those that are ``present``.
+    It accepts all fields of :class:`TokenInputs`, and reads the ones in ``present``.
     """
     from grpo_kernels.backends.triton.codegen import PointwiseKernel
 
@@ -149,7 +149,7 @@ class _TritonSegments(Segments):
 
 
 class _SegmentSum(torch.autograd.Function):
-    """Triton's sums over sequences; the gradient gives each token its sequence's."""
+    """Triton's sums over sequences; each token gets the gradient of its sequence's sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:

@@ -1,8 +1,8 @@
-"""linear_policy_loss inside torch.compile: one op that the compiler does not look into.
+"""linear_policy_loss inside torch.compile: one custom op that the compiler does not trace.
 
-The op computes the loss and its gradients as they are outside: the same choices, the same bits.
-What the compiler sees is tensors in and tensors out, so it guards neither on the lengths of a batch
-nor on the loss.
+The op computes the loss and its gradients as outside torch.compile: the same choices, the same
+bits. The compiler sees only tensors in and tensors out, so it guards neither on the lengths of a
+batch nor on the loss.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def compiled_policy_loss(
     options: RunOptions,
     main_grad: Tensor | None,
 ) -> PolicyLossOutput:
-    """Compute ``linear_policy_loss`` for a compiler: traced by dynamo, and one op in its graph."""
+    """Compute ``linear_policy_loss`` under torch.compile: traced by dynamo, one op in its graph."""
     if main_grad is not None:
         raise ValueError("main_grad: expected None inside torch.compile, got a buffer")
     if batch.sequence_group is not None:
-        raise ValueError("sequence_group: expected None inside torch.compile, got one")
-    # the temperature is the config's, which its key stands for
+        raise ValueError("sequence_group: expected None inside torch.compile, got a group")
+    # the temperature comes from the config, which its key identifies
     head = replace(head, transform=replace(head.transform, temperature=1.0))
     hidden, head = checked_head(hidden, head, options.precision)
     inputs = (hidden, *head.tensors)
@@ -90,8 +90,8 @@ def compiled_policy_loss(
     ),
 )
 def policy_loss_op(*arguments):
-    """Return the () loss, the log-probabilities, entropy and its gate (T,), the report of a bounded
-    backward, and the gradients of the inputs for an unscaled loss; one that is not needed is empty.
+    """Return the () loss; log-probabilities, entropy and its gate, (T,); the report of a sparse
+    backward; and the gradients of the inputs for an unscaled loss, empty if not needed.
     """
     inputs, call, (needs, tensors, per_token, steps, key) = _split(arguments)
     config = LossConfig.of_registry_key(key)
@@ -109,7 +109,7 @@ def policy_loss_op(*arguments):
         weight_grad=WeightGrad(is_wide=hidden.dtype == torch.float16),
     )
     if not plan.route.backend.has_tiles:
-        raise ValueError(f"backend: expected another inside torch.compile, got {plan.backend!r}")
+        raise ValueError(f"backend: expected one that supports torch.compile, got {plan.backend!r}")
     check_same_plan(plan)
     parts, gradients = checked_targets(
         lambda: retry_on_oom(lambda plan: _run(states, plan), plan), plan
@@ -118,7 +118,7 @@ def policy_loss_op(*arguments):
         dhidden = at_all_positions(gradients.hidden, states, plan)
         gradients = gradients._replace(hidden=dhidden.reshape(hidden.shape))
     return (
-        # outputs of an op may not share memory
+        # outputs of an op must not share memory
         *(part.clone() for part in parts if part is not None),
         *(
             hidden.new_empty(0)
@@ -136,7 +136,7 @@ def _run(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
     logprobs, entropy = parts.logprobs, parts.entropy
     if plan.options.metric_rows == "all":
         logprobs, entropy = with_other_rows(logprobs, entropy, hidden, plan)
-    elif logprobs.numel() < plan.batch.num_tokens:  # a compiler has to know the size
+    elif logprobs.numel() < plan.batch.num_tokens:  # the compiler needs a known size
         logprobs, entropy = plan.active.merge(logprobs), plan.active.merge(entropy)
     gate = torch.ones_like(logprobs) if parts.entropy_gate is None else parts.entropy_gate
     report = logprobs.new_empty(0, dtype=torch.float64) if parts.bounded is None else parts.bounded
@@ -146,12 +146,12 @@ def _run(hidden: Tensor, plan: Plan) -> tuple[LossParts, Gradients]:
 
 
 def _until_scaled(dtype: torch.dtype) -> torch.dtype:
-    """Return a gradient's dtype before the loss's own gradient scales it: fp16 would underflow."""
+    """Return a gradient's dtype before the loss's gradient scales it: fp16 would underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _split(arguments: tuple) -> tuple[tuple, tuple, tuple]:
-    """Split into inputs, what :data:`CALL_SCHEMA` names, and the rest."""
+    """Split into inputs, the values of :data:`CALL_SCHEMA`, and the rest."""
     end = NUM_INPUTS + NUM_CALL
     return arguments[:NUM_INPUTS], arguments[NUM_INPUTS:end], arguments[end:]
 

@@ -1,4 +1,4 @@
-"""The words of a loss's plan: what runs, and why. The plan imports them to print itself."""
+"""The text of a loss's plan: what runs, and why. The plan imports it to print itself."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _why_schedule(plan: Any) -> str:
     if plan.options.bounded is not None:
         return "entries are chosen while a chunk's logits are in memory"
     if plan.keeps:
-        return "three GEMMs, the gradients' in the backward, by exponentials that are kept"
+        return "three GEMMs; the backward computes the gradients from stored exponentials"
     if plan.schedule == "one_pass":
         return "three GEMMs instead of four"
     return "one_pass would accumulate an fp32 (V, D) gradient after every chunk, which is slower"
 
 
 def _other_schedule(plan: Any) -> str | None:
-    """Say in a line what the other schedule gains and costs, where there is one."""
+    """Say in a line what the other schedule gains and costs, if it can run."""
     can_choose = plan.needs.weight and plan.options.bounded is None and not plan.is_smaller
     if not can_choose or (plan.schedule == "two_pass" and plan.why_two_passes is not None):
         return None
@@ -77,7 +77,7 @@ def _why_method(plan: Any) -> str:
         why_not = why_not_generated(plan.batch, plan.config)
     words = plan.method + (f", because {why_not}" if why_not else "")
     if plan.route.exponentials:
-        return words + "; the GEMM of the logits stores exponentials, and no logit"
+        return words + "; the GEMM of the logits stores exponentials instead of logits"
     return words + ("; logits are read once" if plan.with_gradient else "")
 
 
@@ -86,15 +86,15 @@ def _rows_left_out(plan: Any) -> list[str]:
     known = "rows of zero advantage: not computed"
     if plan.options.metric_rows == "all":
         waiting = plan.batch.num_tokens - plan.active.batch.num_tokens
-        known = f"rows of zero advantage: {waiting} take the forward only, for the metrics"
+        known = f"rows of zero advantage: {waiting} run only the forward, for the metrics"
     if plan.needs.any and not plan.needs_of_gemms.any:
         gated = "no entries"
     elif plan.leaves_out:
         gated = "left out of the GEMMs of their gradients, if they are at least a sixteenth"
     elif plan.with_gradient:
-        gated = "zeros in the GEMMs, since their logits are gradients by then"
+        gated = "zeros in the GEMMs, because their logits are already overwritten by gradients"
     elif host.reading_is_free(plan.head.weight):
         gated = "left out of the GEMMs of their gradients"
     else:
-        gated = "zeros in the GEMMs: the host would have to wait for the device"
+        gated = "zeros in the GEMMs: otherwise the host would have to wait for the device"
     return [known, f"rows that the loss clips or gates: {gated}"]

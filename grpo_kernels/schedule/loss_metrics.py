@@ -17,7 +17,7 @@ def loss_metrics(
     logp: Tensor,  # (T,), or (K,) with metric_rows="active"
     entropy: Tensor,
     entropy_gate: Tensor | None,  # (T,)
-    bounded: Tensor | None,  # (6,) REPORT, or nothing
+    bounded: Tensor | None,  # (6,) REPORT, or empty
     batch: TokenBatch,
     config: LossConfig,
     metric_rows: str,
@@ -41,7 +41,7 @@ def loss_metrics(
         stats = loss_stats(
             logprobs=logp, entropy=entropy, batch=batch, config=config, entropy_gate=entropy_gate
         )
-    # the share of the caller's rows that got no backward
+    # the share of the caller's rows that skipped the backward
     total = math.prod(host.values(batch.layout))
     skipped, count = (
         torch.full((), number, dtype=torch.float64, device=batch.target.device)

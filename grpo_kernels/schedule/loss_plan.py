@@ -31,32 +31,46 @@ from grpo_kernels.schedule.chunk_loss import choose_method
 from grpo_kernels.schedule.explain import loss_lines, loss_reasons
 from grpo_kernels.schedule.rows_with_gradient import RowsWithGradient
 
-# Rows of a chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as forming
-# the logits a second time: about four times the device's operations per byte. 16-bit inputs; for
-# fp32 the sum is cheap beside the GEMMs. Below it two passes are faster: on a CPU with as many rows
-# as were measured, 512; that of a GPU follows from the data sheets.
+# Rows per chunk at which adding to an fp32 (V, D) sum after each chunk costs as much as computing
+# the logits a second time: about four times the device's operations per byte. For 16-bit inputs; in
+# fp32 the sum is cheap compared with the GEMMs. With fewer rows, two passes are faster: on a CPU at
+# all sizes that were measured, up to 512; the GPU's number follows from the data sheets.
 _FEWEST_CHUNK_ROWS = {"cpu": 1 << 30, "cuda": 768}
-_BLOCK_ROWS = 256  # of tiles for one pass
-# Exponentials of all rows are kept up to so many times the hidden size: twice the fp32 sum of the
-# weight's gradient, which then is one GEMM. Beyond it a chunk has rows for a whole wave of a GPU.
+_BLOCK_ROWS = 256  # tiles for one pass have a multiple of this many rows
+# Exponentials of all rows are kept for up to this many times the hidden size: twice the memory of
+# the fp32 sum of the weight's gradient, which then is a single GEMM. Above it, a chunk has the rows
+# of a whole wave of a GPU.
 KEPT_DEPTHS = 4
-# Operations of the gradients' GEMMs in which waiting for a number of rows is a few per cent.
+# Operations of the gradients' GEMMs from which waiting for a number of rows costs a few percent.
 _WORTH_A_WAIT = 4e12
-_FEWER_ROWS = 4  # where memory does not last, chunks have so many times fewer rows
+_FEWER_ROWS = 4  # after an out-of-memory error, chunks have this many times fewer rows
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(CallPlan):
-    """One call of ``linear_policy_loss``, decided. Print it for what will run, and why.
+    """The plan of a ``linear_policy_loss`` call. Print it to see what runs, and why.
 
-    :attr:`tokens` are the rows with a gradient.
+    Attributes:
+        backend: name of the backend.
+        precision: precision of the GEMMs over the vocabulary.
+        schedule: ``"one_pass"`` or ``"two_pass"``.
+        why_two_passes: why one pass cannot run; None if it can.
+        tokens: number of rows that can have a gradient.
+        chunks: the ranges of these rows in one pass; empty for two passes.
+        tile_rows: rows of logits in memory at a time.
+        workspace_bytes: bytes of these logits.
+        extra_bytes: approximate peak bytes in addition to inputs and gradients.
+        scope: what a token's loss depends on: "token", "prefix", "sequence" or "batch".
+        fingerprint: a line to log with a run; runs with different ones may differ bitwise.
+        reasons: why the call runs as planned, a sentence each.
+        route: backend, forward and tile. It and the other attributes are internal.
     """
 
     batch: TokenBatch  # every valid token
     config: LossConfig
-    active: RowsWithGradient  # those with a gradient
+    active: RowsWithGradient  # the tokens that can have a gradient
     schedule: str  # "one_pass" | "two_pass"
-    chunks: tuple[slice, ...]  # of the rows that get a gradient; empty for two_pass
+    chunks: tuple[slice, ...]  # of the rows that can have a gradient; empty for two_pass
     method: str  # how the loss of a chunk is computed, in words
     why_two_passes: str | None  # why one_pass cannot run
     keeps: bool = False  # one_pass keeps exponentials of all rows; the backward multiplies them
@@ -64,7 +78,7 @@ class Plan(CallPlan):
 
     @cached_property
     def stats(self) -> LogprobsPlan:
-        """The plan of the statistics of the rows with a gradient."""
+        """The plan for the statistics of the rows with a gradient."""
         why_not = None
         if self.options.bounded is None:
             why_not = _why_exact(self.batch, self.config)
@@ -85,15 +99,15 @@ class Plan(CallPlan):
 
     @property
     def with_gradient(self) -> bool:
-        """Whether one pass computes statistics along with the gradient of log-probabilities."""
+        """Whether one pass computes the gradient of log-probabilities along with statistics."""
         return self.schedule == "one_pass" and _of_logprobs(self.route, self.batch, self.config)
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the backward multiplies exponentials of rows with a gradient only.
+        """Whether the backward multiplies only the exponentials of rows with a gradient.
 
-        On a GPU it waits for their number. So it does where the loss may clip or gate, and where
-        that is not long compared with the products; nothing can wait while a graph is captured.
+        On a GPU this waits for their number. So it does this only if the loss may clip or gate, if
+        the wait is short compared with the GEMMs, and not during graph capture.
         """
         batch = self.batch
         config = self.config
@@ -109,7 +123,7 @@ class Plan(CallPlan):
 
     @property
     def tile_rows(self) -> int:
-        """Rows of logits that exist at a time."""
+        """Rows of logits in memory at a time."""
         if self.route.fixed_rows is not None:
             return self.route.fixed_rows
         tokens = self.active.batch.num_tokens
@@ -119,12 +133,12 @@ class Plan(CallPlan):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the logits that exist at a time."""
+        """Bytes of the logits in memory at a time."""
         return self.tile_rows * self.route.row_bytes
 
     @property
     def extra_bytes(self) -> int:
-        """Approximate bytes at the peak in addition to inputs and gradients."""
+        """Approximate peak bytes in addition to inputs and gradients."""
         wide = stats_dtype(self.route.dtype)
         elements = math.prod(self.head.weight.shape)
         rows = self.tokens * self.head.weight.shape[1]
@@ -142,7 +156,7 @@ class Plan(CallPlan):
 
     @property
     def saved(self) -> SavedForBackward:
-        """What the forward saves for the backward, or for its end."""
+        """What the forward saves for the backward, or until its own end."""
         bounded = self.options.bounded
         saved = self.stats.saved
         if bounded is None or self.schedule == "two_pass":
@@ -167,14 +181,14 @@ class Plan(CallPlan):
 
     @property
     def advice(self) -> str:
-        """What to set for this plan."""
+        """The settings that give this plan."""
         forced = ["schedule='two_pass'"] if self.options.schedule == "two_pass" else []
         size = self.options.max_workspace_bytes
         return ", ".join(forced + ([f"max_workspace_bytes={size}"] if size is not None else []))
 
     def smaller(self) -> Plan | None:
-        """Return the plan for less memory: one pass in smaller chunks, then two passes."""
-        if self.schedule == "two_pass" or self.route.shard is not None:  # other ranks go on as is
+        """Return a plan with less memory: one pass in smaller chunks, then two passes."""
+        if self.schedule == "two_pass" or self.route.shard is not None:  # other ranks keep the plan
             return None
         rows = self.tile_rows // _FEWER_ROWS
         if rows and not self.is_smaller and self.route.fixed_rows is None:
@@ -197,7 +211,7 @@ class Plan(CallPlan):
                 needs=self.needs,
                 weight_grad=self.weight_grad,
             )
-        except ValueError:  # forced to one_pass, and no sequence fits any more
+        except ValueError:  # one_pass is forced, and sequences no longer fit
             return None
         return replace(plan, is_smaller=True)
 
@@ -277,24 +291,24 @@ def make_plan(
 
 
 def _why_exact(batch: TokenBatch, config: LossConfig) -> str | None:
-    """Say why the gradient is not that of log-probabilities alone; None if it is."""
+    """Say why the loss has a gradient other than through log-probabilities; None if not."""
     if config.entropy_coef != 0:
         return OF_ENTROPY
     return OF_MASK if batch.sampling_mask is not None else None
 
 
 def _summing(route: Route, head: Head, needs: Needs) -> Route:
-    """Return the route of one pass, whose tile is larger by default where dweight is summed.
+    """Return the route of one pass, with a larger default tile if dweight is summed.
 
-    The tile may take what the rounding of the sum takes later, V * D elements of the inputs' dtype:
-    fewer chunks then add to the sum, and the peak of the memory is hardly higher. On a GPU it has
-    as many rows as hide the adding behind its GEMM; a CPU has one chunk, or two passes.
+    The tile may use the memory that rounding the sum needs later, V * D elements of the inputs'
+    dtype: then fewer chunks add to the sum, and the peak memory is hardly higher. On a GPU the tile
+    has enough rows to hide the addition behind its GEMM; a CPU has one chunk, or two passes.
     """
     options = route.options
     size = route.dtype.itemsize
     if not needs.weight or options.max_workspace_bytes is not None or options.batch_invariant:
         return route
-    if size > 2:  # nothing is rounded, and adding is cheap beside the GEMMs
+    if size > 2:  # nothing is rounded, and the addition is cheap compared with the GEMMs
         return route
     rows = route.tile_rows + head.weight.shape[1] * size // route.tile_dtype.itemsize
     if route.exponentials:
@@ -305,12 +319,12 @@ def _summing(route: Route, head: Head, needs: Needs) -> Route:
 
 
 def _of_logprobs(route: Route, batch: TokenBatch, config: LossConfig) -> bool:
-    """Return whether one pass can compute the gradient of log-probabilities with statistics."""
+    """Return whether one pass can compute statistics and the gradient of logprobs together."""
     return route.reads_once and _why_exact(batch, config) is None
 
 
 def _storing(route: Route, batch: TokenBatch, config: LossConfig) -> Route:
-    """Return the route whose tiles hold exponentials in place of logits, where there is one."""
+    """Return the route with exponentials instead of logits in its tiles, if there is one."""
     if not route.stores or not _of_logprobs(route, batch, config):
         return route
     return route.storing(0 if route.options.bounded is None else ENTRY_ROWS)
@@ -319,9 +333,9 @@ def _storing(route: Route, batch: TokenBatch, config: LossConfig) -> Route:
 def keeps_exponentials(route: Route, head: Head, needs: Needs, tokens: int) -> bool:
     """Return whether one pass keeps the exponentials of all rows for its backward.
 
-    It does where the head has a gradient, for which chunks would have to be added up in fp32, and
-    where they fit into ``max_workspace_bytes`` and ``activation_bytes``, or by default if there are
-    at most four times as many rows as the hidden size.
+    It does if the head has a gradient, which chunks would have to sum in fp32, and if they fit into
+    ``max_workspace_bytes`` and ``activation_bytes``; by default if the number of rows is at most
+    four times the hidden size.
     """
     if not route.exponentials or not needs.weight or not tokens:
         return False
@@ -343,7 +357,7 @@ def _chunks(batch: TokenBatch, config: LossConfig, route: Route) -> tuple[list[s
     if scope == "token":
         return row_chunks(batch.num_tokens, route), None
     if batch.sequence_group is not None:
-        return [], "sums over sequences need every rank's forward first, in a sequence_group"
+        return [], "in a sequence_group, sums over sequences need every rank's forward first"
     longest = max(batch.lengths, default=0)
     if longest > size:
         return [], f"a sequence of {longest} tokens does not fit into a tile of {size} rows"

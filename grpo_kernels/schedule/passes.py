@@ -1,8 +1,8 @@
 """The two schedules of a loss, without autograd: one pass over the head, or two.
 
 One pass computes gradients in the forward, while each chunk's logits are in memory, or in the
-backward from exponentials that the forward saved: three GEMMs. Two passes form the logits again for
-the backward, four GEMMs, unless the forward saved something in their place.
+backward from exponentials that the forward saved: three GEMMs. Two passes compute the logits again
+for the backward, four GEMMs, unless the forward saved something to replace them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class LossParts(NamedTuple):
     """A loss, and the statistics behind it."""
 
     loss: Tensor  # ()
-    logprobs: Tensor  # (K,) of the rows with a gradient, or (T,) of all, as the next
-    entropy: Tensor
+    logprobs: Tensor  # (K,) of the rows with a gradient, or (T,) of all
+    entropy: Tensor  # for the same rows
     entropy_gate: Tensor | None = None  # (T,)
-    bounded: Tensor | None = None  # (6,) REPORT, of a sparse backward
+    bounded: Tensor | None = None  # (6,) REPORT of a sparse backward
 
 
 class LossForward(NamedTuple):
@@ -65,9 +65,9 @@ class LossForward(NamedTuple):
 
 
 def loss_forward(hidden: Tensor, plan: Plan) -> LossForward:
-    """Compute the loss of a batch, and its gradients or what their backward needs, as planned.
+    """Compute the loss of a batch, and its gradients or the tensors for the backward, as planned.
 
-    ``hidden`` (N, D) are the states at all positions of the batch's layout.
+    ``hidden`` (N, D) are the hidden states at all positions of the batch's layout.
     """
     if not plan.needs.any:
         return LossForward(eager_loss(hidden, plan), Gradients())
@@ -116,7 +116,7 @@ def _one_pass(hidden: Tensor, plan: Plan) -> LossForward:
 
 
 def _save_gradient(hidden: Tensor, plan: Plan) -> LossForward:
-    """Compute the loss, and save the gradients of the log-probabilities by the logits."""
+    """Compute the loss, and save the gradient of the log-probabilities."""
     chunks = list[Chunk]()
     with matmul_precision(plan.route.device, plan.route.precision):
         stats = chunked_loop(
@@ -151,7 +151,7 @@ def _two_pass(hidden: Tensor, plan: Plan) -> LossForward:
 
 
 def _loss_of_stats(stats: RowStats, hidden: Tensor, plan: Plan) -> tuple[LossParts, StatsGrad]:
-    """Compute the loss from statistics of the rows with a gradient, and its gradient by them."""
+    """Compute the loss from statistics of the rows with a gradient, and its gradients by these."""
     x = _loss_inputs(stats, hidden, plan)
     loss, grad_stats = chunk_loss(
         RowStats(
@@ -179,7 +179,7 @@ def loss_backward(
     saved: tuple[Any, ...],  # of :class:`LossForward`
     dloss: Tensor | None = None,  # (); None: 1
 ) -> Gradients:
-    """Compute the gradients of a loss; of hidden states for the rows with one."""
+    """Compute the gradients of a loss; dhidden only for the rows with a gradient."""
     rows = rows_with_gradient(hidden, plan)
     if plan.keeps:
         return _backward_of_gradient(rows, plan, saved, dloss)
@@ -231,7 +231,7 @@ def _backward_of_gradient(
 
 
 def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
-    """Compute the loss in torch: without gradients, or for autograd through the eager reference."""
+    """Compute the loss in torch: without gradients, or with autograd of the eager reference."""
     stats, _ = differentiable_stats(rows_with_gradient(hidden, plan), plan.stats)
     x = _loss_inputs(stats, hidden, plan)
     loss, gate = weighted_loss(
@@ -246,7 +246,7 @@ def eager_loss(hidden: Tensor, plan: Plan) -> LossParts:
 
 
 def rows_with_gradient(hidden: Tensor, plan: Plan) -> Rows:
-    """Return the rows that can have a gradient, of states at all positions of the layout."""
+    """Return the rows that can have a gradient, from states at all positions of the layout."""
     batch = plan.active.batch
     return Rows(
         hidden=hidden if batch.rows is None else hidden.index_select(0, batch.rows),
@@ -257,7 +257,7 @@ def rows_with_gradient(hidden: Tensor, plan: Plan) -> Rows:
 
 
 def _rows_without_gradient(hidden: Tensor, index: Tensor, plan: Plan) -> Rows:
-    """Return the rows of the tokens ``index``, of states at all positions of the layout."""
+    """Return the rows of the tokens ``index``, from states at all positions of the layout."""
     batch = plan.batch
     mask = batch.sampling_mask
     positions = index if batch.rows is None else batch.rows[index]
@@ -270,7 +270,7 @@ def _rows_without_gradient(hidden: Tensor, index: Tensor, plan: Plan) -> Rows:
 
 
 class _LossInputs(NamedTuple):
-    """The inputs of the loss: of the rows with a gradient, or of all for a gate by the entropy."""
+    """The inputs of the loss for the rows with a gradient, or for all rows with an entropy gate."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -296,7 +296,7 @@ def _loss_inputs(stats: RowStats, hidden: Tensor, plan: Plan) -> _LossInputs:
 def with_other_rows(
     logprobs: Tensor, entropy: Tensor, hidden: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:  # (T,)
-    """Add the statistics of the rows without a gradient, by a forward of these."""
+    """Add the statistics of the rows without a gradient, which run a forward here."""
     active = plan.active
     if active.forward_only is None or logprobs.numel() == plan.batch.num_tokens:
         return logprobs, entropy

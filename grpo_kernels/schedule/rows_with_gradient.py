@@ -16,17 +16,17 @@ from grpo_kernels.losses import LossConfig, Weights
 class RowsWithGradient:
     """The tokens of a batch that can have a gradient, and the others."""
 
-    batch: TokenBatch  # of these tokens, in the same sequences
-    selection: Selection = Selection()  # noqa: RUF009, of the whole batch's T tokens
-    forward_only: Tensor | None = None  # (T - K,) int64, the others
+    batch: TokenBatch  # the K tokens that can, in the same sequences
+    selection: Selection = Selection()  # noqa: RUF009, among T tokens
+    forward_only: Tensor | None = None  # (T - K,) int64, the other tokens
 
     def select_weights(self, weights: Weights) -> Weights:
-        """Return these tokens' weights in the whole batch."""
+        """Return these tokens' weights, given the weights of the whole batch."""
         gather = self.selection.gather
         return Weights(*(None if weight is None else gather(weight) for weight in weights))  # type: ignore[arg-type]
 
     def merge(self, values: Tensor, others: Tensor | None = None) -> Tensor:
-        """Merge (K,) values of these tokens with (T - K,) of the others, or zeros, into (T,)."""
+        """Merge (K,) values of these tokens and (T - K,) of the others, or zeros, into (T,)."""
         whole = self.selection.scatter(values)
         if others is None or self.forward_only is None:
             return whole
@@ -34,7 +34,7 @@ class RowsWithGradient:
 
 
 def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradient:
-    """Find the rows with an advantage, where a loss vanishes without one. No host transfer."""
+    """Find the rows with an advantage, if the loss vanishes without one. No host transfer."""
     lengths = batch.active_lengths
     group = batch.sequence_group
     penalised = config.beta != 0 or config.entropy_coef != 0
@@ -47,7 +47,7 @@ def rows_with_gradient(batch: TokenBatch, config: LossConfig) -> RowsWithGradien
     count = sum(lengths)
     left = None
     everything = count == batch.num_tokens
-    if group is not None:  # its ranks set rows aside together, or none of them does
+    if group is not None:  # either all of its ranks leave rows out, or none does
         left = group.of_active(by_sequence)
         everything = left.num_tokens == group.num_tokens
     if everything:

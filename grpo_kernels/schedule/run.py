@@ -1,4 +1,4 @@
-"""From a call to its plan, and from the plan to a loss that autograd can differentiate."""
+"""From a call to its plan, and from the plan to a differentiable loss."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_call(
     options: RunOptions,
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Plan]:
-    """Check a call and decide how it runs: (N, D) hidden states at all positions, and the plan.
+    """Check a call and plan it; return (N, D) hidden states at all positions, and the plan.
 
     Raises:
         ValueError: an argument is wrong, or the requested call cannot run.
@@ -86,7 +86,7 @@ def planned_rows(
     needs: Needs,
     weight_grad: WeightGrad = WeightGrad(),  # noqa: B008
 ) -> tuple[Tensor, Plan]:
-    """Decide how a call with a checked head runs, whose gradients are those that it ``needs``."""
+    """Plan a call with a checked head that computes the gradients in ``needs``."""
     _check_layout(hidden, head, batch)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     active = RowsWithGradient(batch)
@@ -106,7 +106,7 @@ def planned_rows(
 
 
 def run_plan(hidden: Tensor, plan: Plan) -> PolicyLossOutput:
-    """Compute the loss from (N, D) hidden states, as planned or with less memory."""
+    """Compute the loss from (N, D) hidden states, as planned or, if need be, with less memory."""
     check_same_plan(plan)
     parts = checked_targets(
         lambda: retry_on_oom(lambda plan: _loss_parts(hidden, plan), plan), plan
@@ -117,10 +117,10 @@ def run_plan(hidden: Tensor, plan: Plan) -> PolicyLossOutput:
 
 
 def checked_targets(run: Callable[[], Result], plan: Plan) -> Result:
-    """Return what ``run`` does, with targets that the host does not know asserted on the device.
+    """Return the result of ``run``; check targets that the host does not know on the device.
 
-    Before it; or behind it where the first launch is a GEMM, whose kernels read and write no
-    target's place outside of the vocabulary.
+    The assertion comes first, or after ``run`` if the first launch is a GEMM: its kernels do not
+    access memory for a target outside the vocabulary.
     """
     if plan.batch.max_target is not None:
         return run()
@@ -184,7 +184,7 @@ class _LossCall(HeadCall):
         if plan.schedule == "two_pass" or plan.keeps:
             gradients = loss_backward(hidden, plan, tuple(saved), dloss)
         else:
-            if gradients is None:  # in a second backward, under retain_graph
+            if gradients is None:  # a second backward, with retain_graph
                 gradients = self._gradients_again()
             main_grad = plan.weight_grad.main_grad
             if main_grad is not None:
@@ -207,7 +207,7 @@ class _LossCall(HeadCall):
 
 
 def at_all_positions(dhidden: Tensor, hidden: Tensor, plan: Plan) -> Tensor:
-    """Return the (N, D) gradient of ``hidden`` from that of the rows that have one."""
+    """Return the (N, D) gradient of ``hidden`` from the gradient of the active rows."""
     positions = plan.active.batch.rows
     if positions is None:
         return dhidden
@@ -215,7 +215,7 @@ def at_all_positions(dhidden: Tensor, hidden: Tensor, plan: Plan) -> Tensor:
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise on every rank unless all that share the vocabulary have the same plan and targets."""
+    """Raise on all ranks that share the vocabulary unless they have the same plan and targets."""
     if plan.head.shard is not None:
         facts = (plan.config, plan.schedule, plan.chunks, plan.batch.lengths, plan.needs.of_inputs)
         check_ranks_agree(plan.active.batch.target, plan.head, plan.route, facts)
@@ -226,8 +226,8 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
     layout = tuple(host.values(batch.layout))
     if tuple(hidden.shape[:-1]) != layout:
         raise ValueError(
-            f"hidden: expected shape {(*layout, depth)} (the batch's layout and D: a row for each "
-            f"token that is predicted), got {tuple(hidden.shape)}"
+            f"hidden: expected shape {(*layout, depth)} (the batch's layout and D: one row for "
+            f"each predicted token), got {tuple(hidden.shape)}"
         )
     check_device("batch", batch.target, hidden.device)
     if batch.max_target is not None:
@@ -237,10 +237,10 @@ def _check_layout(hidden: Tensor, head: Head, batch: TokenBatch) -> None:
 
 
 def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
-    """Return the rows of the caller's buffer that ids in use have; further ones are padding.
+    """Return the rows of the caller's buffer for ids in use, without padding.
 
     Raises:
-        ValueError: the buffer does not fit the weight, or nothing would be added to it.
+        ValueError: the buffer does not match the weight, or nothing would be added to it.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"main_grad: expected a tensor, got {type(buffer).__name__}")
@@ -261,5 +261,5 @@ def _checked_main_grad(buffer: Tensor, weight: Tensor, hidden: Tensor, vocab_siz
     if buffer.requires_grad:
         raise ValueError("main_grad: expected requires_grad=False")
     if buffer.data_ptr() == weight.data_ptr() and buffer.numel():
-        raise ValueError("main_grad: expected a buffer of its own, got the weight")
+        raise ValueError("main_grad: expected a buffer other than the weight, got the weight")
     return buffer[:vocab_size]

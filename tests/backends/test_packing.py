@@ -184,9 +184,9 @@ def test_falling_offsets(pack: Make, by_kernel: bool, cu_seqlens: list[int]) -> 
 LATER = {
     "target": (wrong_at("target", -3), "target: expected ids >= 0"),
     "old": (wrong_at("old_logprobs", torch.nan), "TokenBatch: expected rising cu_seqlens"),
-    "lengths": (wrong_at("lengths", 1), "^lengths: expected another sum"),
-    "more": (wrong_at("lengths", 7), "^lengths: expected another sum"),
-    "active": (wrong_at("active_lengths", 1), "active_lengths: expected another sum"),
+    "lengths": (wrong_at("lengths", 1), "^lengths: expected a sum that matches"),
+    "more": (wrong_at("lengths", 7), "^lengths: expected a sum that matches"),
+    "active": (wrong_at("active_lengths", 1), "active_lengths: expected a sum that matches"),
     "nothing": (lambda inputs: None, None),
 }
 

@@ -63,12 +63,12 @@ LOSS_SAYS = {
     "one_pass": dict(),
     "LoRA of rank 7": dict(lora=LORA),
     "does not fit": dict(config=LossConfig(loss_type="gspo"), max_workspace_bytes=TILE // 4),
-    "rows of zero advantage: 6 take the forward only, for the metrics": dict(),
+    "rows of zero advantage: 6 run only the forward, for the metrics": dict(),
     "that the loss clips or gates: left out of the GEMMs of their gradients": dict(),
     "rows of zero advantage: not computed": dict(metric_rows="active"),
     "keeps entries": dict(backward=Bounded()),
-    "2 GEMMs in all": dict(backward=Bounded()),
-    "logits are formed again": dict(schedule="two_pass", activation_bytes=0),
+    "2 GEMMs in total": dict(backward=Bounded()),
+    "logits are computed again": dict(schedule="two_pass", activation_bytes=0),
     "would keep dlogits": dict(schedule="two_pass"),
 }
 

@@ -26,9 +26,12 @@ def test_what_cannot_be_with_a_sequence_group() -> None:
     hidden, weight = torch.zeros(2, 3, 6), torch.zeros(19, 6, requires_grad=True)
     sequences, tokens = LossConfig(loss_type="gspo"), LossConfig(loss_type="bnpo")
     said = str(explain(hidden, weight, batch, sequences))
-    assert "two_pass: sums over sequences need every rank's forward" in said
+    assert "two_pass: in a sequence_group, sums over sequences need every rank's forward" in said
     assert explain(hidden, weight, batch, tokens).schedule == "one_pass"
-    with pytest.raises(ValueError, match="'one_pass' cannot run: sums over sequences need every"):
+    with pytest.raises(
+        ValueError,
+        match="'one_pass' cannot run: in a sequence_group, sums over sequences need every",
+    ):
         explain(hidden, weight, batch, sequences, schedule="one_pass")
     with pytest.raises(ValueError, match="sequence_group: expected None to cut a batch"):
         batch.narrow(0, 3)
