@@ -1,1 +1,1 @@
-"""Our ops in other trainers: a module per host."""
+"""Adapters that run grpo_kernels inside other trainers, one module per trainer."""

@@ -1,4 +1,4 @@
-"""Axolotl's GRPO on our kernels, with or without ``async_prefetch``: a plugin for its config."""
+"""Runs Axolotl's GRPO on our kernels, also with ``async_prefetch``: a plugin for its config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_kernels.integrations import liger
 from grpo_kernels.integrations.probe import Probe, Use
 
 _PLUGIN = "axolotl.integrations.base:BasePlugin"
-# the numbers are those of Liger's module, which liger.py compares
+# numbers are compared by liger.py, whose module this replaces
 PROBE = Probe(
     host=HOSTS["axolotl"],
     uses=(
@@ -24,12 +24,12 @@ _OF_GRPO = ("grpo", "gdpo")  # Axolotl uses TRL's GRPO trainer for these
 
 
 class GRPOKernelsPlugin(BasePlugin):
-    """Put our loss into the trainer once it is built, and reject configs that do not use it.
+    """Put our loss into the trainer after it is built, and reject configs that do not use it.
 
-    Nothing outside of that trainer is changed. A subclass may set ``any_version``.
+    Changes nothing outside that trainer. A subclass may set ``any_version``.
     """
 
-    any_version = False  # also versions of Axolotl and of Liger that differ
+    any_version = False  # True: also run with versions of Axolotl and Liger that differ
 
     def pre_model_load(self, cfg: Any) -> None:
         """Raise for a version that differs, or a config without GRPO and Liger's loss."""
@@ -41,8 +41,8 @@ class GRPOKernelsPlugin(BasePlugin):
             )
         if not (asked := getattr(cfg.trl, "use_liger_loss", None)):
             raise ValueError(
-                "trl.use_liger_loss: expected true with GRPOKernelsPlugin, which takes the place "
-                f"of Liger's loss; got {asked}"
+                "trl.use_liger_loss: expected true with GRPOKernelsPlugin, which replaces Liger's "
+                f"loss; got {asked}"
             )
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

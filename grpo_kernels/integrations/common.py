@@ -1,4 +1,4 @@
-"""What several hosts share: a weight next to hidden states, distillation, summed losses."""
+"""Shared by several adapters: a weight next to hidden states, distillation, summed losses."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def divergence_of(
     teacher: Head,
     **options: Any,
 ) -> LinearDivergence:
-    """Compute the generalized JSD of a ``beta``, arXiv:2306.13649, from a fixed teacher.
+    """Compute the generalized JSD with a ``beta`` (arXiv:2306.13649) from a fixed teacher.
 
-    At the ends, where that is 0, hosts use KL(teacher, student) for 0 and the reverse for 1.
+    For ``beta`` 0 and 1, where the JSD vanishes, trainers use KL(teacher, student) and the reverse.
     """
     kind = _AT_THE_ENDS.get(beta)
     options |= {"kind": "jsd", "beta": beta} if kind is None else {"kind": kind}
@@ -61,11 +61,13 @@ def divergence_of(
 def summed_loss(
     logprobs: Tensor, batch: TokenBatch, config: LossConfig, weights: Tensor | None = None
 ) -> PolicyLossOutput:
-    """Compute the loss as a sum over the T tokens, for hosts that normalize by themselves.
+    """Compute the loss as a sum over the T tokens, for trainers that normalize it themselves.
 
-    The aggregation of ``config`` is not used. ``logprobs``, fp32 or fp64, and the optional factors
-    ``weights`` on the tokens' losses are laid out as ``batch`` was built. Inputs that the loss
-    needs and ``batch`` lacks are a ValueError.
+    The aggregation of ``config`` is not used. ``logprobs``, fp32 or fp64, and the optional
+    ``weights`` of the tokens' losses have the layout that ``batch`` was built from.
+
+    Raises:
+        ValueError: ``batch`` lacks an input that the loss needs.
     """
     check_loss_inputs(batch, config)
     logprobs = batch.of_tokens("logprobs", logprobs)

@@ -1,4 +1,4 @@
-"""Lets trainers that score logits by their own functions pass logits that are not formed."""
+"""For trainers that score logits with their own functions: handles for logits not yet computed."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class _Memory:
-    """What logits and their views share."""
+    """State shared by logits and their views."""
 
-    changed: bool = False  # in place, after which these handles are of no use
+    changed: bool = False  # in place; these handles are then unusable
 
 
 @dataclass(eq=False)
 class LazyLogits:
-    """A handle for logits (..., V) that are not formed. It is not a tensor.
+    """A handle for logits (..., V) that are not computed yet. Not a tensor.
 
-    It can be scored, sliced by rows, cast, and scaled by a positive number. Everything else takes
-    real logits, from :meth:`form_logits`; torch's functions call that themselves.
+    It can be scored, sliced by rows, cast, and scaled by a positive number. Everything else needs
+    real logits from :meth:`form_logits`, which torch's functions call themselves.
     """
 
     layer: Any  # a FusedHead
     hidden: Tensor  # (..., D)
-    dtype: Any = None  # None: that of the hidden states
-    temperature: float = 1.0  # what the logits are divided by
-    recorded: bool = field(default_factory=torch.is_grad_enabled)  # a gradient, by autograd
+    dtype: Any = None  # None: the dtype of the hidden states
+    temperature: float = 1.0  # divisor of the logits
+    recorded: bool = field(default_factory=torch.is_grad_enabled)  # whether autograd records
     memory: _Memory = field(default_factory=_Memory)
 
-    requires_grad = False  # whoever asks would hook on to it
+    requires_grad = False  # otherwise callers would register hooks on it
 
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.hidden.dtype
@@ -82,11 +82,11 @@ class LazyLogits:
         )
 
     def logprobs(self, ids: Tensor) -> Tensor:
-        """Return log p of ``ids`` (...), fp32, -100 giving 0; differentiable."""
+        """Return log p of ``ids`` (...) in fp32, 0 for -100; differentiable."""
         return self._score(ids, "logprobs")
 
     def entropy(self) -> Tensor:
-        """Return the entropy (...) in nats, fp32, differentiable."""
+        """Return the entropy (...) in nats, in fp32; differentiable."""
         ids = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         return self._score(ids, "entropy")
 
@@ -97,7 +97,7 @@ class LazyLogits:
             return logits if self.temperature == 1 else logits / self.temperature
 
     def __getitem__(self, index: Any) -> LazyLogits | Tensor:
-        """Return some rows, not formed; for an index of anything else real logits."""
+        """Return a handle for some rows; for any other index, return real logits."""
         rows = index if isinstance(index, tuple) else (index,)
         if len(rows) == len(self.shape) and rows[-1] == slice(None):
             rows = rows[:-1]
@@ -106,14 +106,14 @@ class LazyLogits:
         return self.form_logits()[index]
 
     def squeeze(self, dim: int) -> LazyLogits:
-        """Drop a dimension of one row."""
+        """Drop a dimension of size 1."""
         return replace(self, hidden=self.hidden.squeeze(dim))
 
     def float(self) -> LazyLogits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Cast to a dtype of 16 or 32 bits; anything else gives real logits."""
+        """Cast to a 16-bit or 32-bit dtype; for anything else, return real logits."""
         if kwargs or len(args) != 1 or args[0] not in _CASTS:
             return self.form_logits().to(*args, **kwargs)
         return self if args[0] == self.dtype else replace(self, dtype=args[0], memory=_Memory())
@@ -129,7 +129,7 @@ class LazyLogits:
         return replace(self, temperature=self.temperature / other, memory=_Memory())
 
     def div_(self, other: Any) -> LazyLogits:
-        """Divide in place. Other handles that share the memory are of no use from then on."""
+        """Divide in place. Other handles that share the memory become unusable."""
         if not _is_scale(other):
             raise ValueError(f"div_: expected a number > 0 or form_logits() first, got {other!r}")
         self.memory.changed = True
@@ -154,15 +154,15 @@ class LazyLogits:
         """Record a gradient only if the forward did; raise RuntimeError for an unusable handle."""
         if self.memory.changed:
             raise RuntimeError(
-                "LazyLogits: expected logits whose views were not changed in place, got some that "
-                "were; call form_logits() before"
+                "LazyLogits: expected logits with views not modified in place, got modified ones; "
+                "call form_logits() before the change"
             )
         if not isinstance(self.layer, FusedHead):
             raise RuntimeError("LazyLogits: expected an enabled head, got one after disable()")
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded)
 
     def _score(self, ids: Tensor, output: str) -> Tensor:
-        """Call the head, as a module, so that FSDP2 knows, for an output of ``linear_logprobs``."""
+        """Return an output of ``linear_logprobs``; the head is called as a module, for FSDP2."""
 
         def fn(hidden: Tensor, head: Head) -> LinearLogprobs:
             if head.weight.shape[0] != self.shape[-1]:
@@ -191,7 +191,7 @@ def _logprobs(
     logits: LazyLogits, labels: Tensor, temperature: float = 1.0, inplace_backward: bool = True
 ) -> Tensor:
     if temperature != 1:
-        logits.div_(temperature)  # theirs changes them, too
+        logits.div_(temperature)  # TRL's scorer changes them, too
     return logits.logprobs(labels)
 
 
@@ -199,7 +199,7 @@ def _entropy(
     logits: LazyLogits,
     requires_grad: bool = True,
     attention_mask: Any = None,
-    chunk_size: int = 0,  # without effect
+    chunk_size: int = 0,  # has no effect
 ) -> Tensor:
     with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
         entropy = logits.entropy()
@@ -207,8 +207,8 @@ def _entropy(
 
 
 _OPTIONS = ("requires_grad", "attention_mask", "chunk_size", "temperature", "inplace_backward")
-# by host: the module of its scorers, and by the name of each what does the same for LazyLogits, or
-# returns None where the host's own has to do it
+# by trainer: the module of its scorers, and for each scorer's name a function that does the same
+# for LazyLogits, or returns None if the trainer's own must do it
 _MODULES = {
     "trl": "trl.trainer.utils",
     "openrlhf": "openrlhf.models.utils",
@@ -235,7 +235,7 @@ def _replacements(host: str) -> Iterator[Replacement]:
 
 
 def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a scorer of tensors and of LazyLogits."""
+    """Return a scorer for tensors and LazyLogits."""
     known = inspect.signature(ours).parameters
 
     @functools.wraps(theirs)
@@ -244,7 +244,7 @@ def _taking_both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
             return theirs(logits, *args, **kwargs)
         call = inspect.signature(theirs).bind(logits, *args, **kwargs)
         scores = None
-        if call.arguments.keys() <= known.keys():  # else it is of another version
+        if call.arguments.keys() <= known.keys():  # otherwise it is another version
             call.apply_defaults()
             scores = ours(**{name: x for name, x in call.arguments.items() if name in known})
         return theirs(logits.form_logits(), *args, **kwargs) if scores is None else scores
@@ -260,7 +260,7 @@ def _compare_trl() -> Iterator[str]:
 
 
 def _scores_of(scorer: Callable[..., Any], lazy: bool = False) -> dict[str, Any]:
-    """Return the scores of a few tokens, and gradients where there are some."""
+    """Return the scores of a few tokens, and gradients if there are any."""
     layer = nn.Linear(8, 11)
     hidden = normal(2, 3, 8)
     layer.weight.data, layer.bias.data = normal(11, 8, seed=1), normal(11, seed=2)
@@ -281,11 +281,11 @@ def _switch(host: str, **more: Any) -> Switch:
 SWITCHES = {
     "trl": _switch(
         "trl",
-        # without these imports ours would not be called
+        # if the trainer did not import these, our functions would never be called
         uses=tuple(Use(f"trl.trainer.grpo_trainer:{name}") for name in _SCORERS["trl"]),
         compare=_compare_trl,
     ),
-    # these score by kernels of FlashAttention where that is installed, or compile: no numbers
+    # these use FlashAttention's kernels if installed, or compile, so numbers are not compared
     "openrlhf": _switch("openrlhf"),
     "skyrl": _switch("skyrl"),
 }
@@ -293,14 +293,14 @@ _MODELS: dict[str, WeakSet[PreTrainedModel]] = {name: WeakSet() for name in SWIT
 
 
 def defer_logits(model: PreTrainedModel) -> None:
-    """Let the LM head of ``model`` return :class:`LazyLogits`. Doing it twice is harmless.
+    """Make the LM head of ``model`` return :class:`LazyLogits`. Calling it twice is harmless.
 
     Raises:
-        ValueError: there is no head, it has a forward of its own, or another adapter has the model.
+        ValueError: there is no head, its forward is patched, or another adapter changed the model.
     """
     layer = model.get_output_embeddings()
     if layer is None:
-        raise ValueError(f"model: expected one with output embeddings, got {type(model).__name__}")
+        raise ValueError(f"model: expected output embeddings, got none in {type(model).__name__}")
     if are_deferred(model):
         return
     was_fused = isinstance(layer, FusedHead)
@@ -316,14 +316,17 @@ def are_deferred(model: PreTrainedModel) -> bool:
 
 
 def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> None:
-    """Let the LM head of ``model`` return LazyLogits, and ``host`` score them by our kernels.
+    """Make the LM head of ``model`` return LazyLogits, and ``host`` score them with our kernels.
 
-    ``host`` is "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
-    Doing it twice, or for several models, is harmless.
+    Calling it twice, or for several models, is harmless.
+
+    Args:
+        model: a transformers model.
+        host: "trl" (before 1.12, and for ms-swift), "openrlhf" or "skyrl" (its FSDP workers).
 
     Raises:
-        ImportError: as :meth:`Switch.enable`.
-        ValueError: ``host`` is unknown, or what :func:`defer_logits` raises.
+        ImportError: as for :meth:`Switch.enable`.
+        ValueError: ``host`` is unknown, or as for :func:`defer_logits`.
     """
     if host not in SWITCHES:
         raise ValueError(f"host: expected one of {', '.join(SWITCHES)}; got {host!r}")
@@ -337,7 +340,7 @@ def enable(model: PreTrainedModel, host: str, *, any_version: bool = False) -> N
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Let the head return logits again; the last model of a host puts its scorers back."""
+    """Make the head return logits again; the last model of a trainer restores its scorers."""
     if are_deferred(model):
         head = model.get_output_embeddings()
         release(model)
@@ -352,7 +355,7 @@ def disable(model: PreTrainedModel) -> None:
 
 @contextmanager
 def enabled(model: PreTrainedModel, host: str, *, any_version: bool = False) -> Iterator[None]:
-    """Enable within a ``with``; a model that is enabled already stays so."""
+    """Enable within a ``with`` block; a model that is already enabled stays enabled."""
     before = model in _MODELS.get(host, ())
     enable(model, host, any_version=any_version)
     with ExitStack() as after:

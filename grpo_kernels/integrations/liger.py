@@ -1,7 +1,7 @@
-"""Liger's loss modules on our kernels, for trainers that call them.
+"""Runs Liger's loss modules on our kernels, for trainers that call them.
 
-ms-swift and TRL before 1.12 call that of GRPO; TRL's experimental trainers and ms-swift call that
-of distillation. Trainers built after ``enable()`` make ours, which do not need Liger.
+ms-swift and TRL before 1.12 call the GRPO module; TRL's experimental trainers and ms-swift call the
+distillation module. Trainers built after ``enable()`` use ours, which do not need Liger.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, check_name
 
-# Liger's: hosts do not pass it their settings of other losses
+# as in Liger: trainers do not pass it the settings of other losses
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 _CLIPPED = ("clip_ratio/region_mean", "cispo_clip_ratio")
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """Compute what Liger's module of this name does: ``(loss, metrics)``, same arguments.
+    """Replacement for Liger's module of this name: the same arguments, ``(loss, metrics)``.
 
     ``metrics`` is a tuple of () tensors: the mean KL if ``beta`` is not 0, and the share of clipped
-    tokens. docs/guides/liger.md says what differs from Liger's. Settings and their errors are those
-    of :class:`grpo_kernels.LossConfig`.
+    tokens. docs/guides/liger.md lists the differences from Liger. Settings and their errors are as
+    for :class:`grpo_kernels.LossConfig`.
     """
 
     def __init__(
         self,
         beta: float = 0.04,
-        compiled: bool = True,  # without effect, as chunk_size: one kernel, in chunks of its own
+        compiled: bool = True,  # no effect, like chunk_size: one kernel, which chooses its chunks
         use_ref_model: bool = True,  # False: the policy is its own reference
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
@@ -81,12 +81,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def forward(
         self,
         _input: Tensor,  # (B, T, D) hidden states, or (B * T, D)
-        lin_weight: Tensor,  # (V, D), taken in the dtype of _input
+        lin_weight: Tensor,  # (V, D), converted to the dtype of _input
         selected_token_ids: Tensor,  # (B, T); without padding (N,), with cu_seqlens
-        attention_mask: Tensor | None,  # likewise, of 0 and 1
+        attention_mask: Tensor | None,  # of the same shape, 0 and 1
         advantages: Tensor,  # (B,), or one per token
         bias: Tensor | None = None,  # (V,)
-        ref_per_token_logps: Tensor | None = None,  # as selected_token_ids; None: of the next three
+        ref_per_token_logps: Tensor | None = None,  # as selected_token_ids; None: from ref_input
         old_per_token_logps: Tensor | None = None,  # as selected_token_ids
         ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None,
@@ -94,11 +94,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         # (B,), (B, 1) or (B, T) factors on the tokens' loss; in vespo's weight of a sequence one
         # per sequence counts once
         vllm_is_ratio: Tensor | None = None,
-        # what dapo, cispo and vespo divide by, of all processes; None: their valid tokens
+        # divisor of dapo, cispo and vespo, over all processes; None: their valid tokens
         num_items_in_batch: Tensor | float | None = None,
-        cu_seqlens: Tensor | None = None,  # (B + 1,) where sequences without padding begin and end
+        cu_seqlens: Tensor | None = None,  # (B + 1,) offsets of sequences without padding
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the loss and its metrics; a ValueError may name our own argument."""
+        """Return the loss and its metrics; a ValueError may name one of our arguments."""
         config = self.config
         ids = selected_token_ids.long()
         hidden = _input.reshape(*ids.shape, _input.shape[-1])
@@ -118,7 +118,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             make = functools.partial(TokenBatch.from_packed, cu_seqlens=cu_seqlens)
         batch = make(
             ids,
-            # one per token: clipping is then counted in tokens, at every ratio level
+            # per token, so that clipping is counted in tokens at every ratio level
             _per_token("advantages", advantages, ids, cu_seqlens),
             mask=mask,
             old_logprobs=old_per_token_logps,
@@ -128,7 +128,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         )
         per_sequence = vllm_is_ratio is not None and vllm_is_ratio.shape != ids.shape
         if per_sequence and config.surrogate.uses_rollout_weight:
-            # a loss that multiplies a sequence's weights takes its own only from the first token
+            # a loss that multiplies a sequence's weights must get the factor only once
             places = torch.arange(batch.num_tokens, device=ids.device)
             first = torch.isin(places, batch.cu_seqlens[:-1])
             batch = replace(batch, rollout_weights=batch.rollout_weights.where(first, 1.0))
@@ -138,11 +138,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 class LigerFusedLinearJSDLoss(nn.Module):
-    """Compute what Liger's module of this name does, same arguments.
+    """Replacement for Liger's module of this name, with the same arguments.
 
-    The loss is ``weight_hard_loss`` times the labels' mean cross-entropy, at temperature 1, plus
-    ``weight_soft_loss`` times the mean divergence, over the tokens whose label is not
-    ``ignore_index``: for ``beta`` 0 KL(teacher, student), for 1 KL(student, teacher), else the JSD.
+    The loss is ``weight_hard_loss`` times the labels' mean cross-entropy at temperature 1, plus
+    ``weight_soft_loss`` times the mean divergence, over tokens with a label other than
+    ``ignore_index``. The divergence is KL(teacher, student) for ``beta`` 0, KL(student, teacher)
+    for 1, and the JSD (arXiv:2306.13649) in between.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         beta: float = 0.5,
         ignore_index: int = -100,
         temperature: float = 1.0,
-        compiled: bool = True,  # without effect, as chunk_size
+        compiled: bool = True,  # no effect, like chunk_size
         chunk_size: int = 1024,
         return_soft_hard_loss: bool = False,
     ) -> None:
@@ -169,14 +170,15 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_input: Tensor,  # (..., D)
         student_weight: Tensor,  # (V, D)
         teacher_input: Tensor,  # (..., D_t)
-        teacher_weight: Tensor,  # (V, D_t); or more rows, for which the student's logits are 0
+        teacher_weight: Tensor,  # (V, D_t), or with more rows: the student's logits there are 0
         true_labels: Tensor,  # (...)
         student_bias: Tensor | None = None,  # (V,)
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, with ``return_soft_hard_loss`` also the divergence and cross-entropy.
+        """Return the loss; with ``return_soft_hard_loss`` also the divergence and cross-entropy.
 
-        The latter have no gradient. A ValueError may name an argument of ``linear_divergence``.
+        These two are not differentiable. A ValueError may name an argument of
+        ``linear_divergence``.
         """
         mask = true_labels != self.ignore_index
         student = Head(student_weight, student_bias)
@@ -202,7 +204,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
 
 def _padded(head: Head, rows: int) -> Head:
-    if not rows or head.weight.dim() != 2:  # which the divergence rejects
+    if not rows or head.weight.dim() != 2:  # the divergence rejects these
         return head
     bias = None if head.bias is None else nn.functional.pad(head.bias, (0, rows))
     return Head(nn.functional.pad(head.weight, (0, 0, 0, rows)), bias)
@@ -221,7 +223,7 @@ def _replacements() -> Iterator[Replacement]:
 def _too_late() -> str:
     for each in _replacements():
         if alive(find(each.place)):
-            return f"expected no {each.name} of Liger's yet, got one"
+            return f"expected no {each.name} of Liger yet, got one"
     return ""
 
 
@@ -229,7 +231,7 @@ def _compare() -> Iterator[str]:
     theirs = import_module(_GRPO).LigerFusedLinearGRPOLoss
     for name in _LOSSES:
         settings = {"loss_type": name, "beta": 0.1}
-        if name == "luspo":  # Liger's counts padding at the level of tokens, and in its KL
+        if name == "luspo":  # Liger counts padding at the token level, and in its KL
             settings |= {"importance_sampling_level": "sequence", "beta": 0.0}
         ours = _grpo_loss(LigerFusedLinearGRPOLoss, settings)
         yield from unlike(f"LigerFusedLinearGRPOLoss, {name}", _grpo_loss(theirs, settings), ours)
@@ -240,7 +242,7 @@ def _compare() -> Iterator[str]:
 
 
 def _grpo_loss(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's loss and metrics of two sequences, and gradients."""
+    """Return a module's loss and metrics for two sequences, and gradients."""
     hidden, weight, bias = normal(2, 3, 8), normal(11, 8, seed=1), normal(11, seed=2)
     module = kind(
         compiled=False, temperature=0.7, epsilon_high=1.5, max_completion_length=4, **settings
@@ -288,10 +290,10 @@ def put_into(
     """Replace a trainer's Liger module, its ``attribute``, by ours with the same settings.
 
     Raises:
-        ImportError: Liger is not installed, or differs from what ours replaces.
-        ValueError: a setting of the trainer differs from ``off``, for the reason ``why``; its
-            model's logits need more than the weight and bias of ``lm_head``, which is all that the
-            module gets; or ours rejects a setting.
+        ImportError: Liger is not installed, or differs from the version that ours replaces.
+        ValueError: a setting of the trainer differs from ``off`` (``why`` is the reason); the
+            model's logits need more than the weight and bias of ``lm_head``, which are all that the
+            module gets; or our module rejects a setting.
     """
     for name, expected in off.items():
         if (got := getattr(trainer, name, expected)) != expected:
@@ -304,22 +306,22 @@ def put_into(
     cap = softcap(config)
     if scale != 1 or cap is not None:
         raise ValueError(
-            "model: expected logits without scale and softcap, which Liger's module knows nothing "
-            f"of; got scale {scale} and softcap {cap} ({config.model_type})"
+            "model: expected logits without scale and softcap, which Liger's module does not "
+            f"support; got scale {scale} and softcap {cap} ({config.model_type})"
         )
     if head_of_layer(model.get_output_embeddings(), Transform()).lora is not None:
         raise ValueError(
-            "model: expected lm_head without an adapter, whose weight Liger's module does not "
-            "get; got LoRA or trainable_token_indices on it"
+            "model: expected lm_head without an adapter, because Liger's module does not get the "
+            "adapter; got LoRA or trainable_token_indices on it"
         )
-    if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # it is ours after enable()
+    if not isinstance(theirs, LigerFusedLinearGRPOLoss):  # already ours after enable()
         names = inspect.signature(LigerFusedLinearGRPOLoss).parameters
         ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names})
         setattr(trainer, attribute, ours)
 
 
 def _per_token(name: str, values: Any, ids: Tensor, cu_seqlens: Tensor | None) -> Any:
-    """Return numbers, which may come one per sequence or as integers, in the shape of the ids."""
+    """Return values, per sequence or per token and possibly integers, in the shape of the ids."""
     if values is None:
         return None
     values = values * 1.0
@@ -337,14 +339,14 @@ def _per_token(name: str, values: Any, ids: Tensor, cu_seqlens: Tensor | None) -
 
 
 def _mean(metrics: Metrics, names: Iterable[str], like: Tensor) -> Tensor:
-    """Return the mean of the first name that there is; 0 if none is, or without valid tokens."""
+    """Return the mean of the first metric that exists; 0 if none does, or without valid tokens."""
     for stat in (metrics.stats[name] for name in names if name in metrics):
         return (stat.total / stat.count.clamp(min=1)).float()
     return torch.zeros_like(like.detach())
 
 
 def _tokens_per_process(mask: Tensor, num_items: Tensor | float | None) -> Tensor:
-    """Return the mean over the processes of the tokens to divide by."""
+    """Return the number of tokens to divide by, as a mean over processes."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     tokens = mask.sum() if num_items is None else num_items
     tokens = torch.as_tensor(tokens, dtype=torch.float64, device=mask.device)

@@ -1,4 +1,4 @@
-"""Megatron's heads: each rank has an equal share of the vocabulary."""
+"""Megatron's heads, where each rank has an equal share of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from grpo_kernels.head import DividedGradient, VocabShard
 def vocab_shard_of(
     weight: Tensor, tp_group: Any, start: int | None = None, end: int | None = None
 ) -> VocabShard | None:
-    """Return which ids the rows of a weight (V / n, D) belong to; None if one rank has all.
+    """Return the shard of a weight (V / n, D); None if one rank has the whole vocabulary.
 
-    Each of the n ranks of ``tp_group`` has the same number of rows. If the host's ``start`` or
-    ``end`` differs from that, or this rank is not in the group, a ValueError is raised.
+    Each of the n ranks of ``tp_group`` has the same number of rows.
+
+    Raises:
+        ValueError: the trainer's ``start`` or ``end`` differs from that, or this rank is not in the
+            group.
     """
     group = process_group("tp_group", tp_group)
     rank = dist.get_rank(group)
@@ -40,5 +43,5 @@ def vocab_shard_of(
 
 
 def with_share_of_gradient(x: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return ``x`` with a gradient that is this rank's share, for hosts that sum over ranks."""
+    """Return ``x``; its gradient is this rank's share, for trainers that sum over ranks."""
     return x if shard is None else DividedGradient.apply(x, shard.size)

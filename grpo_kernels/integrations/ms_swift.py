@@ -1,6 +1,6 @@
-"""ms-swift's GRPO trainer on our kernels, where it would call Liger's loss module.
+"""Runs ms-swift's GRPO trainer on our kernels, instead of Liger's loss module.
 
-A file for its ``--external_plugins`` calls ``enable()``.
+A file passed as ``--external_plugins`` calls ``enable()``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from grpo_kernels.integrations.switch import Switch
 if __name__.startswith("_swift_external_"):
     # ms-swift puts a plugin's folder first in sys.path, and this one has files named after hosts
     raise ImportError(
-        "external_plugins: expected a file of your own that calls ms_swift.enable(), got "
-        f"{__file__}"
+        f"external_plugins: expected your own file that calls ms_swift.enable(), got {__file__}"
     )
 _WHY = (
-    "with use_liger_kernel, whose loss does not get it (without use_liger_kernel "
+    "with use_liger_kernel, because its loss does not get it (without use_liger_kernel, "
     "lazy_scorers.enable(model, 'trl') works with it)"
 )
 
@@ -40,7 +39,7 @@ def _with_ours(theirs: Any) -> Any:
     return prepare
 
 
-# the numbers are those of Liger's module, which liger.py compares
+# numbers are compared by liger.py, whose module this replaces
 PROBE = Probe(
     host=HOSTS["ms_swift"],
     replacements=lambda: [Replacement(_TRAINER, "_prepare_liger_loss", _with_ours, wraps=True)],

@@ -1,7 +1,7 @@
-"""Compares what an adapter needs of a host with what its installed version has.
+"""Compares an adapter's needs with the installed version of a trainer.
 
-First names: what is replaced, called or read has to exist, with the parameters that ours takes.
-Then numbers: the host's own functions and ours, on a few tokens on the CPU.
+First names: everything that is replaced, called or read must exist, with the parameters that ours
+uses. Then numbers: the trainer's functions and ours, on a few tokens on the CPU.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from grpo_kernels.common import Host
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOCK = threading.RLock()  # of probes and switches
-TOLERANCE = 1e-3  # of the largest of some numbers in fp32
-FLOOR = 1e-6  # where these are small
+LOCK = threading.RLock()  # for probes and switches
+TOLERANCE = 1e-3  # relative to the largest of some numbers in fp32
+FLOOR = 1e-6  # absolute, if these are small
 _REGISTER_PARAMETER = nn.Module.register_parameter
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _log = logging.getLogger(__name__)
 
 
 class Replacement(NamedTuple):
-    """What stands in for one attribute of a host's module, or of a class in it."""
+    """A replacement for one attribute of a trainer's module, or of a class in it."""
 
     owner: str  # "package.module", or "package.module:Class"
     name: str
     ours: Any
     everywhere: bool = False  # also in all modules that have imported it by this name
-    wraps: bool = False  # ``ours(theirs)`` makes what stands in
-    like: Any = None  # has the parameters that theirs has to have; None: ours
-    more: tuple[str, ...] = ()  # parameters of it that theirs need not have
+    wraps: bool = False  # the replacement is ``ours(theirs)``
+    like: Any = None  # has the parameters that theirs must have; None: ours
+    more: tuple[str, ...] = ()  # parameters of ``like`` that theirs may lack
 
     def differences(self) -> Iterator[str]:
-        """Yield how the host's attribute and its parameters differ from what ours needs."""
+        """Yield how the trainer's attribute and its parameters differ from what ours needs."""
         if difference := missing(self.place):
             yield difference
             return
@@ -69,12 +69,12 @@ class Replacement(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What an adapter calls, overrides or reads of a host."""
+    """Something that an adapter calls, overrides or reads in a trainer."""
 
     place: str  # "package.module:name", or "package.module:Class.name"
-    parameters: tuple[str, ...] = ()  # names that it has to take
-    exact: bool = False  # and it may have no others: a method that ours overrides
-    attributes: tuple[str, ...] = ()  # of the objects of a class: its methods have to use them
+    parameters: tuple[str, ...] = ()  # names that it must accept
+    exact: bool = False  # it must accept no others: a method that ours overrides
+    attributes: tuple[str, ...] = ()  # of a class's objects: its methods must use them
 
     def differences(self) -> Iterator[str]:
         """Yield how it differs from what ours needs."""
@@ -103,23 +103,23 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Probe:
-    """All that an adapter needs of a host."""
+    """Everything that an adapter needs from a trainer."""
 
     host: Host
     replacements: Callable[[], Iterable[Replacement]] = tuple
     uses: tuple[Use, ...] = ()
-    # runs the host's functions and ours where they can run on a CPU, and yields what differs; it
+    # runs the trainer's functions and ours if they can run on a CPU, and yields differences; it
     # must not wait for other processes, which may not run it
     compare: Callable[[], Iterable[str]] = tuple
-    override: str = "enable(any_version=True)"  # what tries it anyway; "": nothing does
+    override: str = "enable(any_version=True)"  # how to try it anyway; "": not possible
 
     @torch.compiler.disable
     def check(self, any_version: bool = False) -> None:
         """Compare once per process and version; log a version that was not tested.
 
         Raises:
-            ImportError: the host is not installed, or it differs; all differences are listed. With
-                ``any_version`` differences are a warning.
+            ImportError: the trainer is not installed, or it differs; the message lists all
+                differences. With ``any_version`` they are a warning.
         """
         installed = self.host.installed()
         with LOCK:
@@ -134,7 +134,7 @@ class Probe:
             f"{', '.join(tested)}):\n{listed}"
         )
         if not any_version:
-            advice = f'Install a version that was tested: pip install "{package}=={tested[-1]}.*"'
+            advice = f'Install a tested version: pip install "{package}=={tested[-1]}.*"'
             if self.override:
                 advice += f"; or try this one: {self.override}"
             raise ImportError(f"{text}\n{advice}")
@@ -143,7 +143,7 @@ class Probe:
 
 @functools.cache
 def differences(probe: Probe, installed: str) -> tuple[str, ...]:
-    """Return how an installed version differs; numbers are compared only if names agree."""
+    """Return the differences of an installed version; numbers are compared only if names agree."""
     needed: tuple[Replacement | Use, ...] = (*probe.replacements(), *probe.uses)
     unlike_ours = [each for part in needed for each in part.differences()]
     if not unlike_ours:
@@ -152,8 +152,8 @@ def differences(probe: Probe, installed: str) -> tuple[str, ...]:
             unlike_ours = thread.submit(_unlike_numbers, probe).result()
     if not unlike_ours and not probe.host.was_tested(installed):
         _log.warning(
-            "%s %s was not tested (tested: %s); the probe passed: it has the functions and numbers "
-            "that our adapter needs",
+            "%s %s was not tested (tested: %s), but the probe passed: it has the functions and "
+            "numbers that our adapter needs",
             probe.host.package,
             installed,
             ", ".join(probe.host.tested),
@@ -165,28 +165,28 @@ def _unlike_numbers(probe: Probe) -> list[str]:
     with _undisturbed():
         try:
             return list(probe.compare())
-        except Exception as error:  # whatever the host's code raises is a difference
+        except Exception as error:  # any error of the trainer's code is a difference
             return [f"numbers could not be compared: {type(error).__name__}: {error}"]
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Compute in fp32 whatever the process has set, and leave its state as it was."""
-    # without ZeRO-3, under which transformers takes parameters for parts of some
+    """Compute in fp32 regardless of the process's settings, and restore its state."""
+    # without ZeRO-3, under which transformers treats parameters as partitioned
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     zero3 = "_hf_deepspeed_config_weak_ref"
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
         nullcontext() if deepspeed is None else patch.object(deepspeed, zero3, None),
-        # which accelerate's init_empty_weights replaces
+        # accelerate's init_empty_weights replaces this
         patch.object(nn.Module, "register_parameter", _REGISTER_PARAMETER),
-        # by which FlopCounterMode sees modules
+        # FlopCounterMode uses this to track modules
         patch.dict(nn.modules.module._global_forward_pre_hooks, clear=True),
         patch.dict(nn.modules.module._global_forward_hooks, clear=True),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # of the host's code, on tokens that nobody trains
+        warnings.simplefilter("ignore")  # from the trainer's code, on probe tokens
         torch.set_default_dtype(torch.float32)
         try:
             yield
@@ -195,14 +195,14 @@ def _undisturbed() -> Iterator[None]:
 
 
 def find(place: str) -> Any:
-    """Return what is at "package.module" or "package.module:name.name"."""
+    """Return the object at "package.module" or "package.module:name.name"."""
     module, _, path = place.partition(":")
     owner = import_module(module)
     return attrgetter(path)(owner) if path else owner
 
 
 def missing(place: str) -> str:
-    """Say that there is nothing at a place of :func:`find`; "" where there is something."""
+    """Return an error if there is nothing at a place of :func:`find`; "" if there is something."""
     try:
         find(place)
     except ImportError as error:
@@ -215,7 +215,7 @@ def missing(place: str) -> str:
 def unlike_parameters(
     place: str, theirs: Any, ours: Any, more: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield differences between the parameters of a host's function and of ours.
+    """Yield differences between the parameters of a trainer's function and our function.
 
     Theirs may lack the parameters in ``more``, or have other defaults for them.
     """
@@ -239,9 +239,9 @@ def unlike_parameters(
 
 
 def unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which tensors and numbers differ by more than rounding; None: there is none.
+    """Yield which tensors and numbers differ by more than rounding; None: absent.
 
-    :data:`TOLERANCE` times the largest of theirs and :data:`FLOOR` are allowed.
+    Differences up to :data:`TOLERANCE` times the largest value, or :data:`FLOOR`, are allowed.
     """
     theirs = {name: value for name, value in theirs.items() if value is not None}
     ours = {name: value for name, value in ours.items() if value is not None}
@@ -273,9 +273,9 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def tiny_model() -> PreTrainedModel:
-    """Return a causal LM of fixed random weights, with a bias, a scale and a softcap of logits.
+    """Return a causal LM with fixed random weights, and a bias, scale and softcap of its logits.
 
-    It belongs to no family of transformers: somebody may have patched that for GPUs.
+    It belongs to no transformers family, since a family may have been patched for GPUs.
     """
     transformers = import_module("transformers")
     output = import_module("transformers.modeling_outputs").BaseModelOutput
@@ -312,7 +312,7 @@ def tiny_model() -> PreTrainedModel:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return random numbers that are the same in every run, a leaf that takes a gradient."""
+    """Return random numbers that are the same in every run, as a leaf that requires a gradient."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
@@ -321,7 +321,7 @@ def _dotted(place: str) -> str:
 
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
-    follow = inspect.isclass(function)  # a wrapper of a function has parameters of its own
+    follow = inspect.isclass(function)  # a wrapper of a function may have other parameters
     parameters = inspect.signature(function, follow_wrapped=follow).parameters
     return {name: x for name, x in parameters.items() if name not in ("self", "ctx")}
 
@@ -331,7 +331,7 @@ def _written(parameter: inspect.Parameter) -> str:
 
 
 def _names_used_by(cls: Any) -> set[str]:
-    """Return the names of attributes in the methods of a class and of those that it builds on."""
+    """Return the attribute names used in the methods of a class and its base classes."""
     functions = [
         inspect.unwrap(getattr(value, "__func__", value))
         for base in inspect.getmro(cls)

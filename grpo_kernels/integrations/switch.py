@@ -1,4 +1,4 @@
-"""Replaces functions of a host by ours, and puts theirs back."""
+"""Replaces functions of a trainer by ours, and restores them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_kernels.integrations.probe import LOCK, Probe, Replacement, find, miss
 
 
 class _Place(NamedTuple):
-    """One attribute of a host, what is there, and what stands in for it."""
+    """An attribute of a trainer, its original value, and our replacement."""
 
     owner: Any
     name: str
@@ -21,39 +21,39 @@ class _Place(NamedTuple):
     everywhere: bool
 
 
-_OURS: list[Any] = []  # what is in place, of all switches
+_OURS: list[Any] = []  # the active replacements of all switches
 
 
 class Switch:
-    """Replaces some attributes of a host by ours while it is on."""
+    """Replaces some attributes of a trainer by ours while it is on."""
 
     def __init__(
         self,
         probe: Probe,
-        too_late: Callable[[], str] = str,  # says what exists already that keeps theirs
+        too_late: Callable[[], str] = str,  # names existing objects that would keep theirs
     ) -> None:
         self.probe = probe
         self._too_late = too_late
-        self._places: list[_Place] = []  # where ours are
-        self._blocks = 0  # those of `enabled` that keep it on, in all threads
+        self._places: list[_Place] = []  # the active replacements
+        self._blocks = 0  # active `enabled` blocks, in all threads
 
     @property
     def on(self) -> bool:
         return bool(self._places)
 
     def enable(self, *, any_version: bool = False) -> None:
-        """Put ours in place, for everything that is built afterwards. Doing it twice is harmless.
+        """Activate our functions for everything built afterwards. Calling it twice is harmless.
 
         Raises:
-            ImportError: as :meth:`Probe.check`. With ``any_version`` what the host lacks is left
-                out; a host that lacks everything is an error.
-            ValueError: it is too late, or another switch has replaced the same.
+            ImportError: as for :meth:`Probe.check`. With ``any_version``, functions that the
+                trainer lacks are skipped; if it lacks all of them, that is an error.
+            ValueError: it is too late, or another switch has replaced the same functions.
         """
         with LOCK:
             self._put_ours(any_version, self._too_late)
 
     def check(self, any_version: bool = False) -> None:
-        """Raise ImportError as :meth:`enable` would, unless it is on."""
+        """Raise ImportError as :meth:`enable` would, unless the switch is on."""
         if not self.on:
             self.probe.check(any_version)
 
@@ -66,29 +66,29 @@ class Switch:
         for place in places:
             if place.theirs in _OURS:
                 raise ValueError(
-                    f"{package}: {place.name} has been replaced already, by another switch"
+                    f"{package}: {place.name} has already been replaced by another switch"
                 )
         self.probe.check(any_version)
         if wrong := too_late():
             raise ValueError(
-                f"enable: {wrong}; build trainers after enable(), and delete those that are there"
+                f"enable: {wrong}; build trainers after enable(), and delete existing ones"
             )
         if not places:
-            raise ImportError(f"{package}: there is nothing in it that ours could replace")
+            raise ImportError(f"{package}: found nothing in it that we could replace")
         self._places = places
         for place in places:
             _OURS.append(place.ours)
             _put(place, place.theirs, place.ours)
 
     def disable(self) -> None:
-        """Put theirs back; raise ValueError if somebody else has replaced ours."""
+        """Restore the trainer's functions; raise ValueError if other code has replaced ours."""
         with LOCK:
             for place in self._places:
                 present = getattr(place.owner, place.name)
                 if present is not place.ours:
                     raise ValueError(
-                        f"{self.probe.host.package}: expected {place.name} as enable() has left "
-                        f"it, got {present!r}; undo what has replaced it first"
+                        f"{self.probe.host.package}: expected {place.name} as enable() left it, "
+                        f"got {present!r}; first undo the code that replaced it"
                     )
             while self._places:
                 place = self._places.pop()
@@ -97,9 +97,9 @@ class Switch:
 
     @contextmanager
     def enabled(self, *, any_version: bool = False) -> Iterator[None]:
-        """Enable within a ``with``; with several threads until the last one leaves.
+        """Enable within a ``with`` block; with several threads, until the last one leaves it.
 
-        A switch that is on already stays on.
+        A switch that is already on stays on.
         """
         with LOCK:
             keeps_on = not self.on or self._blocks > 0
@@ -115,12 +115,12 @@ class Switch:
 
 
 def claim(model: Any, adapter: str) -> None:
-    """Note that an adapter changes a model; raise ValueError if another one has changed it."""
+    """Record that an adapter changes a model; raise ValueError if another one has changed it."""
     first = vars(model).setdefault("_grpo_adapter", adapter)
     if first != adapter:
         raise ValueError(
-            f"model: expected one that only {adapter} changes, got one that {first} has changed; "
-            "load the model again"
+            f"model: expected a model that only {adapter} changes, got one that {first} has "
+            "changed; load the model again"
         )
 
 
@@ -130,14 +130,14 @@ def release(model: Any) -> None:
 
 
 def alive(cls: type) -> list[Any]:
-    """Return the objects of a class that exist, for hooks that are too late for these."""
+    """Return the existing objects of a class, for which hooks would be too late."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), cls)]
 
 
 def _place(replacement: Replacement) -> _Place | None:
-    """Return where a replacement goes, None if the host has no such attribute."""
-    if missing(replacement.place):  # the probe says so
+    """Return where a replacement goes; None if the trainer has no such attribute."""
+    if missing(replacement.place):  # reported by the probe
         return None
     theirs = find(replacement.place)
     return _Place(
@@ -151,7 +151,7 @@ def _place(replacement: Replacement) -> _Place | None:
 
 def _put(place: _Place, old: Any, new: Any) -> None:
     setattr(place.owner, place.name, new)
-    own = getattr(place.ours, "__module__", None)  # where ours is defined, by the same name
+    own = getattr(place.ours, "__module__", None)  # the module that defines ours
     for name, module in list(sys.modules.items()) if place.everywhere else ():
         present = getattr(module, "__dict__", {}).get(place.name)
         if present is old and name != own and name.split(".")[0] != __name__.split(".")[0]:

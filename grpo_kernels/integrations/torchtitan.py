@@ -1,6 +1,6 @@
-"""Losses for torchtitan's RL trainer, computed at the head in place of its chunked loss.
+"""Losses for torchtitan's RL trainer, computed at the head instead of by its chunked loss.
 
-They have the settings, inputs and metrics of torchtitan's.
+Settings, inputs and metrics are the same as torchtitan's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_kernels.integrations.probe import Probe, Use
 from grpo_kernels.losses import LossConfig, Metrics
 
 _LOSS = "torchtitan.components.loss"
-# torchtitan's own losses import vLLM: their numbers are not compared
+# torchtitan's losses import vLLM, so numbers are not compared
 PROBE = Probe(
     host=HOSTS["torchtitan"],
     uses=(
@@ -35,19 +35,19 @@ PROBE = Probe(
     ),
     override="",
 )
-PROBE.check()  # before names are imported that others may not have
+PROBE.check()  # before importing names that other versions may lack
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 
 _INPUTS = ("generator_logprobs", "advantages", "loss_mask")
-_DIFFERENT = 1e-6  # what torchtitan takes for a difference
+_DIFFERENT = 1e-6  # torchtitan's threshold for a difference
 
 
 class DAPOLoss(ChunkedLossWrapper):
     """Clipped policy loss with separate bounds below and above (arXiv:2503.14476).
 
-    The trainer sees a chunked loss: it passes hidden states and sets the head, which is called
-    once, as a module, so that FSDP2 knows.
+    The trainer treats it as a chunked loss: it passes hidden states and sets the head, which is
+    called once, as a module, for FSDP2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -62,20 +62,20 @@ class DAPOLoss(ChunkedLossWrapper):
         self._log_bounds = math.log1p(-low), math.log1p(high)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """Make a FusedHead of it; raise ValueError for a wrapped forward (tensor parallelism)."""
+        """Make it a FusedHead; raise ValueError for a wrapped forward (tensor parallelism)."""
         self.lm_head = FusedHead(lm_head)
 
     def __call__(
         self,
         pred: Tensor,  # (B, L, D) hidden states, from a model that skips its head
-        labels: Tensor,  # (B, L) the token that follows each one
+        labels: Tensor,  # (B, L) the next token of each one
         global_valid_tokens: Tensor | float | None = None,  # divides the sums over tokens; None: 1
         **loss_inputs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, (), and torchtitan's metrics of it; raise ValueError for wrong inputs.
+        """Return the loss, (), and torchtitan's metrics; raise ValueError for wrong inputs.
 
         ``loss_inputs`` are ``generator_logprobs``, ``advantages`` and the bool ``loss_mask``,
-        (B, L). A token whose generator log-probability is not finite is left out.
+        (B, L). Tokens with a generator log-probability that is not finite are left out.
         """
         if self.lm_head is None:
             raise ValueError("lm_head: expected set_lm_head(lm_head) before the first call")
@@ -97,7 +97,7 @@ class DAPOLoss(ChunkedLossWrapper):
         return loss, {"loss/mean": loss.detach(), **self._metrics(metrics, batch, tokens)}
 
     def _metrics(self, metrics: Metrics, batch: TokenBatch, tokens: Tensor) -> dict[str, Tensor]:
-        """Return sums over the tokens here, divided by those of all processes."""
+        """Return sums over the tokens here, divided by the number of tokens on all processes."""
         assert metrics.logprobs is not None and metrics.entropy is not None
         assert batch.old_logprobs is not None
         difference = (metrics.logprobs - batch.old_logprobs).double()

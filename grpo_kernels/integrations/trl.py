@@ -1,4 +1,4 @@
-"""TRL's trainers on our kernels: what users import. Importing it imports TRL."""
+"""Runs TRL's trainers on our kernels: the public names. Importing it imports TRL."""
 
 from grpo_kernels.integrations.trl_head import (
     PROBE,

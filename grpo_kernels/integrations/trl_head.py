@@ -1,7 +1,7 @@
-"""TRL's trainers on our head: replaces the function that gives a model its fused LM head.
+"""Runs TRL's trainers on our head: replaces the function that adds a fused LM head to a model.
 
-TRL's computes log-probabilities from ``lm_head.weight``. Ours is called as a module. Distillation
-has its own function, which gets both weights.
+TRL's head computes log-probabilities from ``lm_head.weight``; ours is called as a module.
+Distillation has a separate function, which gets both weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TRAINERS = ("grpo", "rloo", "dpo", "kto", "sft")
 def _replacements() -> Iterator[Replacement]:
     yield Replacement(_UTILS, "add_fused_lm_head", add_fused_lm_head, everywhere=True)
     yield Replacement(_DISTILLATION, "_chunked_divergence_loss", chunked_divergence_loss)
-    # an adapter on another head than ours stays an error
+    # an adapter on a head other than ours is still an error
     has_peft = import_module("transformers.utils").is_peft_available()
     if has_peft and not missing(f"{_UTILS}:add_fused_lm_head"):
-        for name in _TRAINERS:  # nothing is an instance of ()
+        for name in _TRAINERS:  # no object is an instance of ()
             yield Replacement(f"trl.trainer.{name}_trainer", "BaseTunerLayer", ())
 
 
@@ -75,7 +75,7 @@ def _compare() -> Iterator[str]:
 
 
 def _score(add: Any) -> dict[str, Any]:
-    """Return all outputs of a model whose head was added by a function, and gradients."""
+    """Return all outputs of a model after a function added its head, and gradients."""
     model = tiny_model()
     add(model, temperature=0.7, outputs=tuple(_OUTPUTS))
     ids = torch.arange(10).reshape(2, 5) % 7
@@ -133,13 +133,15 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """Do what TRL's function of this name does: ``model(..., fused_lm_head=True)`` scores labels.
+    """Replace TRL's function of this name: ``fused_lm_head=True`` scores labels.
 
-    A head that ours cannot express and a model that another adapter has changed are ValueErrors.
+    Raises:
+        ValueError: our head does not support the model's head, or another adapter has changed the
+            model.
     """
     unknown = sorted(set(outputs) - set(_OUTPUTS))
     if unknown:
-        raise ValueError(f"outputs: expected some of {', '.join(_OUTPUTS)}; got {unknown}")
+        raise ValueError(f"outputs: expected any of {', '.join(_OUTPUTS)}; got {unknown}")
     layer = model.get_output_embeddings()
     head_of_layer(layer, Transform())  # for its checks
     if cast_lm_head_to_fp32:
@@ -147,7 +149,7 @@ def add_fused_lm_head(
             raise ValueError(
                 "cast_lm_head_to_fp32: expected False with an adapter on lm_head, got True"
             )
-        vars(layer).pop("forward", None)  # TRL's own cast
+        vars(layer).pop("forward", None)  # TRL's cast
         keep_head_in_fp32(model)
     claim(model, "trl")
     add_fused_head(model)
@@ -157,7 +159,7 @@ def add_fused_lm_head(
 
 
 class _ScoresLabels(ForwardOverlay):
-    """What :func:`add_fused_lm_head` makes of a model."""
+    """The forward that :func:`add_fused_lm_head` adds to a model."""
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         own_forward = super().forward
@@ -194,7 +196,7 @@ def chunked_divergence_loss(
     teacher_lm_head_weight: Tensor,  # (V, D_t)
     completion_mask: Tensor,  # (B, K)
     beta: float,
-    num_items_in_batch: Tensor | int | None = None,  # what to divide by; None: the valid tokens
+    num_items_in_batch: Tensor | int | None = None,  # divisor; None: the valid tokens
     student_lm_head_bias: Tensor | None = None,
     teacher_lm_head_bias: Tensor | None = None,
     student_logit_scale: float = 1.0,
@@ -203,7 +205,7 @@ def chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what TRL's function of this name does: loss, sum of entropies, number of valid tokens."""
+    """Replace TRL's function of this name: loss, sum of entropies, number of valid tokens."""
     student = Head(
         student_lm_head_weight,
         student_lm_head_bias,
@@ -217,10 +219,10 @@ def chunked_divergence_loss(
     mask = completion_mask != 0
     valid = mask.sum()
     weights = None
-    if num_items_in_batch is not None:  # no factor of the loss: gradients would be rounded twice
+    if num_items_in_batch is not None:  # as a factor of the loss it would round twice
         items = torch.as_tensor(num_items_in_batch, device=mask.device)
         weights = (valid / items).expand(mask.shape)
-    # ZeRO-3 gathers the student's head, which it trains; nobody else gathers the teacher's
+    # ZeRO-3 gathers the student's head, which it trains; the teacher's must be gathered here
     gathered = import_module(_UTILS).maybe_gather_lm_head_ctx
     with gathered(teacher.weight, teacher.bias):
         divergence = divergence_of(

@@ -21,12 +21,12 @@ from grpo_kernels.integrations.trl_head import SWITCH, add_fused_lm_head
 from grpo_kernels.linear_policy_loss import linear_policy_loss
 from grpo_kernels.losses import LOSSES, LossConfig, Metrics, PolicyLossOutput
 
-# what a model takes besides ids and mask, under TRL's names of its inputs
+# a model's inputs other than ids and mask, under TRL's names
 _OF_IMAGES = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-# inputs that TRL reads to split images into smaller batches, or that ours computes by itself
+# inputs that TRL needs to split images into smaller batches, or that we compute ourselves
 _NOT_READ = ("num_images", "num_tiles", "importance_sampling_ratio")
 # metrics of TRL's loss
 _LOGGED = ("kl", "entropy", "policy_loss", "cispo_clip_ratio", "vespo/phi_seq_mean")
@@ -34,18 +34,18 @@ _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")  # NaN over no tokens;
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """``trl.GRPOTrainer`` with the same arguments, whose policy loss is computed at the LM head.
+    """``trl.GRPOTrainer`` with its policy loss computed at the LM head.
 
-    The metrics are the same. Old and reference log-probabilities also come from our head, which may
-    have a LoRA adapter. A subclass may set ``any_version``.
+    Arguments and metrics are the same. Old and reference log-probabilities also come from our head,
+    which may have a LoRA adapter. A subclass may set ``any_version``.
 
     Raises:
         ImportError: TRL differs from what this class overrides and reads; the message says where.
-        ValueError: the head cannot be expressed by ours.
+        ValueError: our head does not support the model's head.
     """
 
-    any_version = False  # also versions of TRL that differ
-    _entropy_window_stats: Any  # TRL's: (2,) sum and count of a step so far, or None
+    any_version = False  # True: also run with versions of TRL that differ
+    _entropy_window_stats: Any  # of TRL: (2,) sum and count of a step so far, or None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         PROBE.check(self.any_version)
@@ -88,7 +88,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return self.current_gradient_accumulation_steps if self._mode == "train" else 1
 
     def _loss_config(self) -> LossConfig:
-        """Return the loss as TRL's settings are now: callbacks may change them."""
+        """Return the config for TRL's current settings, which callbacks may change."""
         args = self.args
         settings = {
             name: getattr(self, name, getattr(args, name))
@@ -96,7 +96,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             if hasattr(args, name)
         }
         if self.use_adaptive_entropy:
-            settings["entropy_coef"] = 1.0  # it is the factor of each batch
+            settings["entropy_coef"] = 1.0  # the coefficient is a factor of each batch
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         return LossConfig(
             rollout_correction_mode=args.vllm_importance_sampling_mode if corrects else None,
@@ -108,9 +108,9 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _token_batch(self, inputs: dict[str, Any]) -> TokenBatch:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         items = inputs["num_items_in_batch"].double() / self.accelerator.num_processes
-        if self._mode == "train":  # of the generation batch, of which a step may be a part
+        if self._mode == "train":  # over the generation batch; a step may be a part of it
             items = items * self._steps / self.args.steps_per_generation
-        scale = None  # it is constant
+        scale = None  # the coefficient is constant
         if self.use_adaptive_entropy:
             below = self._last_world_entropy <= self.args.entropy_target
             scale = self.entropy_coef if below else 0.0
@@ -127,7 +127,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         )
 
     def _adapt_entropy_coef(self, metrics: Metrics) -> None:
-        """Move the coefficient towards the target once per step, by the entropy of all tokens."""
+        """Move the coefficient toward the target once per step, by the entropy of all tokens."""
         stat = metrics.stats.get("entropy_top", metrics.stats["entropy"])
         sums = torch.stack([stat.total, stat.count])
         earlier = self._entropy_window_stats
@@ -157,7 +157,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             log["entropy_coef"].append(self.entropy_coef)
 
 
-# what ours reads of TRL's config, at values that have an effect
+# the settings that we read from TRL's config, at values that have an effect
 _CONFIG: dict[str, Any] = {
     "beta": 0.1,
     "delta": 1.3,
@@ -176,7 +176,7 @@ _CONFIG: dict[str, Any] = {
     "sapo_temperature_pos": 2.0,
     "steps_per_generation": 4,
     "temperature": 0.7,
-    "top_entropy_quantile": 1.0,  # a share would be of the tokens of all processes
+    "top_entropy_quantile": 1.0,  # a smaller share would cover the tokens of all processes
     "use_bias_correction_kl": True,
     "vespo_k_neg": 2.0,
     "vespo_k_pos": 2.5,
@@ -186,7 +186,7 @@ _CONFIG: dict[str, Any] = {
     "vllm_importance_sampling_clip_min": None,
     "vllm_importance_sampling_mode": "token_truncate",
 }
-# and of its trainer: settings that it copies, and the rest
+# and from its trainer: settings that it copies, and the rest
 _COPIED = (
     "beta", "entropy_coef", "epsilon_high", "importance_sampling_level", "loss_type",
     "max_completion_length", "off_policy_mask_threshold", "temperature", "top_entropy_quantile",
@@ -220,7 +220,7 @@ _LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 
 
 class _Inputs(dict[str, Any]):
-    """Inputs that remember which names TRL reads."""
+    """Inputs that record which names TRL reads."""
 
     def __init__(self) -> None:
         ids = torch.tensor([[3, 5, 1], [2, 7, 4]])
@@ -263,7 +263,7 @@ def _compare() -> Iterator[str]:
     for loss_type in _LOSSES:
         theirs = _loss_of(GRPOTrainer, their_model, loss_type, inputs)
         for name in sorted(inputs.read - {*inputs, *_OF_IMAGES, *_NOT_READ}):
-            yield f"_compute_loss, {loss_type}: input {name!r}, which ours does not know"
+            yield f"_compute_loss, {loss_type}: unknown input {name!r}"
         ours = _loss_of(FusedGRPOTrainer, our_model, loss_type, inputs)
         yield from unlike(f"_compute_loss, {loss_type}", theirs, ours)
 

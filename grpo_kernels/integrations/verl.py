@@ -1,4 +1,4 @@
-"""verl's fused heads on ours: FSDP's (``impl_backend`` torch, liger or triton) and Megatron's.
+"""Runs verl's fused heads on ours: FSDP's (``impl_backend`` torch, liger or triton), Megatron's.
 
 Each worker enables them before it builds models.
 """
@@ -34,7 +34,7 @@ _CORE = "verl.trainer.ppo.core_algos"
 _FUNCTIONAL = "verl.utils.experimental.torch_functional"
 _KERNEL = "verl.utils.kernel.linear_cross_entropy"
 _TENSORDICT = "verl.utils.tensordict_utils"
-# what verl calls our aggregations
+# verl's names of our aggregations
 _AGGREGATIONS = {
     "sequence_mean": "seq-mean-token-mean",
     "sequence_sum": "seq-mean-token-sum",
@@ -58,10 +58,14 @@ def patch_forward_with_backends(
     use_fused_kernels: bool = False,
     fused_kernels_backend: str | None = None,
 ) -> None:
-    """Do what verl's function of this name does: ``model(..., temperature=...)`` scores tokens.
+    """Replace verl's function of this name: ``model(..., temperature=...)`` scores tokens.
 
-    All backends of verl's are ours here. Only this object is changed, not the class of ``model``. A
-    head that ours cannot express and a model that another adapter has changed are ValueErrors.
+    Our head replaces all of verl's backends. Only this object is changed, not the class of
+    ``model``.
+
+    Raises:
+        ValueError: our head does not support the model's head, or another adapter has changed the
+            model.
     """
     if not use_fused_kernels:
         return
@@ -75,7 +79,7 @@ def patch_forward_with_backends(
 
 
 class _TakesTemperature(ForwardOverlay):
-    """What :func:`patch_forward_with_backends` makes of a model."""
+    """The forward that :func:`patch_forward_with_backends` adds to a model."""
 
     def forward(self, *args: Any, temperature: float | Tensor | None = None, **kwargs: Any) -> Any:
         own_forward = super().forward
@@ -83,7 +87,7 @@ class _TakesTemperature(ForwardOverlay):
             return own_forward(*args, **kwargs)
         ids = kwargs.pop("shift_labels", None)
         labels = kwargs.pop("labels", None)
-        if ids is None:  # the token that follows each one, as in verl's forwards
+        if ids is None:  # the next token of each one, as in verl's forwards
             labels = kwargs.get("input_ids") if labels is None else labels
             if labels is None:
                 raise ValueError(
@@ -106,7 +110,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) and entropies (N,) of labels.
 
-    On several ranks the gradients of ``hidden`` are parts that add up over them, as verl's are.
+    On several ranks, each gradient of ``hidden`` is a part of the sum over ranks, as in verl.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
@@ -120,7 +124,7 @@ def linear_cross_entropy(
 def register_policy_loss(name: str, config: LossConfig) -> None:
     """Register our loss as a ``loss_mode`` of verl: ``actor.policy_loss.loss_mode=name``.
 
-    ``actor.loss_agg_mode`` has to be the loss's own aggregation. verl's settings, such as
+    ``actor.loss_agg_mode`` must be the loss's own aggregation. verl's settings, such as
     ``clip_ratio``, have no effect on it.
 
     Raises:
@@ -129,18 +133,18 @@ def register_policy_loss(name: str, config: LossConfig) -> None:
     """
     registry = import_module(_CORE).POLICY_LOSS_REGISTRY
     if name in registry:
-        raise ValueError(f"name: expected one that verl does not have yet, got {name!r}")
+        raise ValueError(f"name: expected a name that verl does not use yet, got {name!r}")
     for setting, off in {"beta": 0, "entropy_coef": 0, "top_entropy_quantile": 1}.items():
         if (value := getattr(config, setting)) != off:
             raise ValueError(
-                f"{setting}: expected {off}, as verl passes only log-probabilities, got {value}"
+                f"{setting}: expected {off} (verl passes only log-probabilities), got {value}"
             )
     registry[name] = functools.partial(_policy_loss, config)
 
 
 def _policy_loss(
     loss_config: LossConfig,
-    old_log_prob: Tensor,  # (B, L), as all but the last
+    old_log_prob: Tensor,  # (B, L), like all except the last
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
@@ -171,7 +175,7 @@ def _policy_loss(
         old_logprobs=old_log_prob,
         rollout_weights=rollout_is_weights,
     )
-    with torch.enable_grad():  # verl's weight of each token: its aggregation is linear
+    with torch.enable_grad():  # verl's weight per token, since its aggregation is linear
         ones = torch.ones_like(log_prob, dtype=torch.float64, requires_grad=True)
         aggregated = import_module(_CORE).agg_loss(ones, mask, loss_agg_mode, **batch_info)
     (weights,) = torch.autograd.grad(aggregated, ones)
@@ -186,7 +190,7 @@ def _fused_linear_for_ppo(
     input_ids,
     temperature=1.0,
 ):
-    """Stand in for the forward of ``FusedLinearForPPO``."""
+    """Replace the forward of ``FusedLinearForPPO``."""
     return _score(hidden_states, vocab_weights, input_ids, temperature)
 
 
@@ -232,7 +236,7 @@ def _at_any_temperature(theirs: Any) -> Any:
     return prepare_model_inputs
 
 
-# no numbers: verl's functions run kernels of FlashAttention or Triton, or change a model's class
+# numbers are not compared: verl's functions run FlashAttention or Triton kernels, or change classes
 PROBE = Probe(
     host=HOSTS["verl"],
     replacements=_replacements,

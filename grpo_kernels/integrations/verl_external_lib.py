@@ -1,4 +1,4 @@
-"""What ``actor_rollout_ref.model.external_lib`` of verl names: importing it enables our adapter."""
+"""For verl's ``actor_rollout_ref.model.external_lib``: importing it enables our adapter."""
 
 from grpo_kernels.integrations import verl
 

@@ -113,7 +113,7 @@ def _check_switch(package: str, switch: Switch) -> None:
         if inspect.isfunction(theirs[owner, name]):
             assert _parameters(function) == _parameters(theirs[owner, name])
         setattr(owner, name, print)
-    with pytest.raises(ValueError, match=r"as enable\(\) has left it, got <built-in function"):
+    with pytest.raises(ValueError, match=r"as enable\(\) left it, got <built-in function"):
         switch.disable()
     for (owner, name), function in ours.items():
         setattr(owner, name, function)

@@ -174,10 +174,8 @@ test_inputs = contract_of(
             "model: expected logits without .* softcap 5.0": partial(instead_of_theirs, "gemma2"),
             "model: expected logits without .* scale 0.25": partial(instead_of_theirs, "cohere"),
             "model: expected lm_head without an adapter": partial(instead_of_theirs, "qwen2", True),
-            "expected no LigerFusedLinearGRPOLoss of Liger's yet": partial(
-                enabled_too_late, theirs
-            ),
-            "expected no LigerFusedLinearJSDLoss of Liger's yet": partial(
+            "expected no LigerFusedLinearGRPOLoss of Liger yet": partial(enabled_too_late, theirs),
+            "expected no LigerFusedLinearJSDLoss of Liger yet": partial(
                 enabled_too_late, their_jsd
             ),
         },

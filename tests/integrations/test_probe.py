@@ -195,7 +195,7 @@ def test_nothing_is_left_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distillation_trainer, "_chunked_divergence_loss")
     with (
         pytest.warns(RuntimeWarning, match="add_fused_lm_head: missing"),
-        pytest.raises(ImportError, match="trl: there is nothing in it that ours could replace"),
+        pytest.raises(ImportError, match="trl: found nothing in it that we could replace"),
     ):
         ours.enable(any_version=True)
     assert not ours.SWITCH.on
@@ -213,7 +213,8 @@ def test_a_newer_trl_that_is_the_same(monkeypatch, caplog) -> None:
                 assert utils.add_fused_lm_head is ours.add_fused_lm_head
     said = [record.getMessage() for record in caplog.records if "trl" in record.getMessage()]
     assert (
-        len(said) == 1 and "trl 1.19.0 was not tested (tested: 1.16); the probe passed" in said[0]
+        len(said) == 1
+        and "trl 1.19.0 was not tested (tested: 1.16), but the probe passed" in said[0]
     )
     assert compared == [1]  # once per version
     monkeypatch.setattr(hosts, "version", lambda name: "1.18.0")
@@ -332,7 +333,7 @@ OF_THE_TRAINER: dict[str, tuple[Change, str]] = {
     ),
     "a new input": (
         LOSS(reading(lambda trainer, inputs: inputs.get("group_sizes"))),
-        r"_compute_loss, dapo: input 'group_sizes', which ours does not know",
+        r"_compute_loss, dapo: unknown input 'group_sizes'",
     ),
     "numbers": (LOSS(larger(COMPUTE_LOSS)), r"_compute_loss, vespo: loss differs by"),
 }

@@ -116,7 +116,7 @@ def test_threads_that_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_for_one_place_are_refused() -> None:
     with (
         made_up_switch().enabled(),
-        pytest.raises(ValueError, match="torch: score has been replaced already, by another"),
+        pytest.raises(ValueError, match="torch: score has already been replaced by another"),
     ):
         SWITCH.enable()
 

@@ -175,7 +175,7 @@ def check_refused() -> None:
             "cast_lm_head_to_fp32: expected False with an adapt": partial(
                 make, more={"peft_config": plain}, cast_lm_head_to_fp32=True
             ),
-            r"outputs: expected some of .*got \['logits'\]": partial(
+            r"outputs: expected any of .*got \['logits'\]": partial(
                 add, tiny_model(), outputs=("logits",)
             ),
             "that only trl changes, got one that lazy_scorers has changed": partial(add, changed),

@@ -127,7 +127,7 @@ def test_it_has_no_fused_head() -> None:
         assert f"* trl.trainer.{name}: missing" in str(error.value)
     with (
         pytest.warns(RuntimeWarning, match="add_fused_lm_head: missing"),
-        pytest.raises(ImportError, match="nothing in it that ours could replace"),
+        pytest.raises(ImportError, match="found nothing in it that we could replace"),
     ):
         later_trl.enable(any_version=True)
     assert not later_trl.SWITCH.on

@@ -190,7 +190,7 @@ ADAPTER = Adapter(
     refused={
         "impl_backend: expected one of torch, liger, triton": patch_for_another_backend,
         "reduction: expected 'none', got 'mean'": reduce,
-        "name: expected one that verl does not have yet": partial(
+        "name: expected a name that verl does not use yet": partial(
             ours.register_policy_loss, "vanilla", LossConfig()
         ),
         "beta: expected 0": partial(call_own, "dapo", beta=0.1),
