@@ -126,7 +126,7 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of ``model`` that returns the last hidden states.
 
     Raises:
-        ValueError: the model has no head of its own.
+        ValueError: the model has no separate head.
     """
     if model.base_model is not model:
         return model.base_model
@@ -149,7 +149,7 @@ def fused_head(model: PreTrainedModel, anew: bool = False) -> nn.Module:
     """Return the head to call, or FSDP1's wrapper of it.
 
     Turns the layer into a FusedHead with the config's settings if it is not one already (wrappers
-    may have replaced it), or if ``anew``.
+    may have replaced it), or if forced by the second argument.
     """
     config = model.config.get_text_config()
     layer = model.get_output_embeddings()

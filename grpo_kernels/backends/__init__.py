@@ -1,6 +1,6 @@
-"""Who runs a tile: row kernels on each device. Knows heads and sampling masks, no loss.
+"""Row kernels for each device. Independent of the loss.
 
-Triton's have a door of their own, which imports Triton: :mod:`grpo_kernels.backends.triton`.
+Triton kernels have a separate entry, which imports Triton: :mod:`grpo_kernels.backends.triton`.
 """
 
 from grpo_kernels.backends import cpu

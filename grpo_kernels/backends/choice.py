@@ -1,4 +1,4 @@
-"""Which backend runs, and why: the only place where that is decided."""
+"""Decides which backend runs, and says why. Nothing else decides it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from grpo_kernels.head import logits_dtype
 
 BACKEND_VARIABLE = "GRPO_KERNELS_BACKEND"
 
-# Default size of the logits tile on a CPU; on a GPU it is rows. GEMMs of 250 rows are as fast as
-# those of more, which only cost memory; with 200 they are measurably slower.
+# Default size of the logits tile on a CPU (on a GPU it is a number of rows). GEMMs with 250 rows
+# are as fast as with more, which only cost memory; with 200 rows they are measurably slower.
 _CPU_WORKSPACE_BYTES = 160 << 20
 
 
 class _Reference(Backend):
-    """The eager reference, which has no tile: ``reference_logprobs`` is all of it."""
+    """The eager reference, which has no tile: it consists of ``reference_logprobs``."""
 
     name, has_tiles = "reference", False
 
@@ -35,23 +35,23 @@ BACKENDS: dict[str, Backend] = {
 
 
 def available_backends() -> tuple[str, ...]:
-    """Name the backends that this machine can run, the preferred first."""
+    """Return the names of the backends that this machine can run, in order of preference."""
     return tuple(name for name, backend in BACKENDS.items() if backend.unavailable() is None)
 
 
 def requested_backend(backend: str) -> str:
-    """Return the argument, or what the environment says in place of ``"auto"``."""
+    """Return the argument, or for ``"auto"`` the environment variable if it is set."""
     return (os.environ.get(BACKEND_VARIABLE) or backend) if backend == "auto" else backend
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose the backend for such tensors.
 
-    An argument other than ``"auto"`` decides; then the environment variable
-    ``GRPO_KERNELS_BACKEND``; then the first that can run.
+    An argument other than ``"auto"`` decides, then the environment variable
+    ``GRPO_KERNELS_BACKEND``, then the first backend that can run.
 
     Raises:
-        ValueError: the name is unknown, or that backend cannot run here or on these tensors.
+        ValueError: the name is unknown, or the backend cannot run here or on these tensors.
     """
     name = requested_backend(requested)
     if name == "auto":
@@ -70,9 +70,9 @@ def _source(requested: str) -> str:
 
 
 def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why ``"auto"`` does not take a backend for such tensors; None if it could.
+    """Say why ``"auto"`` does not choose a backend for such tensors; None if it could.
 
-    Of one that only has to be installed a warning says so, once in a process.
+    Warn once per process about a backend that only needs to be installed.
     """
     unsuited = backend.unsuited(device, dtype)
     if backend.for_gpus and device.type == "cpu":
@@ -85,19 +85,19 @@ def passed_over(backend: Backend, device: torch.device, dtype: torch.dtype) -> s
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn that tensors take a slower path."""
+    """Warn that a slower path is used."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def why_backend(
     chosen: Backend, requested: str, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Say, for ``explain``, why :func:`choose_backend` took this one."""
+    """Say, for ``explain``, why :func:`choose_backend` chose this backend."""
     if requested_backend(requested) != "auto":
         return [f"{chosen.name}: forced by {_source(requested)}"]
     passed = itertools.takewhile(lambda backend: backend is not chosen, BACKENDS.values())
     reasons = [f"not {each.name}: {passed_over(each, device, dtype)}" for each in passed]
-    return [*reasons, f"{chosen.name}: the first of the preferred order that can run"]
+    return [*reasons, f"{chosen.name}: the first in the order of preference that can run"]
 
 
 def chunk_rows(
@@ -107,7 +107,7 @@ def chunk_rows(
     device: torch.device,
     max_workspace_bytes: int | None,
 ) -> int:
-    """Return how many rows of logits fit into the workspace, but for gaps between them.
+    """Return how many rows of logits fit into the workspace, ignoring gaps between rows.
 
     Raises:
         ValueError: the workspace does not hold one row.
@@ -124,11 +124,11 @@ def chunk_rows(
             f"max_workspace_bytes: expected at least {row_bytes} (one row of {columns} logits), "
             f"got {max_workspace_bytes}"
         )
-    # full blocks of a GEMM; a small tile only those of its innermost loop
+    # full blocks of a GEMM; for a small tile, blocks of its innermost loop
     block = 1 if rows < 64 else 16 if rows < 256 else 64
     return rows // block * block
 
 
 def device_numerics(device: torch.device) -> str:
-    """Name a device as far as bits depend on it."""
+    """Name a device, as precisely as bits depend on it."""
     return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_class(device)

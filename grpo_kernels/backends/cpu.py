@@ -1,6 +1,6 @@
-"""The native backend: kernels of ``csrc`` for fp32, bf16 and fp16 on a CPU, by ctypes.
+"""The native backend: the kernels in ``csrc`` for fp32, bf16 and fp16 on a CPU, through ctypes.
 
-Where the library is missing ``unavailable`` says why, and plain torch serves, as exact.
+If the library is missing, ``unavailable`` says why, and plain torch runs, which is as exact.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from grpo_kernels.head import Head, Transform
 class Native(Backend):
     """Kernels for fp32, bf16 and fp16.
 
-    Rows are spread over ``torch.get_num_threads()`` threads; a row's result depends neither on that
-    number (but for an adapter's) nor on the other rows. Scale, softcap and temperature must be
-    positive.
+    Rows are spread over ``torch.get_num_threads()`` threads. A row's result does not depend on the
+    number of threads (except with an adapter) or on the other rows. Scale, softcap and temperature
+    must be positive.
     """
 
     name = "cpu"
     absence = (
-        "The pure-torch path serves on CPU, because {}. Reinstall grpo-kernels where a C++17 "
-        "compiler (g++ or clang++) is on the PATH."
+        "Falling back to pure torch on the CPU, which is slower, because {}. Reinstall "
+        "grpo-kernels with a C++17 compiler (g++ or clang++) on the PATH."
     )
 
     def __init__(self, isa_rank: int = 0) -> None:
@@ -72,7 +72,7 @@ class Native(Backend):
         return [isas()[self._isa_rank]]
 
     def _run(self, kernel: str, rows: int, subject: View, **more: Any) -> None:
-        """Call a kernel, whose second struct has the fields ``more``."""
+        """Call a kernel; ``more`` are the fields of its second struct."""
         results = VIEWS[KERNELS[kernel][1]](rows, **more)
         getattr(load_library(), kernel)(subject, results, self._isa_rank, torch.get_num_threads())
 
@@ -196,7 +196,7 @@ class Native(Backend):
         gradient: TileGradient | None = None,
         grad_stats: StatsGrad | None = None,
     ) -> Tensor:
-        assert gradient is None, "the kernel forms it"
+        assert gradient is None, "the kernel computes it"
         require(cuts.dtype == torch.float32 and cuts.dim() == 1, cuts)
         rows, columns = tile.logits.shape
         blocks, sampled = sampled_blocks(rows, columns)
@@ -227,7 +227,7 @@ class Native(Backend):
         gradient: TileGradient | None = None,
         grad_stats: StatsGrad | None = None,
     ) -> Entries:
-        assert gradient is None, "the kernel forms it"
+        assert gradient is None, "the kernel computes it"
         require(slots > 0, slots)
         rows = len(tile.target)
         entries = Entries.empty(rows, slots, tile.logits.device)
@@ -281,7 +281,7 @@ class Native(Backend):
         out: Tensor,
         add: bool,
     ) -> None:
-        """Run a product with entries."""
+        """Run a sparse product with entries."""
         source = _rows(source)
         target = _rows(out)
         require(out.dtype in (source.dtype, torch.float32), out.dtype)
@@ -307,7 +307,7 @@ def _tile(tile: Tile) -> View:
 
 
 def _scores(target: Tensor, transform: Transform, columns: int, logits: Tensor | None) -> View:
-    """Return the view of a tile, which may be without logits."""
+    """Return the view of a tile, possibly without logits."""
     rows = target.numel()
     require(0 < columns < 2**31, columns)
     assert transform.logit_scale > 0 and (transform.softcap is None or transform.softcap > 0)
@@ -331,15 +331,16 @@ def _scores(target: Tensor, transform: Transform, columns: int, logits: Tensor |
     )
 
 
-# Rows for which torch forms the small factor of an update at a time: always as many, and each
-# begins where a vector does, so that a row's bits are its own. MKL's depend on a row's alignment.
+# Rows for which torch computes the small factor of a LoRA update at a time: always the same number,
+# each starting on a vector boundary, so that a row's bits depend only on the row. MKL's depend on a
+# row's alignment.
 _FACTOR_ROWS = 256
 _LANES = 16  # tokens of the widest vector
 _RANK_STEP = 8  # kRankStep of csrc/linear.h
 
 
 def _low_rank(hidden: Tensor, head: Head) -> View:
-    """Return the view of LoRA's (rank, tokens) and (V, rank) factors in fp32, and zeros."""
+    """Return the view of LoRA's (rank, tokens) and (V, rank) factors in fp32, padded with zeros."""
     if head.lora is None:
         return VIEWS["Update"]()
     count, depth = hidden.shape
@@ -361,7 +362,7 @@ def _low_rank(hidden: Tensor, head: Head) -> View:
 
 
 def _grad_stats(stats: RowStats, grad_stats: StatsGrad | None) -> View:
-    """Return the view of gradients of log-probabilities and entropy, or of none."""
+    """Return the view of the gradients of log-probabilities and entropy, or an empty view."""
     if grad_stats is None:
         return VIEWS["GradStats"]()
     require(grad_stats.dlogp is not None and grad_stats.dentropy is not None, grad_stats)

@@ -7,9 +7,9 @@ With ``s`` and ``t`` the probabilities and ``m = (1 - beta) s + beta t``:
 * ``jsd``: beta KL(t, m) + (1 - beta) KL(s, m), the generalized Jensen-Shannon divergence of
   arXiv:2306.13649
 
-The gradient of each by the student's scores is ``g_j - s_j sum_k g_k``, where ``g_j``, the
-``logp_grad`` of an id, is the derivative by ``log s_j``. An id of probability 0 counts as one of
-``exp(-1e4)``.
+The gradient with respect to the student's scores is ``g_j - s_j sum_k g_k``, where ``g_j``, the
+``logp_grad`` of an id, is the derivative with respect to ``log s_j``. Probability 0 counts as
+``exp(-1e4)``. ``triton/divergence.py`` and ``csrc/divergence-inl.h`` mirror these definitions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _reverse_kl(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor
 
 
 def _jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    # log(s / m) and log(t / m), by the larger of the two: near 1 their ratio keeps its digits
+    # log(s / m) and log(t / m) from the larger of the two, so a ratio near 1 keeps its digits
     delta = teacher_logp - logp
     is_more = delta > 0
     zero = torch.zeros_like(delta)
@@ -46,13 +46,13 @@ def _jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> tuple[Tensor, Tenso
     return each, logp_grad
 
 
-# kernels know a kind by its place
+# kernels identify a kind by its position
 KINDS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Which divergence; ``beta`` is that of ``jsd``."""
+    """The kind of divergence; ``beta`` is for ``jsd``."""
 
     kind: str = "forward_kl"
     beta: float = 0.5
@@ -63,9 +63,9 @@ class Divergence:
         return list(KINDS).index(self.kind)
 
     def terms(self, logp: Tensor, teacher_logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each id adds to the divergence, and its ``logp_grad``; all of one shape.
+        """Return each id's term of the divergence, and its ``logp_grad``; all of one shape.
 
-        The log-probabilities are at least :data:`LEAST_LOGP`.
+        The log-probabilities must be at least :data:`LEAST_LOGP`.
         """
         return KINDS[self.kind](logp, teacher_logp, self.beta)
 
@@ -85,27 +85,27 @@ class Pair(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """A teacher's first k ids of each row; the other ids are one, the tail."""
+    """A teacher's first k ids of each row; the other ids count as one, the tail."""
 
     logprobs: Tensor  # (T, k), descending
     indices: Tensor  # (T, k) int64
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """The tensors that a backward needs, as those of rows."""
+        """The tensors that a backward needs, as for rows."""
         return self.logprobs, self.indices
 
     def with_inputs(self, logprobs: Tensor, indices: Tensor) -> TopK:
-        """Return these :attr:`inputs` as the same."""
+        """Return the same object with these :attr:`inputs`."""
         return TopK(logprobs, indices)
 
     def without_inputs(self) -> TopK:
-        """Return the same with empty :attr:`inputs`, which keeps none of their memory."""
+        """Return the same object with empty :attr:`inputs`, which keep no memory alive."""
         return TopK(self.logprobs.new_empty((0, 0)), self.indices.new_empty((0, 0)))
 
     @property
     def with_tail(self) -> Tensor:
-        """(T, k + 1) log-probabilities in fp64, the last that of the tail."""
+        """(T, k + 1) log-probabilities in fp64; the last column is the tail."""
         logp = self.logprobs.double()
         tail = torch.log1p(-logp.exp().sum(-1, keepdim=True).clamp(max=1))
         return torch.cat([logp, tail], -1).clamp(min=LEAST_LOGP)

@@ -1,16 +1,17 @@
-"""The entries of a row's gradient that matter: sparse products in place of two GEMMs.
+"""The entries of a row's gradient that matter: sparse products instead of two GEMMs.
 
-The gradient of a row's log-probability by its raw logits is ``slope_v (1[v = y] - p_v)``, and with
-one of its entropy as of ``Backend.dlogits_``: nearly all of its entries are tiny. Those of a size
-above a cut are kept as they are. The others are the tail: an entry of size ``a`` is drawn with
-probability ``a / cut``, and kept as large as the cut. So what is kept is right in the mean, and its
-expected squared error is the sum of ``a (cut - a)`` over the tail. All rows share a cut, which
-keeps the fewest entries for a given error of their sum; it is found from a sample of the columns.
+Gradient sparsification by magnitude: Wangni et al., arXiv:1710.09854. The gradient of a row's
+log-probability with respect to its raw logits is ``slope_v (1[v = y] - p_v)``; with a gradient of
+the entropy, see ``Backend.dlogits_``. Nearly all of its entries are tiny. Entries larger than a cut
+are kept. The others are the tail: an entry of size ``a`` is drawn with probability ``a / cut``, and
+kept with the size of the cut. So the kept entries are right on average, and their expected squared
+error is the sum of ``a (cut - a)`` over the tail. All rows share a cut, which keeps the fewest
+entries for a given total error; it is found from a sample of the columns.
 
-The tail is sampled systematically (Madow, 1949). The columns ``s``, ``s + STRANDS``,
-``s + 2 STRANDS``, ... are strand ``s``: it draws the entries in which its running sum passes a
-multiple of the cut, from a start that is a hash of row and strand. The same run gives the same
-bits. Which rows are computed whole follows from expectations, so the mean stays right.
+The tail is sampled systematically (Madow, 1949). Strand ``s`` consists of the columns ``s``,
+``s + STRANDS``, ``s + 2 STRANDS``, ... It draws the entries at which its running sum passes a
+multiple of the cut, starting from a hash of row and strand. The same run gives the same bits.
+Expectations decide which rows are computed whole, so the average stays right.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from grpo_kernels.backends.base import (
 )
 
 STRANDS = 2048
-# Of a row, one in so many blocks of STRANDS columns is sampled for the choice of a cut; and of all
-# rows together, each block at least so many times.
+# To choose a cut, one in _BLOCKS blocks of STRANDS columns is sampled per row, and each block at
+# least _FEWEST times over all rows.
 _BLOCKS, _FEWEST = 32, 4
-NUM_CUTS = 12  # that are tried
+NUM_CUTS = 12  # cuts that are tried
 GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 TINY = 1e-30
 
 
 def row_keys(seed: int, lse: Tensor, first: int = 0) -> Tensor:
-    """Return (C,) int32 keys of consecutive rows, from the ``first`` on, with these fp64 lse."""
-    # they differ from step to step as the policy does, and from row to row also of equal rows
+    """Return (C,) int32 keys of consecutive rows, starting at ``first``, with these fp64 lse."""
+    # keys differ between steps, as the policy does, and between rows, even equal ones
     bits = lse.double().contiguous().view(torch.int64)
     row = torch.arange(first, first + lse.numel(), device=lse.device)
     key = _mixed(row * GOLDEN + seed)
@@ -62,18 +63,18 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def sampled_blocks(rows: int, columns: int) -> tuple[int, int]:
-    """Return how many blocks of STRANDS columns a row has, and how many of them are sampled."""
+    """Return the number of blocks of STRANDS columns in a row, and how many are sampled."""
     blocks = -(-columns // STRANDS)
     enough = -(-_FEWEST * blocks // max(rows, 1))
     return blocks, min(blocks, max(-(-blocks // _BLOCKS), enough))
 
 
 def best_cut(sums: Tensor, cuts: Tensor, allowed: float) -> Tensor:
-    """Return the () cut at which the expected squared error is ``allowed``.
+    """Return the () cut with an expected squared error of ``allowed``.
 
-    ``sums`` (2, K) are the tails' sizes and squares, for K ascending ``cuts``.
+    ``sums`` (2, K) are the sums of the tails' sizes and squares, for K ascending ``cuts``.
     """
-    # convex in the cut, and 0 at 0: a chord lies above it
+    # the error is convex in the cut, and 0 at 0, so a chord is above it
     errors = cuts * sums[0] - sums[1]
     fits = errors <= allowed
     low, low_error = (torch.where(fits, x, 0.0).amax() for x in (cuts, errors))
@@ -83,7 +84,7 @@ def best_cut(sums: Tensor, cuts: Tensor, allowed: float) -> Tensor:
 
 
 def ladder(least: Tensor) -> Tensor:
-    """Return the (K,) cuts that are tried, from ``least`` () to 1."""
+    """Return the (K,) cuts to try, from ``least`` () to 1."""
     steps = torch.linspace(1, 0, NUM_CUTS, dtype=least.dtype, device=least.device)
     return least.clamp(max=1) ** steps
 
@@ -123,7 +124,7 @@ def block_tail_sums(
     first: int,
     sampled: tuple[int, int],
 ) -> Tensor:
-    """Sum up the sampled tails of some rows at once; see ``Backend.tail_sums``."""
+    """Sum the sampled tails of some rows at once; see ``Backend.tail_sums``."""
     blocks, count = sampled
     sizes = _gradient(tile, stats, grad_stats)[0].abs()
     row = torch.arange(first, first + len(sizes), device=sizes.device)[:, None]
@@ -152,7 +153,7 @@ def block_entries(
     drawn = torch.where(_drawn(tail / cut, keys), cut * others.sign(), 0.0)
     kept = torch.where(large, others, drawn)
     target = tile.target
-    here = (target >= 0) & (target < tile.logits.shape[1])  # else in another rank's columns
+    here = (target >= 0) & (target < tile.logits.shape[1])  # otherwise on another rank
     sums = tail.sum(1)
     expected = sums / cut[:, 0]
     count = (kept != 0).sum(1) + here
@@ -190,7 +191,7 @@ def _drawn(probabilities: Tensor, keys: Tensor) -> Tensor:
     steps = _by_block(probabilities).cumsum(1)
     strand = torch.arange(STRANDS, device=keys.device)
     start = (_mixed(keys.long()[:, None] + strand * GOLDEN) >> 8).double().add(0.5) * 2.0**-24
-    passed = torch.ceil(steps - start[:, None])  # how often a running sum reached its next draw
+    passed = torch.ceil(steps - start[:, None])  # draws so far
     drawn = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1])) > 0
     return drawn.flatten(1)[:, : probabilities.shape[1]]
 
@@ -198,12 +199,12 @@ def _drawn(probabilities: Tensor, keys: Tensor) -> Tensor:
 def _in_slots(
     kept: Tensor,  # (C, V), 0 for entries that are not kept
     at_target: Tensor,  # (C,)
-    target: Tensor,  # (C,); -1: in another rank's columns
-    count: Tensor,  # (C,) entries of a row with the target's, or WHOLE
+    target: Tensor,  # (C,); -1: on another rank
+    count: Tensor,  # (C,) entries of a row including the target, or WHOLE
     slots: int,
 ) -> tuple[Tensor, Tensor]:
     """Return ids and values (C, slots) of the rows' entries, the target's last."""
-    # one slot more takes the target of a row that has none here
+    # an extra slot absorbs the target of rows that have none here
     ids = target.new_zeros((len(count), slots + 1), dtype=torch.int32)
     values = kept.new_zeros((len(count), slots + 1))
     listed_here = (kept != 0) & (count > 0)[:, None]
@@ -219,8 +220,8 @@ def _in_slots(
 
 
 def _gradient(tile: Tile, stats: RowStats, grad_stats: StatsGrad | None) -> tuple[Tensor, Tensor]:
-    """Return a gradient by the raw logits (C, V), 0 at the target, and that at the target (C,), 0
-    if it is in no column; in fp64."""
+    """Return the gradient of raw logits (C, V), with 0 at the target, and its value at the target
+    (C,), 0 if that is in no column; in fp64."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
     finite = stats.lse.isfinite()[:, None]
@@ -246,20 +247,20 @@ def _gradient(tile: Tile, stats: RowStats, grad_stats: StatsGrad | None) -> tupl
 
 
 def row_weights(grad_stats: StatsGrad) -> Tensor:
-    """Return what the sizes of rows are multiplied by (C,), in fp64; 0: without a gradient."""
+    """Return the factors of the rows' sizes (C,), in fp64; 0 for rows without a gradient."""
     assert grad_stats.dlogp is not None
     if grad_stats.dentropy is None:
         return grad_stats.dlogp.double().abs()
-    return ((grad_stats.dlogp != 0) | (grad_stats.dentropy != 0)).double()  # it is in their sizes
+    return ((grad_stats.dlogp != 0) | (grad_stats.dentropy != 0)).double()  # sizes include it
 
 
 def sizes_at_target(
     tile: Tile, stats: RowStats, grad_stats: StatsGrad | None, gradient: TileGradient | None
 ) -> Tensor:
-    """Return the sizes of gradients by the targets' logits, (C,) fp64: no more than their norms.
+    """Return the sizes of the gradients at the targets, (C,) fp64, a lower bound of their norms.
 
-    Of a gradient of the log-probability it is at least as large as all others together. It is 0 for
-    a row without a finite ``lse``, and for a target outside of the tile.
+    For a gradient of the log-probability, this is at least the sum of all other sizes. It is 0 for
+    a row without a finite ``lse``, and for a target outside the tile.
     """
     own = torch.arange(len(tile.target), device=tile.target.device)
     if gradient is not None:
@@ -275,7 +276,7 @@ def sizes_at_target(
 
 
 def _by_target_score(stats: RowStats, grad_stats: StatsGrad | None) -> Tensor:
-    """Return the gradients by the targets' transformed logits, (C,) fp64."""
+    """Return the gradients of the targets' transformed logits, (C,) fp64."""
     logp = stats.logprobs.double()
     others = -torch.expm1(logp)  # 1 - p
     if grad_stats is None:
@@ -286,5 +287,5 @@ def _by_target_score(stats: RowStats, grad_stats: StatsGrad | None) -> Tensor:
 
 
 def _by_block(values: Tensor) -> Tensor:
-    """Return (C, V) values as (C, blocks, STRANDS), filled up with zeros."""
+    """Return (C, V) values as (C, blocks, STRANDS), padded with zeros."""
     return pad(values, (0, -values.shape[1] % STRANDS)).unflatten(1, (-1, STRANDS))

@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels.
 
-They never depend on the row count: a row's bits are the same in every batch. They were measured on
-an H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
+They never depend on the number of rows, so a row's bits are the same in every batch. They were
+measured on an H200 and are guesses elsewhere; ``make gpu-tune`` measures others.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from grpo_kernels.head import Head
 
-# Of a logits tile. By the roofline of an H200 a 16-bit GEMM of some 190 rows takes as long as
-# reading the weight for it; more rows gain nothing. `schedule/loss_plan.py` has the larger tiles.
+# Rows of a logits tile. By the roofline of an H200, a 16-bit GEMM with about 190 rows needs as long
+# as reading its weight; more rows gain nothing. `schedule/loss_plan.py` has the larger tiles.
 _TILE_BYTES = 256 << 20
 _FEWEST_ROWS, _MOST_ROWS = 256, 16384
-# Without fusion of ``a * b + c`` every operation rounds as it is written: ``z - peak`` is exactly 0
-# at the peak, and bits of rows are the same with and without extra statistics.
+# Without fused multiply-add every operation rounds as written: ``z - peak`` is exactly 0 at the
+# peak, and a row's bits are the same with and without extra statistics.
 NOT_FUSED = {"enable_fp_fusion": False}
 
 
@@ -41,8 +41,8 @@ class RowConfig:
         return self.num_warps * self.warp * self.depth * (16 // dtype.itemsize)
 
     def blocks(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
-        """Return a tile as constants; a thread has neighbouring columns where it loads 16 bytes."""
-        # columns that are loaded one by one take more registers: a tile has fewer
+        """Return a tile as constants; a thread has adjacent columns if it loads 16 bytes."""
+        # columns that are loaded one by one need more registers, so a tile has fewer
         tile = self if aligned else replace(self, depth=max(1, self.depth // 2))
         return {
             "BLOCK_V": tile.columns(dtype),
@@ -57,18 +57,18 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tile of the GEMM whose logits stay on the chip."""
+    """Tile of the GEMM with logits that stay on the chip."""
 
     block_t: int
     block_v: int
     block_d: int
     num_warps: int
     num_stages: int
-    subtiles: int  # of a tile, 1 or 2, folded one after the other: fewer live registers
-    tiles: int  # of a split, the share of the vocabulary that one program folds
+    subtiles: int  # 1 or 2 per tile, folded one after the other: fewer live registers
+    tiles: int  # per split, the share of the vocabulary that one program folds
     group: int  # row blocks that run side by side
-    descriptors: int  # 1: the copy engine (Hopper and later) brings the operands
-    flat: int = 0  # 1: loads of the next tile start in the epilogue, where exponentials are stored
+    descriptors: int  # 1: the copy engine (Hopper and later) loads the operands
+    flat: int = 0  # 1: loads of the next tile start in the epilogue that stores exponentials
 
     @property
     def split_columns(self) -> int:
@@ -81,7 +81,7 @@ class LinearConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NOT_FUSED}
 
     def of_one_subtile(self) -> LinearConfig:
-        """Return tiles as wide as a subtile: same splits and steps, fewer registers."""
+        """Return tiles as wide as a subtile: the same splits and steps, fewer registers."""
         wide = self.block_v // self.subtiles
         tiles = self.tiles * self.subtiles
         return replace(self, block_v=wide, subtiles=1, tiles=tiles)
@@ -89,8 +89,8 @@ class LinearConfig:
 
 # measured on an H200: within 2 % of the fastest of 15 in statistics, gradient and both in one read
 ROW_CONFIG = RowConfig(num_warps=4, depth=2)
-# By how classes of devices begin, what fits into registers and shared memory: 144 KiB of the 227 of
-# H100, B200, B300 and Thor, 64 of the 64 of MI300, 48 of the 99 and more of all others of NVIDIA.
+# By prefix of the device class, tiles that fit into registers and shared memory: 144 of 227 KiB on
+# H100, B200, B300 and Thor, 64 of 64 KiB on MI300, 48 of 99 KiB or more on other NVIDIA GPUs.
 _LINEAR_CONFIGS = {
     ("sm_90", "sm_100", "sm_103", "sm_110"): LinearConfig(
         block_t=128,
@@ -126,7 +126,7 @@ _LINEAR_CONFIGS = {
         descriptors=0,
     ),
 }
-# of rows that do not start at multiples of 16 bytes, whose elements are loaded one by one
+# for rows that do not start at multiples of 16 bytes: elements are loaded one by one
 UNALIGNED_CONFIG = LinearConfig(
     block_t=64,
     block_v=64,
@@ -151,9 +151,9 @@ def aligned_config(device: str) -> LinearConfig:
 
 
 def linear_config(dtype: torch.dtype, head: Head) -> LinearConfig:
-    """Return the tile for hidden states of ``dtype`` before ``head``, however many."""
+    """Return the tile for hidden states of ``dtype`` and ``head``, for any number of rows."""
     weight = head.weight
-    # what is converted or transposed is a fresh copy
+    # converted or transposed matrices are new copies
     copied = weight.dtype != dtype or weight.stride(1) != 1
     whole = weight.shape[1] * dtype.itemsize % 16 == 0
     on_16_bytes = row_stride(weight) * dtype.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0
@@ -163,12 +163,12 @@ def linear_config(dtype: torch.dtype, head: Head) -> LinearConfig:
 
 
 def row_stride(x: Tensor) -> int:
-    """Return the elements from one row to the next; of a single row, its length."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # that of a single row may be anything
+    """Return the row stride in elements; for a single row, its length."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]  # a single row may have any stride
 
 
 def rows_are_aligned(logits: Tensor) -> bool:
-    """Return whether all rows begin where 16 bytes can be loaded at once, as Triton sees it."""
+    """Return whether all rows start on 16-byte boundaries, as Triton sees it."""
     return logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
 
 
@@ -179,10 +179,10 @@ def gpu_chunk_rows(dtype: torch.dtype, columns: int) -> int:
 
 
 def device_class(device: torch.device) -> str:
-    """Return the class of GPUs that share tiles, ``"sm_90"`` or ``"gfx942"``; else the type."""
+    """Return the class of GPUs that share tiles, such as ``"sm_90"``; otherwise the device type."""
     if device.type != "cuda":
         return device.type
-    # a device without an index is the current one; and torch.compile folds the call
+    # a device without an index is the current one, and torch.compile folds the call
     if device.index is None or torch.compiler.is_compiling():
         return _class_of(device)
     return _known_class(device)

@@ -1,4 +1,4 @@
-"""The library of native kernels: its structs and functions, by ctypes."""
+"""The library of native kernels: its structs and functions, through ctypes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIBRARY = Path(__file__).parents[1] / "_native.so"  # by BuildNative of setup.py
+LIBRARY = Path(__file__).parents[1] / "_native.so"  # written by BuildNative in setup.py
 _BUILD_AGAIN = "build the native CPU extension again, for example with pip install -e ."
 _DONE = 0  # kDone of csrc/rows.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/rows.h
-# the structs of csrc/*.h: the fields, by their types in C; "floats" and the like point to (rows,)
+# the structs of csrc/*.h: fields by C type; "floats", "doubles", ... point to (rows,) elements
 STRUCTS = {
     "Tile": "pointer logits; int64 rows, columns, row_stride; int64s target; "
     "floats row_temperature; double temperature, logit_scale, softcap; int32 dtype",
@@ -58,12 +58,12 @@ _VECTORS = {
 
 
 class View(ctypes.Structure):
-    """A struct of numbers, other views and tensors, whose memory it keeps alive.
+    """A struct of numbers, other views and tensors; it keeps their memory alive.
 
     Vectors have one element for each of ``rows``.
     """
 
-    dtypes: dict[str, torch.dtype | None]  # of the fields that are vectors
+    dtypes: dict[str, torch.dtype | None]  # of vector fields
 
     def __init__(self, rows: int = 0, /, **values: Any) -> None:
         self.alive = values
@@ -98,13 +98,13 @@ for _name, _text in STRUCTS.items():
 
 @functools.cache
 def load_library() -> Any:
-    """Load the library, or return one sentence that says why there is none."""
+    """Load the library, or return a sentence that says why there is none."""
     if not LIBRARY.exists():
         sources = LIBRARY.parents[1]
         if (sources / "csrc").exists():
             return (
-                f"grpo_kernels is imported from its sources, {sources}, where the native CPU "
-                "extension is not built; run elsewhere, or pip install -e there"
+                f"grpo_kernels is imported from its source folder {sources}, where the native CPU "
+                "extension is not built; run from another folder, or run pip install -e . there"
             )
         return "the native CPU extension was not built when grpo-kernels was installed"
     library = ctypes.CDLL(str(LIBRARY))
@@ -121,7 +121,7 @@ def load_library() -> Any:
 
 
 def _check_structs(library: Any) -> None:
-    """Raise ImportError unless the library was compiled with the structs of this file."""
+    """Raise ImportError unless the library was compiled with the structs in this file."""
     struct_size = getattr(library, "grpo_struct_size", None)
     if struct_size is None:
         raise ImportError(f"{LIBRARY} comes from an older version of grpo_kernels; {_BUILD_AGAIN}")
@@ -137,7 +137,7 @@ def _check_structs(library: Any) -> None:
 
 
 def _check_status(status: int, function: Any, arguments: tuple) -> None:
-    """Raise torch.OutOfMemoryError where a kernel could not allocate its workspace."""
+    """Raise torch.OutOfMemoryError if a kernel could not allocate its workspace."""
     if status != _DONE:
         about = getattr(arguments[0], "tile", arguments[0])
         size = f"{about.slots} entries" if hasattr(about, "slots") else f"{about.columns} logits"
@@ -147,8 +147,8 @@ def _check_status(status: int, function: Any, arguments: tuple) -> None:
 
 
 def isas() -> list[str]:
-    """Return which of "amx", "avx512_bf16", "avx512", "avx2" and "baseline" this machine can run,
-    best first."""
+    """Return the instruction sets that this machine can run, best first: "amx", "avx512_bf16",
+    "avx512", "avx2" and "baseline"."""
     names: list[str] = []
     while (name := load_library().grpo_isa(len(names))) is not None:
         names.append(name.decode())
@@ -156,6 +156,6 @@ def isas() -> list[str]:
 
 
 def require(holds: bool, value: object) -> None:
-    """Raise ValueError unless kernels stay within memory that is theirs; with ``-O``, too."""
+    """Raise ValueError if a kernel would leave its memory. Unlike assert, also under ``-O``."""
     if not holds:
         raise ValueError(f"native kernels: unexpected {value}")

@@ -1,4 +1,4 @@
-"""Which rollouts a kernel packs: those on a GPU that Triton runs on."""
+"""Chooses the kernel that packs rollouts on a GPU with Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def kernel_packing(inputs: BatchInputs) -> Packing | None:
-    """Pack with Triton's kernel; return None where torch operations have to."""
+    """Pack with Triton's kernel; return None if torch operations must do it."""
     triton = BACKENDS["triton"]
     device = inputs.target.device
     chosen = requested_backend("auto") in ("auto", triton.name)

@@ -24,7 +24,7 @@ def reference_logprobs(
 ) -> RowStats:
     """Compute statistics of (T,) targets, differentiable in hidden, weight, bias and an adapter.
 
-    The GEMMs of its backward are torch's own, and follow torch's precision switches.
+    The GEMMs of the backward are torch's, and follow torch's precision switches.
     """
     scores = _scores(hidden, head, precision)
     logp = scores.log_softmax(-1)  # (T, V)
@@ -61,7 +61,7 @@ def reference_divergence(
     precision: str,
     divergence: Divergence,
 ) -> tuple[Tensor, Tensor]:
-    """Compute divergence and entropy (T,), differentiable as :func:`reference_logprobs`."""
+    """Compute divergence and entropy (T,), differentiable like :func:`reference_logprobs`."""
     scores = _scores(hidden, head, precision)
     logp = scores.log_softmax(-1)
     entropy = -(logp.exp() * logp.clamp(min=LEAST_LOGP)).sum(-1)
@@ -76,7 +76,7 @@ def reference_divergence(
 
 
 class _AtLeast(torch.autograd.Function):
-    """At least ``LEAST_LOGP``; unlike that of a clamp, the gradient passes."""
+    """A clamp to at least ``LEAST_LOGP`` that passes the gradient."""
 
     generate_vmap_rule = True
 
@@ -94,7 +94,7 @@ class _AtLeast(torch.autograd.Function):
 
 
 def _lse_without(scores: Tensor, indices: Tensor) -> Tensor:  # (T, V), (T, k) -> (T, 1)
-    """Return the logsumexp of the other columns; without a gradient if these are all -inf."""
+    """Return the logsumexp of the other columns; not differentiable if they are all -inf."""
     others = scores.scatter(-1, indices, float("-inf"))
     empty = (others == float("-inf")).all(-1, keepdim=True)
     lse = others.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
@@ -105,10 +105,10 @@ def _scores(hidden: Tensor, head: Head, precision: str) -> Tensor:  # (T, V)
     dtype = logits_dtype(hidden.dtype, precision)
     exact = torch.autocast(hidden.device.type, enabled=False)
     with matmul_precision(hidden.device, precision), exact:
-        weight = head.weight.to(hidden.dtype)  # under autocast it is wider
+        weight = head.weight.to(hidden.dtype)  # wider under autocast
         if head.lora is None:
             logits = hidden.to(dtype) @ weight.to(dtype).t()
-        else:  # rounded once, if ``dtype`` rounds
+        else:  # so that the sum is rounded once
             wide = stats_dtype(hidden.dtype)
             x, a, b = (factor.to(wide) for factor in (hidden, head.lora.a, head.lora.b))
             update = head.lora.scaling * (x @ a.t()) @ b.t()

@@ -1,7 +1,7 @@
-"""The first k tokens of a row by their scores, and the mean of these, read from a tile.
+"""The k ids with the largest scores of a row, and the mean of its scores, from a tile of logits.
 
-The larger score comes first, and of equal ones, which are common in 16 bits, the smaller index.
-Torch ops run on a block of rows at a time, the same on every device and beside every backend.
+Larger scores come first; ties, which are common in 16 bits, are in the order of the ids. Torch ops
+run on a block of rows at a time, and are the same for every device and backend.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from grpo_kernels.backends.base import BLOCK_ELEMENTS, RowStats, Tile, row_blocks, transformed
 from grpo_kernels.head import VocabShard, stats_dtype
 
-NOWHERE = -1  # the ids of a row that has no order
-_INDEX_BITS = 32  # of a key; the rest is the score
+NOWHERE = -1  # the ids of a row without an order
+_INDEX_BITS = 32  # of a key; the other bits are the score
 _GROUP = 64  # columns
-_CPU_ELEMENTS = 1 << 18  # of a block: its temporaries stay in the cache
+_CPU_ELEMENTS = 1 << 18  # elements of a block, so that temporaries stay in the cache
 
 
 def with_top_k(tile: Tile, stats: RowStats, k: int, shard: VocabShard | None = None) -> RowStats:
-    """Return ``stats``, of whole rows, with the first ``k`` ids of each, over all ranks' shards."""
+    """Return ``stats`` of whole rows with the first ``k`` ids of each row, over all shards."""
     candidates = []
     for block in _blocks_of_scores(tile):
         first = _top(block, min(k, block.shape[1]))
@@ -48,8 +48,8 @@ def mean_logits(tile: Tile, shard: VocabShard | None = None) -> Tensor:
 def completed(
     stats: RowStats, target: Tensor, topk_logprobs: Tensor, topk_indices: Tensor
 ) -> RowStats:
-    """Return ``stats`` with these (C, k), and with an ``is_top1`` that agrees with them."""
-    # no softmax exists with a NaN or +inf among a row's scores, or -inf alone
+    """Return ``stats`` with these (C, k) tensors, and with an ``is_top1`` that agrees with them."""
+    # there is no softmax if a score is NaN or +inf, or all are -inf
     lost = ~stats.lse.isfinite().unsqueeze(-1)
     topk_logprobs = topk_logprobs.masked_fill(lost, float("nan"))
     topk_indices = topk_indices.masked_fill(lost, NOWHERE)
@@ -58,7 +58,7 @@ def completed(
 
 
 def _blocks_of_scores(tile: Tile) -> Iterator[Tensor]:
-    """Yield the scores, block by block."""
+    """Yield the scores, one block of rows at a time."""
     size = _CPU_ELEMENTS if tile.logits.device.type == "cpu" else BLOCK_ELEMENTS
     for rows in row_blocks(tile.logits, size):
         logits, _, transform = tile.rows(rows)
@@ -66,13 +66,13 @@ def _blocks_of_scores(tile: Tile) -> Iterator[Tensor]:
 
 
 def _merged(scores: Tensor, ids: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return scores and ids (C, k) of the first of all ranks, from (C, up to k) of this one."""
-    # ranks are in the order of ids, and so are equal scores within one: stable sorts leave them so
+    """Return scores and ids (C, k) over all ranks, from this rank's (C, up to k)."""
+    # ranks are in the order of ids, and so are ties within a rank: stable sorts keep that order
     missing = (0, k - ids.shape[1])
     scores = torch.nn.functional.pad(scores, missing, value=-torch.inf)
     ids = torch.nn.functional.pad(ids, missing, value=NOWHERE)
     scores, ids = (torch.cat(tuple(shard.gather(x)), -1) for x in (scores, ids))
-    # of scores of -inf, too, those that are there come first
+    # padding comes last, even after scores of -inf
     order = (ids == NOWHERE).to(torch.int8).argsort(dim=-1, stable=True)
     scores = scores.gather(-1, order)
     ids = ids.gather(-1, order)
@@ -82,7 +82,7 @@ def _merged(scores: Tensor, ids: Tensor, k: int, shard: VocabShard) -> tuple[Ten
 
 def _top(scores: Tensor, k: int) -> Tensor:
     """Return the first ``k`` columns of each row in order, (C, k) int64."""
-    # They lie in the first k groups of columns by their maxima: one cheap pass leaves few of them.
+    # They are in the first k groups of columns by maximum: one cheap pass leaves few candidates.
     columns = scores.shape[1]
     if columns <= 2 * k * _GROUP:
         return _first(scores, k)
@@ -96,11 +96,11 @@ def _top(scores: Tensor, k: int) -> Tensor:
 
 def _first(scores: Tensor, k: int) -> Tensor:
     """Do the same as :func:`_top`, with work for every score."""
-    # ``topk`` leaves open which of equal values it takes, and in which order: it gets keys of which
-    # no two are equal, a fp32 score's bits as an integer that rises with it, and then the index
-    if scores.dtype == torch.float64:  # no room for an index
+    # ``topk`` does not define the choice and order of ties, so it gets unique keys: the bits of an
+    # fp32 score as an integer that increases with it, then the index
+    if scores.dtype == torch.float64:  # no room for the index
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes the 0.0 that it equals
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)
     index = torch.arange(scores.shape[1], device=scores.device)
     keys = order.long().mul_(2**_INDEX_BITS).sub_(index)

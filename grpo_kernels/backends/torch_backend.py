@@ -1,4 +1,4 @@
-"""A backend, and what every one of them can do: any device, any floating dtype, fp64 included."""
+"""The base class of backends, in plain torch: any device, any floating-point dtype, also fp64."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _ENTRIES_BLOCK = 1 << 20  # elements of a block: some twenty fp64 temporaries
 
 
 class Backend:
-    """The passes in plain torch, block by block; others replace those that they have kernels for.
+    """The passes in plain torch, block by block; subclasses replace the ones they have kernels for.
 
     A row kernel turns a tile of raw logits (C rows, V columns) into per-row statistics, and, given
     the gradients of those, into the gradient of the tile, in place.
     """
 
     name = "chunked"
-    has_tiles = True  # the eager reference forms all logits at once
+    has_tiles = True  # False: the eager reference, which computes all logits at once
     generates = False  # whether the loss can run in kernels that are generated from it
-    compiles = False  # whether kernels are compiled when they are first launched
-    for_gpus = False  # whether "auto" passes it over for tensors on a CPU
-    logp_gradients: tuple[torch.dtype, ...] = ()  # the dtypes of those of :meth:`logp_gradient_`
-    absence = ""  # what is said, and why {}, where it would have served
+    compiles = False  # whether kernels are compiled on their first launch
+    for_gpus = False  # whether "auto" skips it for tensors on a CPU
+    logp_gradients: tuple[torch.dtype, ...] = ()  # dtypes that :meth:`logp_gradient_` supports
+    absence = ""  # warning if it is missing; {} is the reason
 
     def unavailable(self) -> str | None:
         """Say why this machine cannot run it; None if it can."""
@@ -70,13 +70,13 @@ class Backend:
         precision: str,
         tiled: bool,
     ) -> list[str]:
-        """Name what its kernels are configured by, for the fingerprint."""
+        """Return the configuration of its kernels, for the fingerprint."""
         return []
 
     def stats(self, tile: Tile, extras: bool) -> RowStats:
-        """Compute the statistics of a tile, which is left as it is.
+        """Compute the statistics of a tile, without changing it.
 
-        If all logits of a row are -inf, so is its ``lse``, and its other statistics mean nothing.
+        If all logits of a row are -inf, so is its ``lse``; its other statistics are undefined.
         """
         blocks = row_blocks(tile.logits, BLOCK_ELEMENTS)
         return concatenate([_block_stats(tile.rows(block), extras) for block in blocks])
@@ -88,32 +88,32 @@ class Backend:
         grad_stats: StatsGrad,
         out: Tensor,
     ) -> Tensor:
-        """Write the gradient by the raw logits into ``out`` (C, V), perhaps over them; return it.
+        """Write the gradient of the raw logits to ``out`` (C, V), possibly over them; return it.
 
         With ``p = exp(z - lse)`` and ``H`` the entropy,
-        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``. ``out`` is of the logits'
-        dtype or of 16 bits, in a storage of its own or an :func:`output_view` of the logits.
+        ``dz_j = dlogp (1[j = y] - p_j) - dentropy p_j (log p_j + H)``. ``out`` has the dtype of the
+        logits or 16 bits, in separate storage or as an :func:`output_view` of the logits.
         """
         for block in row_blocks(tile.logits, BLOCK_ELEMENTS):
             out[block] = _block_dlogits(tile.rows(block), stats.rows(block), grad_stats.rows(block))
         return out
 
     def logp_gradient_(self, tile: Tile) -> tuple[RowStats, TileGradient]:
-        """Compute statistics, and write the gradient of each row's ``logp`` over its logits.
+        """Compute statistics, and overwrite each row's logits by the gradient of its ``logp``.
 
-        So logits are read once, and the loss may come after: see :meth:`weighted_gradient`.
+        So logits are read once, and the loss can follow later: see :meth:`weighted_gradient`.
         """
         raise NotImplementedError(self.name)
 
     def weighted_gradient(self, gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-        """Return that of ``dlogp * logp`` (C,) where ``gradient`` is that of ``logp``.
+        """Return the gradient of ``dlogp * logp`` (C,), given the ``gradient`` of ``logp``.
 
-        A row without weight has a factor of 0, whatever its own.
+        A row with weight 0 gets the factor 0, even if its own factor is NaN.
         """
         raise NotImplementedError(self.name)
 
     def has_linear_gradient(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        """Return whether :meth:`linear_logp_gradient` exists for these, and is the faster way."""
+        """Return whether :meth:`linear_logp_gradient` supports these arguments and is faster."""
         return False
 
     def linear_logp_gradient(
@@ -123,24 +123,24 @@ class Backend:
         target: Tensor,  # (T,)
         out: Tensor,  # (T, V) of the dtype of ``hidden``
     ) -> tuple[RowStats, TileGradient]:
-        """Compute what :meth:`logp_gradient_` does, from hidden states: no logit is in memory."""
+        """Compute :meth:`logp_gradient_` from hidden states, without logits in memory."""
         raise NotImplementedError(self.name)
 
     def scaled(self, gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``gradient * scale``, rounded once to ``dtype``; the gradient is used up.
+        """Return ``gradient * scale``, rounded once to ``dtype``; may overwrite ``gradient``.
 
         ``scale`` is () and on the same device. On a CPU the gradient keeps its dtype.
         """
-        if gradient.dtype == dtype or gradient.device.type == "cpu":  # which would take a copy
+        if gradient.dtype == dtype or gradient.device.type == "cpu":  # in place, without a copy
             return gradient.mul_(scale)
         return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        """Return whether :meth:`linear_stats` exists for these, and is the faster way."""
+        """Return whether :meth:`linear_stats` supports these arguments and is faster."""
         return False
 
     def forms_logits(self, dtype: torch.dtype, logits_dtype: torch.dtype) -> bool:
-        """Return whether :meth:`linear_stats` forms such logits of hidden states of ``dtype``."""
+        """Return whether :meth:`linear_stats` can write logits for hidden states in ``dtype``."""
         return False
 
     def linear_stats(
@@ -152,15 +152,15 @@ class Backend:
         extras: bool,
         logits: Tensor | None = None,  # (T, V)
     ) -> RowStats:
-        """Compute statistics of hidden states before a head without a tile of logits.
+        """Compute statistics of hidden states without a tile of logits.
 
-        Where :meth:`forms_logits`, fill ``logits`` with the raw ones: a row's bits depend on that
-        row alone, and the statistics of a target that is none of the columns mean nothing.
+        If :meth:`forms_logits`, write the raw logits to ``logits``: a row's bits depend only on
+        that row, and the statistics of a target outside the columns are undefined.
         """
         raise NotImplementedError(self.name)
 
     def divergence_sums(self, pair: Pair, divergence: Divergence) -> Tensor:
-        """Return (2, C) fp64 sums over these columns: of the divergence, and of ``logp_grad``."""
+        """Return (2, C) fp64 sums of the divergence and of ``logp_grad`` over these columns."""
         blocks = row_blocks(pair.student.logits, BLOCK_ELEMENTS)
         return torch.cat([_block_divergence(pair.rows(block), divergence) for block in blocks], 1)
 
@@ -172,10 +172,10 @@ class Backend:
         coefficient: Tensor,
         out: Tensor,
     ) -> Tensor:
-        """Write the gradient of ``coefficient * divergence`` (C,) into ``out``; return it.
+        """Write the gradient of ``coefficient * divergence`` (C,) to ``out``; return it.
 
-        ``logp_grad_sum`` (C,) fp64 is over whole rows, ``out`` as for :meth:`dlogits_`. A row whose
-        coefficient is 0 has no gradient, whatever its logits.
+        ``logp_grad_sum`` (C,) fp64 is over whole rows, ``out`` as for :meth:`dlogits_`. A row with
+        coefficient 0 has gradient 0, even if its logits are NaN.
         """
         for block in row_blocks(pair.student.logits, BLOCK_ELEMENTS):
             out[block] = _block_divergence_gradient(
@@ -192,18 +192,18 @@ class Backend:
         gradient: TileGradient | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the rows' cuts (C,) at which all their entries' expected error is ``share``.
+        """Return the rows' cuts (C,) with an expected error of all entries of at most ``share``.
 
-        That is relative, in the Frobenius norm, or less. A row without a gradient has the cut
-        ``ANY_ERROR``. ``grad_stats`` (None: 1 for all ``dlogp``) weighs rows; with ``dentropy`` it
-        says which gradient it is; ``gradient`` as for :meth:`tail_sums`. ``total`` adds up what the
-        ranks of a split vocabulary have; None: there is one.
+        The error is relative, in the Frobenius norm. A row without a gradient has the cut
+        ``ANY_ERROR``. ``grad_stats`` (None: 1 for all ``dlogp``) weights rows; with ``dentropy`` it
+        defines the gradient. ``gradient`` is as for :meth:`tail_sums`. ``total`` sums over the
+        ranks of a split vocabulary; None: it is not split.
         """
         total = total or (lambda x: x)
         of_loss = None if grad_stats is None or grad_stats.dentropy is None else grad_stats
         norm = total(sizes_at_target(tile, stats, of_loss, gradient))
         weight = torch.ones_like(norm) if grad_stats is None else row_weights(grad_stats)
-        # relative to the root mean square, so that the squares of sizes are in the range of fp32
+        # relative to the root mean square, to keep the squares of sizes in the range of fp32
         weight = weight / (weight * norm).square().mean().sqrt().clamp(min=TINY)
         rows, columns = tile.logits.shape
         allowed = share**2 * rows
@@ -230,14 +230,14 @@ class Backend:
         gradient: TileGradient | None = None,
         grad_stats: StatsGrad | None = None,
     ) -> Tensor:
-        """Return (C, 2, K): sums over a sample of a row's entries of sizes up to each cut, and of
-        their squares.
+        """Return (C, 2, K): sums of the sizes up to each cut, and of their squares, over a sample
+        of a row's entries.
 
-        Sizes are those of the gradient by the raw logits, except at the target, times the row's
-        ``weight`` (C,). ``cuts`` (K,) ascend. The gradient is that of ``logp``, and where logits
-        are overwritten, what :meth:`logp_gradient_` or :meth:`linear_logp_gradient` returned. With
-        ``grad_stats`` it is that of :meth:`dlogits_`, from ``dlogp`` and ``dentropy``. A target
-        outside of the tile is in another rank's.
+        Sizes are the row's ``weight`` (C,) times the gradient of the raw logits, except at the
+        target. ``cuts`` (K,) ascend. The gradient is that of ``logp``; if the logits have been
+        overwritten, pass the result of :meth:`logp_gradient_` or :meth:`linear_logp_gradient` as
+        ``gradient``. With ``grad_stats`` it is the gradient of :meth:`dlogits_`, from ``dlogp`` and
+        ``dentropy``. A target outside the tile is on another rank.
         """
         assert gradient is None, "no logits"
         sampled = sampled_blocks(*tile.logits.shape)
@@ -266,12 +266,12 @@ class Backend:
         gradient: TileGradient | None = None,
         grad_stats: StatsGrad | None = None,
     ) -> Entries:
-        """Choose at most ``slots`` entries a row of a tile, which is left as it is.
+        """Choose at most ``slots`` entries per row of a tile, without changing it.
 
         The sample depends on ``seed`` and on each row's number, counted from ``first``. Entries
-        larger than the row's cut (C,) are kept, the others sampled; with ``ANY_ERROR`` as its cut a
-        row has none. A row without a finite ``lse``, or that is expected to need more entries, is
-        whole. ``gradient`` and ``grad_stats`` as for :meth:`tail_sums`.
+        larger than the row's cut (C,) are kept, the others sampled; a row with the cut
+        ``ANY_ERROR`` has none. A row is whole if its ``lse`` is not finite or if it is expected to
+        need more entries. ``gradient`` and ``grad_stats`` are as for :meth:`tail_sums`.
         """
         assert gradient is None, "no logits"
         keys = row_keys(seed, stats.lse, first)
@@ -295,10 +295,10 @@ class Backend:
         matrix: Tensor,
         out: Tensor,
     ) -> None:
-        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]`` for rows not whole.
+        """Set ``out[t] = factor[t] sum_k values[t, k] matrix[ids[t, k]]``, except for whole rows.
 
-        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) of the matrix's dtype or fp32; sums
-        are in fp32 or better. Rows that are whole stay as they are.
+        ``factor`` is (C,), ``matrix`` (V, N), ``out`` (C, N) in the matrix's dtype or fp32; sums
+        are in fp32 or better. Whole rows are not changed.
         """
         rows, ids, values = listed(entries, factor)
         used, ids = ids.unique(return_inverse=True)
@@ -317,11 +317,11 @@ class Backend:
         add: bool,
         count: int,
     ) -> None:
-        """Set ``out[v]``, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over all
-        t and k with ``ids[t, k] = v``, ``count`` altogether where the factor is not 0.
+        """Set ``out[v]`` to, or ``add`` to it, the sum of ``factor[t] values[t, k] rows[t]`` over
+        all t and k with ``ids[t, k] = v``; there are ``count`` with a nonzero factor.
 
-        ``rows`` is (C, N), ``out`` (V, N) of their dtype or fp32. The sums are in fp32 or
-        better, in the order of the rows, and rounded once; rows that are whole add nothing.
+        ``rows`` is (C, N), ``out`` (V, N) in its dtype or fp32. Sums are in fp32 or better, in the
+        order of the rows, and rounded once. Whole rows add nothing.
         """
         places, ids, values = listed(entries, factor)
         order = ids.argsort(stable=True)
@@ -339,14 +339,14 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
     logits, target, transform = tile
     scores, _ = transformed(logits, transform)  # (C, V)
     lowest = scores.amin(-1) if extras else None
-    # rows at the same alignment, by which a GPU's reductions group their terms
+    # align all rows equally: a GPU's reductions group terms by alignment
     scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 32), value=float("-inf"))
     top, first = scores.max(-1, keepdim=True)
     is_top1 = first.squeeze(-1) == target if extras else None
     shifted = scores.sub_(top.masked_fill(top == float("-inf"), 0.0))
     shifted_target = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     exponentials = shifted.exp()
-    # 1 and a little more, where a row is nearly certain: fp32 has no digits for the little
+    # slightly more than 1 for a nearly certain row: fp32 has no digits for the excess
     total = exponentials.sum(-1, dtype=torch.float64)
     log_total = total.log()
     sum_sq = (exponentials * exponentials).sum(-1) / total**2 if extras else None
@@ -366,16 +366,16 @@ def _block_stats(tile: Tile, extras: bool) -> RowStats:
 
 
 def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor:
-    """Return the gradient of some rows by their raw logits."""
+    """Return the gradient of some rows' raw logits."""
     logits, target, transform = tile
     scores, tanh = transformed(logits, transform)
     logp = _relative_to_(scores, stats.lse)
-    inside = (target >= 0) & (target < logits.shape[-1])  # else in another slice of the vocabulary
+    inside = (target >= 0) & (target < logits.shape[-1])  # otherwise in another slice
     place = (target * inside).unsqueeze(-1)
     p = logp.exp()
     dlogp = torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp
     coefficient = -dlogp.unsqueeze(-1)
-    of_target = -dlogp * torch.expm1(stats.logprobs)  # 1 - p, of which p near 1 has no digits
+    of_target = -dlogp * torch.expm1(stats.logprobs)  # 1 - p, accurate also for p near 1
     if grad_stats.dentropy is not None:
         bounded = logp.clamp_(min=LEAST_LOGP).add_(stats.entropy.unsqueeze(-1))
         coefficient = coefficient - grad_stats.dentropy.unsqueeze(-1) * bounded
@@ -386,7 +386,7 @@ def _block_dlogits(tile: Tile, stats: RowStats, grad_stats: StatsGrad) -> Tensor
     gradient.scatter_(-1, place, of_target.unsqueeze(-1))
     gradient = slope(gradient, transform, tanh)
     active = grad_stats.nonzero
-    if active is not None:  # a product with 0 would not hide a NaN
+    if active is not None:  # 0 * NaN would be NaN
         gradient.masked_fill_(~active.unsqueeze(-1), 0)
     return gradient
 
@@ -402,7 +402,7 @@ def _block_divergence(pair: Pair, divergence: Divergence) -> Tensor:
 def _block_divergence_gradient(
     pair: Pair, divergence: Divergence, logp_grad_sum: Tensor, coefficient: Tensor
 ) -> Tensor:
-    """Return the gradient of some rows by the student's raw logits, (C, V)."""
+    """Return the gradient of the student's raw logits for some rows, (C, V)."""
     logp, teacher_logp, tanh = _logp_of(pair)
     gradient = divergence.terms(logp, teacher_logp)[1]
     gradient = gradient - logp.exp() * logp_grad_sum.to(logp.dtype).unsqueeze(-1)
@@ -412,7 +412,7 @@ def _block_divergence_gradient(
 
 
 def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities (C, V) of both, and the softcap's tanh of the student's if any."""
+    """Return log-probabilities (C, V) of both, and the tanh of the student's softcap, if any."""
     scores, tanh = transformed(pair.student.logits, pair.student.transform)
     teacher_scores, _ = transformed(pair.teacher.logits, pair.teacher.transform)
     wide = torch.promote_types(scores.dtype, teacher_scores.dtype)
@@ -422,7 +422,7 @@ def _logp_of(pair: Pair) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _relative_to_(scores: Tensor, lse: Tensor) -> Tensor:
-    """Take (C,) fp64 ``lse`` from (C, V) scores, in place, with all of its digits."""
+    """Subtract (C,) fp64 ``lse`` from (C, V) scores, in place, with all of its digits."""
     anchor = lse.to(scores.dtype)
     rest = (lse - anchor).to(scores.dtype)
     return scores.sub_(anchor.unsqueeze(-1)).sub_(rest.unsqueeze(-1))

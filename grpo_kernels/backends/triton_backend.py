@@ -20,7 +20,7 @@ _OLDEST = (3, 6)  # as in pyproject.toml
 
 
 def _launcher(name: str) -> Any:
-    """Return the method that calls a function of the room of kernels, which imports Triton."""
+    """Return a method that calls a function of the kernel package, which imports Triton."""
 
     def launch(self: Backend, *arguments: Any, **named: Any) -> Any:
         room = importlib.import_module("grpo_kernels.backends.triton")
@@ -33,8 +33,8 @@ class Triton(Backend):
     """Kernels for fp32, bf16 and fp16 on a GPU, or interpreted."""
 
     name, generates, compiles, for_gpus = "triton", True, True, True  # the interpreter is slow
-    logp_gradients = (torch.bfloat16,)  # fp16 has not the range
-    absence = "The pure-torch path serves on the GPU, because {}."
+    logp_gradients = (torch.bfloat16,)  # fp16 does not have the range
+    absence = "Falling back to pure torch on the GPU, which is slower, because {}."
 
     stats = _launcher("row_stats")
     dlogits_ = _launcher("dlogits_")
@@ -89,7 +89,7 @@ class Triton(Backend):
         name = device_class(device)
         if dtype == torch.bfloat16 and name.startswith("sm_") and int(name[3:]) < 80:
             # elsewhere it is emulated, slowly
-            return f"bf16 takes a device of compute capability 8.0, and this is {name}"
+            return f"bf16 needs a device of compute capability 8.0, and this is {name}"
         return None
 
     def numerics(
@@ -99,7 +99,7 @@ class Triton(Backend):
         precision: str,
         tiled: bool,
     ) -> list[str]:
-        import triton  # by its module: the distribution has other names on other platforms
+        import triton  # the module, since the distribution's name differs between platforms
 
         tile = row_config(head.weight.device) if tiled else linear_config(dtype, head)
         return [f"triton={triton.__version__}", str(tile)]
@@ -109,11 +109,11 @@ class Triton(Backend):
         plain = plain and head.transform.softcap is None and precision == "fp32"
         if not plain or dtype not in self.logp_gradients:
             return False
-        # elsewhere the library's GEMM is faster, with a kernel that reads its logits
+        # otherwise the library's GEMM, and a kernel that reads its logits, are faster
         return head.weight.device.type == "cpu" or bool(linear_config(dtype, head).descriptors)
 
     def has_linear_stats(self, dtype: torch.dtype, head: Head, precision: str) -> bool:
-        # the library is faster for fp32 inputs, and an adapter's update is added to a tile
+        # the library is faster for fp32 inputs; an adapter's update needs a tile
         return head.lora is None and dtype.itemsize == 2
 
 
@@ -139,6 +139,6 @@ def _why_no_driver() -> str | None:
 
     try:
         _ = driver.active
-    except Exception as error:  # Triton for another platform, no C compiler, no libcuda: any kind
+    except Exception as error:  # any kind: Triton for another platform, no C compiler, no libcuda
         return f"triton has no driver for this device: {error}"
     return None

@@ -22,7 +22,7 @@ class LossConfig:
     """A GRPO-family loss. Field names follow TRL's ``GRPOConfig`` if TRL has the field.
 
     It also accepts the settings of the loss's surrogate, such as ``epsilon`` of the clipped losses
-    or the fields of your own surrogate: ``LossConfig(loss_type="sapo", sapo_temperature_pos=2)``.
+    or the fields in your own surrogate: ``LossConfig(loss_type="sapo", sapo_temperature_pos=2)``.
 
     Args:
         loss_type: a name in ``grpo_kernels.losses.LOSSES``, which also has the paper of each loss.

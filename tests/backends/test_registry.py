@@ -52,7 +52,7 @@ def test_missing_native_library_is_announced_once(
     for _ in range(3):
         chosen = choose_backend("auto", CPU, torch.float32)
     assert chosen.name == "chunked"
-    (message,) = [str(w.message) for w in recwarn if "pure-torch" in str(w.message)]
+    (message,) = [str(w.message) for w in recwarn if "pure torch" in str(w.message)]
     assert "it was not built" in message and "C++17" in message
     choice.warn_once.cache_clear()
 
@@ -135,7 +135,9 @@ def test_a_gpu_without_triton(
     spoil(monkeypatch)
     with pytest.raises(ValueError, match=re.escape(f"backend: 'triton' cannot run: {reason}")):
         choose_backend("triton", GPU, torch.bfloat16)
-    with pytest.warns(RuntimeWarning, match=re.escape(f"on the GPU, because {reason}")):
+    with pytest.warns(
+        RuntimeWarning, match=re.escape(f"on the GPU, which is slower, because {reason}")
+    ):
         chosen = choose_backend("auto", GPU, torch.bfloat16)
     assert chosen.name == "chunked"
     with warnings.catch_warnings():
@@ -148,7 +150,7 @@ def test_a_gpu_without_triton(
 def test_bf16_on_a_gpu_without_it(monkeypatch: Patch) -> None:
     assert choose_backend("auto", GPU, torch.bfloat16).name == "triton"
     set_capability(monkeypatch, 7, 5)
-    reason = "bf16 takes a device of compute capability 8.0, and this is sm_75"
+    reason = "bf16 needs a device of compute capability 8.0, and this is sm_75"
     with pytest.raises(ValueError, match=f"backend: 'triton' cannot run: {reason}"):
         choose_backend("triton", GPU, torch.bfloat16)
     chosen = choose_backend("auto", GPU, torch.bfloat16)

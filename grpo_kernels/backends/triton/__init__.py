@@ -1,4 +1,4 @@
-"""Triton kernels and what launches them. Importing this room imports Triton."""
+"""Triton kernels and their launchers. Importing this package imports Triton."""
 
 from grpo_kernels.backends.triton.anchored import linear_logp_gradient
 from grpo_kernels.backends.triton.cuts import common_cuts, tail_sums

@@ -1,12 +1,12 @@
 """Softmax statistics and the gradient of log-probabilities, in the epilogue of the logits GEMM.
 
-As in :mod:`row_stats`, the gradient of a row is ``E = exp(z - anchor)``, except at the target,
-times a number that comes from the loss. Here the anchor is known before the GEMM: it is the
+As in :mod:`row_stats`, the gradient of a row, except at the target, is ``E = exp(z - anchor)``
+times a number that depends on the loss. Here the anchor is known before the GEMM: it is the
 target's logit, which a small kernel computes. So the epilogue of the GEMM can store ``E`` in bf16
-and add up each row. Logits are never in memory.
+and sum each row. Logits are never in memory.
 
-Two more launches repair rows whose sum is more than 55 nats above the target's score; without such
-a row their programs end at once. They compute sums that overflowed again, relative to their peaks,
+Two more launches repair rows with a sum of more than 55 nats above the target's score; without such
+rows their programs end immediately. They recompute sums that overflowed, relative to their peaks,
 and then ``E``, relative to the row's logsumexp.
 """
 
@@ -31,10 +31,10 @@ from grpo_kernels.backends.triton.linear_tile import (
 from grpo_kernels.backends.triton.math import LOG2_E, rounded
 from grpo_kernels.head import Head
 
-TARGET_ROWS = 64  # of a block of targets
-OPTIONS = {"num_warps": 4, "num_stages": 3, **NOT_FUSED}  # of the kernel of targets
-_NOTHING = tl.constexpr(-1e30)  # a logit of probability 0; finite, so that e * t is 0
-_COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
+TARGET_ROWS = 64  # rows of a block of targets
+OPTIONS = {"num_warps": 4, "num_stages": 3, **NOT_FUSED}  # for the kernel of targets
+_NOTHING = tl.constexpr(-1e30)  # a logit with probability 0; finite, so that e * t is 0
+_COUNTS = ["num_rows", "num_splits"]  # new values of these do not recompile
 _PER_ROW = [*common.PER_ROW, "anchor_ptr", "sums_ptr", "moved_ptr", "unit_ptr"]
 
 
@@ -53,13 +53,13 @@ def _target_logits_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # the diagonal of a product, in the steps of the GEMM: a dot product would round otherwise, and
-    # E would not be 1 at the target
+    # the diagonal of a product, in the steps of the GEMM: a dot product would round differently,
+    # and E would not be 1 at the target
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = (rows < num_rows)[:, None]
     offs_d = tl.arange(0, BLOCK_D)
     target = tl.load(target_ptr + rows, mask=rows < num_rows, other=0)
-    target = tl.minimum(target, num_columns - 1)  # others are asserted later
+    target = tl.minimum(target, num_columns - 1)  # wrong targets are asserted later
     acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, depth, BLOCK_D):
         mask = mask_t
@@ -146,7 +146,7 @@ def anchored_kernel(
             total += tl.sum(e, axis=1)
             moment += tl.sum(e * t, axis=1)
             e = rounded(e, tl.bfloat16, UPCAST)
-            if DESCRIPTORS:  # which writes nothing beyond the ends
+            if DESCRIPTORS:  # stores stop at the ends
                 exp_ptr.store([first_row, column], e)
             else:
                 e_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * stride_exp + columns[None, :]
@@ -160,13 +160,13 @@ def anchored_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_PER_ROW)
 def _moved_kernel(
-    x_ptr,  # as of :func:`anchored_kernel`
+    x_ptr,  # as for :func:`anchored_kernel`
     weight_ptr,
     exp_ptr,  # (T, V) bf16
     target_ptr,
     temperature_ptr,
     anchor_ptr,
-    moved_ptr,  # (T,) bool, the rows to form again
+    moved_ptr,  # (T,) bool, the rows to compute again
     unit_ptr,  # (T,) fp32; NaN: the row becomes zeros
     num_rows,
     num_columns,
@@ -184,7 +184,7 @@ def _moved_kernel(
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Store E of moved rows relative to their new anchors, but not at the target."""
+    """Store E of moved rows relative to their new anchors, except at the target."""
     first_row, split = block_and_split(num_rows, num_splits, BLOCK_T, GROUP)
     rows = first_row + tl.arange(0, BLOCK_T)
     moved = tl.load(moved_ptr + rows, mask=rows < num_rows, other=0).to(tl.int1)
@@ -230,8 +230,8 @@ def linear_logp_gradient(
     out: Tensor,  # (T, V) bf16
     config: LinearConfig | None = None,  # the table's
 ) -> tuple[RowStats, TileGradient]:
-    """Compute statistics, and in ``out`` the gradient of each row's log-probability, as
-    :func:`logp_gradient_` does of logits."""
+    """Compute statistics, and the gradient of each row's log-probability in ``out``, as
+    :func:`logp_gradient_` does from logits."""
     config = config or linear_config(hidden.dtype, head)
     hidden, head, target = operands(hidden, head, target)
     rows = len(hidden)

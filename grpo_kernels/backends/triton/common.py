@@ -1,4 +1,4 @@
-"""What the Triton row kernels share: the transform, its host-side arguments and the checks."""
+"""Shared by the Triton row kernels: the transform, its host-side arguments, online sums, checks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from grpo_kernels.backends.gpu_tiles import NOT_FUSED, LinearConfig, RowConfig, 
 from grpo_kernels.backends.triton.math import LN2, LOG2_E, expm1, tanh
 from grpo_kernels.head import Transform
 
-# Pointers to one value per row: as slices of longer vectors they are aligned now so, now so, which
-# decides nothing but would bring a compilation each.
+# Pointers to one value per row: as slices of longer vectors their alignment varies, which does not
+# matter but would cause recompilations.
 _INPUTS = ("target", "temperature", "y_target", "dlogp", "dentropy")
 PER_ROW = [f"{name}_ptr" for name in (*_INPUTS, *STATS, *EXTRAS)]
-OPTIONS = {"num_warps": 4, **NOT_FUSED}  # of kernels without a tile to choose
+OPTIONS = {"num_warps": 4, **NOT_FUSED}  # for kernels without a tile to choose
 
-# exp2 of less is 0 in fp32; bounds e * t where a score of -inf makes that 0 * -inf
+# exp2 below it is 0 in fp32; bounds e * t, which would be 0 * -inf for a score of -inf
 LOG2_UNDERFLOW = tl.constexpr(-150.0)
 
 
 @triton.jit
 def row_factor(score_scale, temperature_ptr, row):
-    """Return the factor on a row's bounded logits: ``score_scale``, over its temperature if any."""
-    score_scale = tl.cast(score_scale, tl.float32)  # the interpreter's is Python's
+    """Return the factor on a row's bounded logits: ``score_scale``, over the row's temperature."""
+    score_scale = tl.cast(score_scale, tl.float32)  # a Python float in the interpreter
     if temperature_ptr is not None:
         score_scale = score_scale / tl.load(temperature_ptr + row).to(tl.float32)
     return score_scale
@@ -38,7 +38,7 @@ def row_factor(score_scale, temperature_ptr, row):
 
 @triton.jit
 def bounded(x, cap_scale):
-    """Return the input of the factor of :func:`row_factor`, from raw logits ``x`` of any shape."""
+    """Return the bounded logits, to multiply by :func:`row_factor`, from raw ``x`` of any shape."""
     x = x.to(tl.float32)
     if cap_scale is not None:
         x = tanh(x * cap_scale)
@@ -47,16 +47,16 @@ def bounded(x, cap_scale):
 
 @triton.jit
 def softcap_slope(x, cap_scale):
-    """Return the derivative of :func:`bounded` with a softcap by ``cap_scale * x``."""
+    """Return the derivative of a softcap's :func:`bounded` with respect to ``cap_scale * x``."""
     y = bounded(x, cap_scale)
     return 1.0 - y * y
 
 
 # The online-softmax update (Milakov and Gimelshein, arXiv:1805.02867) of every kernel: ``raised``
-# makes room for what comes, ``folded`` adds a tile of scores, and partial sums are ``rebased``.
+# raises the peak for new scores, ``folded`` adds a tile of scores, ``rebased`` moves partial sums.
 # ``total`` = sum e, ``moment`` = sum e t and ``squares`` = sum e^2, with t = f2 (y - peak) and
-# e = 2**t for the scores y. A tile is (rows, columns), with sums of its rows, or of one row (depth,
-# threads, vector), with sums of its threads: those of a whole tile stay within a thread.
+# e = 2**t for the scores y. A tile is (rows, columns), with sums per row, or one row as (depth,
+# threads, vector), with sums per thread: sums of a whole tile then stay within a thread.
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def rebased(
     base,
     f2,
 ):
-    """Take online-softmax sums from ``peak`` to ``base``, which is not smaller; any shape."""
+    """Move online-softmax sums from ``peak`` to ``base`` >= ``peak``; any shape."""
     # before the first score the sums are 0, and -inf - -inf would be NaN
     drop = tl.where(peak == float("-inf"), 0.0, (peak - base) * f2)
     shrink = tl.exp2(drop)
@@ -78,27 +78,27 @@ def rebased(
 @triton.jit
 def tile_offsets(BLOCK_V: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """Return the columns of a tile of one row as it is loaded, (depth, threads * vector)."""
-    # With three axes those of depth and threads would be equally contiguous, and the version of
-    # Triton decides which of them goes to the lanes of a warp.
+    # With three axes, depth and threads would be equally contiguous, and the Triton version would
+    # decide which of them maps to the lanes of a warp.
     depth = tl.arange(0, BLOCK_V // (THREADS * VECTOR))[:, None]
     return depth * (THREADS * VECTOR) + tl.arange(0, THREADS * VECTOR)[None, :]
 
 
 @triton.jit
 def by_thread(tile, VECTOR: tl.constexpr):
-    """Return a tile as :func:`tile_offsets` has it in the shape (depth, threads, vector)."""
+    """Reshape a tile from the layout of :func:`tile_offsets` to (depth, threads, vector)."""
     return tl.reshape(tile, (tile.shape[0], tile.shape[1] // VECTOR, VECTOR))
 
 
 @triton.jit
 def as_loaded(tile):
-    """Return a tile (depth, threads, vector) as :func:`tile_offsets` has it."""
+    """Reshape a tile (depth, threads, vector) to the layout of :func:`tile_offsets`."""
     return tl.reshape(tile, (tile.shape[0], tile.shape[1] * tile.shape[2]))
 
 
 @triton.jit
 def spread(x, tile):
-    """Return the values of a tile's rows, or threads, in a shape that goes with the tile."""
+    """Return the values of a tile's rows, or threads, in a shape that broadcasts with the tile."""
     if len(tile.shape) == 2:
         x = tl.expand_dims(x, 1)
     else:
@@ -108,7 +108,7 @@ def spread(x, tile):
 
 @triton.jit
 def sum_of(tile):
-    """Add up a tile for each of its rows, or threads."""
+    """Sum a tile over each of its rows, or threads."""
     if len(tile.shape) == 3:
         tile = tl.sum(tile, axis=0)
     return tl.sum(tile, axis=1)
@@ -116,7 +116,7 @@ def sum_of(tile):
 
 @triton.jit
 def max_of(tile):
-    """Return the largest value of a tile for each of its rows, or threads."""
+    """Return the maximum of a tile over each of its rows, or threads."""
     if len(tile.shape) == 3:
         tile = tl.max(tile, axis=0)
     return tl.max(tile, axis=1)
@@ -131,7 +131,7 @@ def raised(
     other_peak,
     f2,
 ):
-    """Take sums to the larger of two peaks; return it, a finite base for scores, and the sums."""
+    """Move sums to the larger of two peaks; return it, a finite base for scores, and the sums."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no -inf - -inf
     total, moment, squares = rebased(
@@ -162,9 +162,9 @@ def folded(
 
 @triton.jit
 def unit_of(score, factor):
-    """Return what takes a fp64 score off: y lies ``f2 (y - anchor) - rest`` powers of 2 above."""
-    # The difference from a fp32 anchor near the score is exact where it counts, and ``rest`` is
-    # what the anchor leaves: a large offset of the logits costs no digits.
+    """Return (anchor, rest) to subtract an fp64 score: log2 is ``f2 (y - anchor) - rest``."""
+    # The difference from an fp32 anchor near the score is exact where it matters, and ``rest`` is
+    # the remainder, so that a large offset of the logits costs no digits.
     wide = factor.to(tl.float64)
     anchor = tl.where(wide == 0.0, 0.0, score / wide).to(tl.float32)
     rest = (score - anchor.to(tl.float64) * wide) * LOG2_E
@@ -184,11 +184,11 @@ def store_stats(
     extras,
 ):
     """Store statistics of rows; return logp. ``extras``: sum e^2, is_top1, the least y; or None."""
-    # the total is fp64: beside a target that is nearly certain it is little more than 1
+    # the total is fp64: for a nearly certain target it is barely more than 1
     logprobs_ptr, entropy_ptr, lse_ptr, is_top1_ptr, sum_sq_ptr, max_ptr, min_ptr = results
     rounded = total.to(tl.float32)
     rest = (total - rounded.to(tl.float64)).to(tl.float32)
-    # of a row of -inf only the total is 0: its lse is -inf, not NaN
+    # a row of only -inf has total 0: its lse is -inf, not NaN
     log_total = tl.log(rounded) + rest / tl.where(rounded == 0.0, 1.0, rounded)
     moment = moment * LN2
     lse = peak.to(tl.float64) * factor.to(tl.float64) + log_total.to(tl.float64)
@@ -197,7 +197,7 @@ def store_stats(
     tl.store(logprobs_ptr + at, logp, mask=mask)
     tl.store(entropy_ptr + at, entropy, mask=mask)
     tl.store(lse_ptr + at, lse, mask=mask)
-    if extras is not None:  # a NaN among the logits shows in all of them
+    if extras is not None:  # a NaN among the logits makes all of them NaN
         squares, is_top1, least = extras
         collision = squares / (rounded * rounded)
         largest = peak * factor
@@ -219,8 +219,8 @@ def at_the_target(
 ):
     """Return a row's ``E`` at its target, its unit, and whether both are finite.
 
-    ``E = exp(z - anchor)``, and ``exp(-log_sum)`` is what makes probabilities of it; the target has
-    ``p - 1`` in its place, with the digits that p near 1 does not have.
+    ``E = exp(z - anchor)``, and ``exp(-log_sum)`` turns it into probabilities; the target's entry
+    represents ``p - 1`` instead, accurate also for p near 1.
     """
     log_sum = (peak - anchor) * factor + tl.log(total.to(tl.float32))
     finite = (log_sum - log_sum == 0.0) & (logp - logp == 0.0)
@@ -260,14 +260,14 @@ def transform_arguments(transform: Transform, like: Tensor) -> dict[str, object]
 
 @contextlib.contextmanager
 def launching(config: RowConfig | LinearConfig, tensor: Tensor) -> Iterator[None]:
-    """Launch a tile on the tensor's device, and say whose it is where it does not fit."""
+    """Launch a kernel on the tensor's device; the error for a tile that does not fit names it."""
     try:
         with torch.cuda.device_of(tensor):  # Triton launches on the current device
             yield
     except OutOfResources as error:
         raise RuntimeError(
             f"{error} {config} of grpo_kernels/backends/gpu_tiles.py does not fit "
-            f"{device_class(tensor.device)}; `make gpu-tune` measures some that do"
+            f"{device_class(tensor.device)}; `make gpu-tune` measures tiles that do"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The cut between entries that are kept and the tail, chosen for a given error."""
+"""Chooses the cut between kept entries and the tail for a given error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _weigh_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     cuts = tl.exp2(log_least * (1.0 - offs_k.to(tl.float32) / (NUM_CUTS - 1)))
     tl.store(cuts_ptr + offs_k, cuts, mask=offs_k < NUM_CUTS)
-    tl.debug_barrier()  # others stored the weights that are read
+    tl.debug_barrier()  # other threads stored the weights that are read
     for start in range(0, num_rows, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mask = rows < num_rows
@@ -81,7 +81,7 @@ def _pick_kernel(
     cuts_ptr,  # (C,) fp32
     num_rows,
     allowed,  # squared error of a row
-    part,  # of all blocks that were sampled
+    part,  # the sampled share of all blocks
     NUM_CUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -180,7 +180,7 @@ def tail_sums(
     gradient: TileGradient | None = None,
     grad_stats: StatsGrad | None = None,
 ) -> Tensor:
-    """Sum up sampled tails of a tile with all targets; see :class:`Backend`."""
+    """Sum the sampled tails of a tile with all targets; see :class:`Backend`."""
     rows, columns = tile.logits.shape
     blocks, sampled = sampled_blocks(rows, columns)
     sums = torch.empty((rows, 2, len(cuts)), device=tile.logits.device)

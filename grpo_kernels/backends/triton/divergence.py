@@ -31,7 +31,7 @@ def _log2_p(y, unit):
 
 @triton.jit
 def _terms(log2_s, log2_t, beta, KIND: tl.constexpr):
-    """Return s, what ids add to the divergence, and ``logp_grad``; see ``Divergence.terms``."""
+    """Return s, the ids' terms of the divergence, and ``logp_grad``; see ``Divergence.terms``."""
     s = tl.exp2(log2_s)
     t = tl.exp2(log2_t)
     delta = (log2_t - log2_s) * LN2
@@ -58,7 +58,7 @@ def _divergence_kernel(
     teacher_temperature_ptr,
     lse_ptr,  # (C,) fp64
     teacher_lse_ptr,
-    sums_ptr,  # (2, C) fp64; None: the gradient is asked for
+    sums_ptr,  # (2, C) fp64; None: compute the gradient
     logp_grad_sum_ptr,  # (C,) fp64
     coefficient_ptr,  # (C,) fp32
     out_ptr,  # (C, V), of the same or half the width; perhaps the same storage
@@ -67,7 +67,7 @@ def _divergence_kernel(
     stride_out_row,
     num_rows,
     num_columns,
-    cap_scale,  # or None, as the next
+    cap_scale,  # or None, like the next
     teacher_cap_scale,
     score_scale,
     teacher_score_scale,
@@ -108,7 +108,7 @@ def _divergence_kernel(
             mask = columns < num_columns
             x = tl.load(logits_ptr + columns, mask, 0.0)
             x_teacher = tl.load(teacher_ptr + columns, mask, 0.0)
-            # what is stored below may be read here by another warp: see the gradient of statistics
+            # another warp may still read here what is stored below: see dlogits.py
             tl.debug_barrier()
             y = common.bounded(x, cap_scale)
             y_teacher = common.bounded(x_teacher, teacher_cap_scale)
@@ -118,7 +118,7 @@ def _divergence_kernel(
             dx = (logp_grad - s * total) * slope
             if cap_scale is not None:
                 dx = dx * (1.0 - y * y)
-            dx = tl.where(coefficient == 0.0, 0.0, dx)  # of a row without weight, NaN or not
+            dx = tl.where(coefficient == 0.0, 0.0, dx)  # for a row with weight 0, even if NaN
             tl.store(out_ptr + columns, dx.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -138,7 +138,7 @@ def divergence_gradient_(
     out: Tensor,
     config: RowConfig | None = None,
 ) -> Tensor:
-    """Write the gradient by the student's raw logits; see :class:`Backend`."""
+    """Write the gradient of the student's raw logits; see :class:`Backend`."""
     vectors = {
         "logp_grad_sum_ptr": logp_grad_sum.contiguous(),
         "coefficient_ptr": coefficient.contiguous(),

@@ -38,8 +38,8 @@ def _write_tile(
     columns = start + tl.arange(0, BLOCK_V)
     mask = None if end is None else columns < end
     x = tl.load(logits_ptr + columns, mask, None if end is None else 0.0)
-    # The stores below hit bytes that this or an earlier iteration loads, perhaps in another warp:
-    # none stores before all have loaded. Later loads lie behind: an output is never wider.
+    # The stores below hit bytes that this or an earlier iteration loads, possibly in another warp:
+    # no warp stores before all have loaded. Later loads are further on: outputs are never wider.
     tl.debug_barrier()
     y = common.bounded(x, cap_scale)
     dx = _weighted(y, unit, constant, of_log)
@@ -67,8 +67,8 @@ def _dlogits_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # of column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, dlogp more at the target
-    if not HAS_SOFTCAP:  # an argument all the same: without it ptxas takes five registers more
+    # for column j it is ``-p_j (dlogp + dentropy (entropy + log p_j))``, plus dlogp at the target
+    if not HAS_SOFTCAP:  # still an argument: without it ptxas uses five more registers
         cap_scale = None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_row
@@ -117,7 +117,7 @@ def _dlogits_kernel(
             )
         tl.debug_barrier()  # the target's place was written by another thread
         tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty), mask=inside)
-    else:  # what a row without weight holds cannot leak into its zeros
+    else:  # a row with weight 0 gets zeros, whatever its logits
         zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
         for start in range(0, num_columns, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
@@ -131,7 +131,7 @@ def dlogits_(
     out: Tensor,
     config: RowConfig | None = None,  # the table's
 ) -> Tensor:
-    """Write the gradient by the raw logits; see :class:`Backend`."""
+    """Write the gradient of the raw logits; see :class:`Backend`."""
     logits = tile.logits
     dentropy = grad_stats.dentropy
     dlogp = torch.zeros_like(stats.logprobs) if grad_stats.dlogp is None else grad_stats.dlogp

@@ -1,6 +1,6 @@
-"""The sizes of a row's entries, as kernels read them from logits or from ``E``.
+"""The sizes of a row's entries, computed from logits or from ``E``.
 
-``E`` is the gradient of a row's log-probability by its logits, up to a factor.
+``E`` is the gradient of a row's log-probability with respect to its logits, up to a factor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def row_values(
     """Return what :func:`entry_sizes` needs of this program's row, and whether its softmax is
     finite.
 
-    What is not needed is 0: Triton 3.6 cannot return None.
+    Values that are not needed are 0: Triton 3.6 cannot return None.
     """
     row = tl.program_id(0).to(tl.int64)
     factor = common.row_factor(score_scale, temperature_ptr, row)
@@ -70,7 +70,7 @@ def row_values(
         finite = finite & (slope == slope)
         anchor, f2, rest = 0.0, 0.0, 0.0
     target = tl.load(target_ptr + row).to(tl.int32)
-    target = tl.where(target < num_columns, target, -1)  # in another rank's columns
+    target = tl.where(target < num_columns, target, -1)  # on another rank
     values = logits_ptr + row * stride_row, target, slope, anchor, f2, rest, constant, by_log
     return values, finite
 
@@ -83,9 +83,9 @@ def entry_sizes(
     mask,
     SIGNED: tl.constexpr = False,
 ):
-    """Return sizes times ``scale``, below 0 at the target; 0 where the mask is not set.
+    """Return sizes times ``scale``, negative at the target; 0 where the mask is not set.
 
-    ``SIGNED``: the entries themselves, negated, and the target's as those of the others.
+    ``SIGNED``: return the entries themselves, negated; the target is treated like the others.
     """
     values, unit_ptr, dentropy_ptr, cap_scale = this
     logits_ptr, target, slope, anchor, f2, rest, constant, by_log = values
@@ -117,7 +117,7 @@ def launch_for_rows(
     num_warps: int,
     **arguments: object,
 ) -> None:
-    """Launch a kernel for the rows of a tile, whose logits may be the ``gradient`` by now."""
+    """Launch a kernel for the rows of a tile; its logits may be overwritten by ``gradient``."""
     unit = None
     lse = stats.lse.contiguous()
     entropy = dlogp = dentropy = None

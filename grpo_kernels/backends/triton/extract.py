@@ -1,7 +1,7 @@
-"""Entries of a row's gradient that matter: one read of the row marks them, a second kernel lists
-what is marked.
+"""Chooses the entries of a row's gradient: one read of the row marks them, a second kernel lists
+the marked ones.
 
-Marks are bits, of 32 blocks in a word of each strand: a sixteenth of the bytes of ``E``.
+Marks are bits: a word of each strand covers 32 blocks, a sixteenth of the bytes of ``E``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 _GROUP = tl.constexpr(32)  # blocks, one for each bit of a word
 _LISTING_WARPS = 4
 _LISTED_ENTRIES = 512
-_MARKED_ROWS = 512  # at a time: the words of more are memory and no gain
+_MARKED_ROWS = 512  # at a time: more only cost memory for the words
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _with_block(
     end,
     bit,
 ):
-    """Set a bit of each strand whose column in a block is an entry."""
+    """Set the bit of each strand that has an entry in a block."""
     words, left, squares = state
     columns = block * NUM_STRANDS + tl.arange(0, NUM_STRANDS)
     size = entry_sizes(this, scale, columns, None if end is None else columns < end)
@@ -110,7 +110,7 @@ def _mark_kernel(
         return
     scale = 1.0 / tl.maximum(cut, LEAST_CUT)
     strands = tl.arange(0, NUM_STRANDS)
-    # where each strand draws first; as ``row_keys`` has it
+    # the first draw of each strand, as in ``row_keys``
     bits = tl.load(lse_ptr + row).to(tl.int64, bitcast=True)
     key = _mixed((first_row + row).to(tl.uint32) * _GOLDEN + seed.to(tl.uint32))
     key = _mixed(_mixed(key ^ bits.to(tl.uint32)) ^ (bits >> 32).to(tl.uint32))
@@ -207,7 +207,7 @@ def _list_kernel(
     else:
         marked = active & (x.to(tl.int32, bitcast=True) != 0)
         at_target = -expm1(logp) * common.row_factor(score_scale, temperature_ptr, row)
-        if cap_scale is not None:  # its logit is gone
+        if cap_scale is not None:  # the logit has been overwritten
             at_target = -x * slope
     ids_ptr += row * slots
     strands = tl.arange(0, NUM_STRANDS)
@@ -228,7 +228,7 @@ def _list_kernel(
             tl.store(ids_ptr + slot, first + bit * NUM_STRANDS, mask=(words != 0) & (slot < slots))
             slot += 1
             words = words & (words - 1)
-    tl.debug_barrier()  # others stored the ids that are read
+    tl.debug_barrier()  # other threads stored the ids that are read
 
     values_ptr += row * slots
     offs = tl.arange(0, BLOCK)

@@ -1,13 +1,13 @@
 """Log-probabilities without a gradient: softmax statistics in the epilogue of the logits GEMM.
 
-A program owns a block of rows and a split of the vocabulary. It forms one tile of fp32 logits
-after the other and folds each into the sums of its rows, so that no logit leaves the chip. A second
-kernel merges the splits in their order. What a split is depends on the head alone: a row's bits are
+A program owns a block of rows and a split of the vocabulary. It computes one tile of fp32 logits
+after another and folds each into the sums of its rows, so that logits never leave the chip. A
+second kernel merges the splits in order. The splits depend only on the head, so a row's bits are
 the same in every batch.
 
-A tile is folded in two subtiles where one would not fit into the registers beside its temporaries.
-With extras a tile is a single subtile, and folding keeps its order. Where threads hold both alike
-(Hopper and Blackwell: `tests/gpu/test_bits.py`), the other statistics keep their bits.
+A tile is folded in two subtiles if it would not fit into the registers next to its temporaries.
+With extras, a tile is a single subtile, folded in the same order. If threads hold both in the same
+layout (Hopper and Blackwell: `tests/gpu/test_bits.py`), the other statistics keep their bits.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from grpo_kernels.backends.triton.math import LOG2_E, rounded
 from grpo_kernels.head import Head, logits_dtype
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-# Nats that a row's sum of E may lie above its anchor, 2**80: the reciprocal, times gradients of
-# losses and hidden states, has all digits of bf16.
+# Nats by which a row's sum of E may exceed its anchor, 2**80: the reciprocal, times gradients of
+# losses and hidden states, keeps all digits of bf16.
 _REACH = tl.constexpr(55.0)
 _MERGED_ROWS = 128  # by one program
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# bound on the sums of the splits; longer batches are launched in chunks
+# limit on the sums of the splits; longer batches are launched in chunks
 _PARTIAL_BYTES = 32 << 20
 _CHUNK_ROWS = 2048  # or a multiple
-_COUNTS = ["num_rows", "num_splits"]  # a new value of these brings no compilation
+_COUNTS = ["num_rows", "num_splits"]  # new values of these do not recompile
 _PER_SPLIT = [*common.PER_ROW, "sums_ptr", "best_ptr"]
 
 
@@ -81,7 +81,7 @@ def overflowed(
     num_rows,
     num_splits,
 ):
-    """Return which rows have a sum in this split that is no finite number."""
+    """Return which rows have a sum in this split that is not finite."""
     at = split.to(tl.int64) * num_rows + rows
     size = tl.cast(num_splits, tl.int64) * num_rows
     both = tl.load(sums_ptr + size + at, mask=mask, other=0.0)
@@ -113,8 +113,8 @@ def linear_stats_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SUBTILES: tl.constexpr,  # 1 or 2, of a tile, folded one after the other
-    TILES: tl.constexpr,  # of a split
+    SUBTILES: tl.constexpr,  # 1 or 2 per tile, folded one after the other
+    TILES: tl.constexpr,  # per split
     GROUP: tl.constexpr,  # row blocks that run side by side, so that x stays in the cache
     REPAIR: tl.constexpr = False,
 ):
@@ -123,7 +123,7 @@ def linear_stats_kernel(
     first_row, split = block_and_split(num_rows, num_splits, BLOCK_T, GROUP)
     rows = first_row + tl.arange(0, BLOCK_T)
     mask_t = rows < num_rows
-    if REPAIR:  # the sums of :func:`anchored_kernel` that overflowed, and no others
+    if REPAIR:  # only the sums of :func:`anchored_kernel` that overflowed
         mask_t &= overflowed(
             sums_ptr=sums_ptr,
             split=split,
@@ -206,9 +206,9 @@ def _merge_splits_kernel(
     max_logit_ptr,
     min_logit_ptr,
     exp_ptr,  # (T, V) bf16, of :func:`anchored_kernel`, or None
-    unit_ptr,  # (T,) fp32, with ``exp_ptr`` as the others
+    unit_ptr,  # (T,) fp32, with ``exp_ptr`` like the next two
     anchor_ptr,  # (T,) fp32
-    moved_ptr,  # (T,) bool, rows whose anchor becomes the logsumexp of their logits
+    moved_ptr,  # (T,) bool, rows that change their anchor to the logsumexp of their logits
     stride_exp,
     num_rows,
     num_columns,
@@ -330,7 +330,7 @@ def linear_stats(
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLaunch:
-    """The arguments of kernels that add up a block of rows by splits of the vocabulary."""
+    """The arguments of kernels that sum a block of rows over splits of the vocabulary."""
 
     hidden: Tensor
     head: Head
@@ -366,7 +366,7 @@ class LinearLaunch:
 
     @property
     def products(self) -> dict[str, object]:
-        """The operands of the product, and how many of what there are."""
+        """The operands of the product, and their sizes."""
         weight = self.head.weight
         config = self.config
         return {
@@ -383,7 +383,7 @@ class LinearLaunch:
 
     @property
     def results(self) -> dict[str, Tensor | None]:
-        """What the epilogue of the product fills, and the targets."""
+        """The outputs of the product's epilogue, and the targets."""
         return {
             "target_ptr": self.target,
             "y_target_ptr": self.y_target,
@@ -397,7 +397,7 @@ class LinearLaunch:
         return (triton.cdiv(len(self.hidden), self.config.block_t) * self.sums.shape[1],)
 
     def add_up(self, logits: torch.dtype, repair: bool = False) -> None:
-        """Fill the sums, by logits of a dtype; ``repair``: only those that overflowed."""
+        """Fill the sums, from logits in a dtype; ``repair``: only sums that overflowed."""
         linear_stats_kernel[self.grid](
             **self.products,
             **self.results,

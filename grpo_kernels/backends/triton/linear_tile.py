@@ -1,7 +1,7 @@
-"""What kernels with a tile of logits in their epilogue share: the product, and its arguments.
+"""Shared by kernels with a tile of logits in their epilogue: the product and its arguments.
 
-A program owns a block of rows and a split of the vocabulary, of which it multiplies one tile after
-the other.
+A program owns a block of rows and a split of the vocabulary, and multiplies one tile of it after
+another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def logits_tile(
                 mask_w = mask_w & mask_d
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)
-        if UPCAST:  # Triton's interpreter multiplies bf16 wrongly
+        if UPCAST:  # Triton's interpreter multiplies bf16 incorrectly
             x = x.to(tl.float32)
             w = w.to(tl.float32)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
@@ -76,11 +76,11 @@ def operands(hidden: Tensor, head: Head, target: Tensor) -> tuple[Tensor, Head, 
 
 
 def described(x: Tensor, rows: int, config: LinearConfig, columns: int | None = None) -> Any:
-    """Return a matrix as kernels take it, so many rows and columns at once; a tile's depth."""
+    """Return a matrix as kernels need it, with this many rows and columns per tile."""
     if not config.descriptors:
         return x
     stride = row_stride(x)
-    stride += -stride % (16 // x.element_size())  # of a single row, whose stride is not used
+    stride += -stride % (16 // x.element_size())  # for a single row; the stride is unused
     block = [rows, columns or config.block_d]
     return TensorDescriptor(x, list(x.shape), [stride, 1], block)
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 in two parts, the higher of so few bits that its product with an exponent is exact
+# ln 2 in two parts; the first has so few bits that its product with an exponent is exact
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
 
@@ -15,12 +15,12 @@ _LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
 @triton.jit
 def precise_exp(x):
     """Compute exp to about 2 ulp for any fp32 ``x``; the hardware's loses ``|x|`` ulp."""
-    # it is 0 or inf well inside of these limits
+    # the result is 0 or inf well inside these limits
     x = tl.maximum(x, -120.0, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, 120.0, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * LOG2_E + 0.5)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    # two factors: 2**n alone overflows where 2**n exp(r) does not
+    # two factors: 2**n by itself could overflow though 2**n exp(r) does not
     half = tl.floor(n * 0.5)
     return tl.exp(r) * tl.exp2(half) * tl.exp2(n - half)
 
@@ -29,7 +29,7 @@ def precise_exp(x):
 def log1p(x):
     """Compute log(1 + x), also near 0 (Kahan): the rounding error of 1 + x is divided out."""
     shifted = 1.0 + x
-    # 1 + x = 1, inf and NaN are their own answers; 1 + x = 0 gives -inf by the quotient
+    # special cases: 1 + x is 1, inf or NaN; 1 + x = 0 gives -inf by the quotient
     plain = (shifted == 1.0) | (shifted == float("inf"))
     safe = tl.where(plain, 2.0, shifted)
     return tl.where(plain, x, tl.log(safe) * tl.div_rn(x, safe - 1.0))
@@ -45,7 +45,7 @@ def expm1(x):
 @triton.jit
 def tanh(x):
     """Compute tanh of fp32 ``x`` to about 4 ulp, also near 0; NaN stays NaN."""
-    # where 1 - 2 / (exp(2x) + 1) cancels a polynomial serves, of least relative error on [0, 0.5]
+    # where 1 - 2 / (exp(2x) + 1) cancels, a polynomial with minimax relative error on [0, 0.5]
     square = x * x
     poly = 0.0213017031 + square * -0.00665357197
     poly = -0.0538999715 + square * poly

@@ -24,7 +24,7 @@ from grpo_kernels.batch import (
 )
 
 OPTIONS = {"num_warps": 8, **NOT_FUSED}
-BLOCK, _CHECKED_BLOCK = 512, 256  # tokens at a time, and sequences
+BLOCK, _CHECKED_BLOCK = 512, 256  # tokens, and sequences, at a time
 COLUMNS = ("advantages", *TOKEN_FIELDS)
 REPORT = ("lengths", "active_lengths", "least_target", "max_target", "wrong")
 _INPUTS = ("ids", "mask", "cu_seqlens", "prompt_tokens", *COLUMNS, *SCALAR_FIELDS)
@@ -33,7 +33,7 @@ _POINTERS = [f"{name}_ptr" for name in (*_INPUTS, *_RESULTS)]
 _SIZES = ["num_tokens", "length", "stated"]
 _IGNORE_INDEX = tl.constexpr(-100)
 _INF = tl.constexpr(float("inf"))
-# bits of the inputs in CHECKED; those of columns and of numbers follow each other
+# bits of the inputs in CHECKED; columns have consecutive bits, and so do scalars
 _MASK, _CU_SEQLENS, _PROMPT_TOKENS, _ADVANTAGES, _NUMBERS = (
     tl.constexpr(CHECKED.index(name))
     for name in ("mask", "cu_seqlens", "prompt_tokens", "advantages", SCALAR_FIELDS[0])
@@ -51,7 +51,7 @@ def _is_valid(ids_ptr, mask_ptr, at, inside):
 
 @triton.jit
 def _bounds(cu_seqlens_ptr, sequence, num_tokens, BLOCK: tl.constexpr):
-    """Return where a sequence begins and ends, safe to index with, and whether they are others."""
+    """Return a sequence's start and end, clamped to be safe, and whether clamping changed them."""
     start = tl.zeros((), tl.int64)
     for first in range(0, sequence + 1, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def _any(flags, BIT: tl.constexpr):
 
 @triton.jit
 def _number_is_wrong(value_ptr, BIT: tl.constexpr):
-    """Return the bit unless a number is finite and not negative."""
+    """Return the bit unless the number is finite and not negative."""
     wrong = tl.zeros((), tl.int32)
     if value_ptr is not None:
         value = tl.load(value_ptr)
@@ -95,24 +95,24 @@ def _pack_tokens_kernel(
     mask_ptr,  # (N,), or None
     cu_seqlens_ptr,  # (B + 1,); None: each sequence has ``length`` tokens
     prompt_tokens_ptr,  # (B,), or None
-    advantages_ptr,  # (N,) if they are PER_TOKEN, else (B,)
-    old_logprobs_ptr,  # (N,), as those that follow, or None
+    advantages_ptr,  # (N,) if PER_TOKEN, else (B,)
+    old_logprobs_ptr,  # (N,) or None, like the next ones
     ref_logprobs_ptr,
     rollout_logprobs_ptr,
     rollout_weights_ptr,
-    num_items_in_batch_ptr,  # () fp64, as those that follow, or None
+    num_items_in_batch_ptr,  # () fp64 or None, like the next ones
     num_tokens_in_micro_batch_ptr,
     num_sequences_in_micro_batch_ptr,
     num_prompts_ptr,
     entropy_scale_ptr,
-    packed_ids_ptr,  # (N,) int64, whose first T are written, as of the next two
+    packed_ids_ptr,  # (N,) int64; the first T are written, like in the next two
     rows_ptr,  # (N,) int64
-    table_ptr,  # (k, N): the columns that there are
+    table_ptr,  # (k, N): the present columns
     offsets_ptr,  # (B + 1,) int64
     report_ptr,  # (len(REPORT), B) int64
     num_tokens,  # N
     length,
-    stated,  # T as the caller knows it, or 0
+    stated,  # T if the caller knows it, or 0
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -191,7 +191,7 @@ def _pack_tokens_kernel(
     tl.store(offsets_ptr + sequence, before)
     if sequence + 1 == num_sequences:
         tl.store(offsets_ptr + num_sequences, count)
-        # rows that do not exist are read before the check that fails on them is
+        # rows that do not exist are read before the check that rejects them
         for first in range(count, stated, BLOCK):
             at = first + offs
             tl.store(packed_ids_ptr + at, at * 0, mask=at < stated)
@@ -203,7 +203,7 @@ def _check_report_kernel(
     report_ptr,  # (len(REPORT), B)
     passed_ptr,  # (4,) bool
     num_sequences,  # B
-    length,  # of all sequences, as the caller knows it
+    length,  # of all sequences, from the caller
     active_length,
     BLOCK: tl.constexpr,
 ):

@@ -1,13 +1,13 @@
-"""Softmax statistics of each row of a logits tile in one read, with its gradient on request.
+"""Softmax statistics of each row of a logits tile in one read, optionally with its gradient.
 
-The gradient of row i is ``-dlogp_i p_ij`` but for the target, and ``p_ij = exp(z_ij - a_i)
-exp(a_i - lse_i)`` for any anchor a_i. So ``E_ij = exp(z_ij - a_i)`` can be written over the logits
-on the way, while the row's statistics are summed; what the loss says comes later, as one number r_i
-per row, which the GEMMs take out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
+Except at the target, the gradient of row i is ``-dlogp_i p_ij``, and ``p_ij = exp(z_ij - a_i)
+exp(a_i - lse_i)`` for any anchor a_i. So ``E_ij = exp(z_ij - a_i)`` can overwrite the logits while
+the row's statistics are summed. The loss comes later, as one number r_i per row, which the GEMMs
+factor out of the sums: ``dhidden = r (E W)``, ``dweight = E^T (r h)``.
 
-The anchor is the target's score, so that ``E`` holds a target's rivals however rare they are. Where
-the row turns out to be far above, the anchor rises, and what was written follows. 16-bit numbers
-with the range of fp32 (bf16) hold all of that; fp16 does not.
+The anchor is the target's score, so that ``E`` represents a target's rivals however rare they are.
+If the row turns out to be far above, the anchor is raised, and written values are corrected. bf16,
+which has the range of fp32, can hold such values; fp16 cannot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from grpo_kernels.backends.triton import common
 from grpo_kernels.backends.triton.codegen import PointwiseKernel
 from grpo_kernels.backends.triton.math import LOG2_E
 
-# How far, in nats, scores may lie above the anchor: E up to 3e10, and a factor that is no smaller
-# than 1e-16 of the gradient.
+# How far, in nats, scores may be above the anchor: E up to 3e10, and a factor of at least 1e-16 of
+# the gradient.
 _REACH = tl.constexpr(24.0)
 _LOWEST = tl.constexpr(-1e30)  # an anchor for a target without a finite score
 
@@ -41,7 +41,7 @@ def _with_tile(
     BLOCK_V: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Add a tile, perhaps with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
+    """Add a tile, possibly with the row's ``end``, to sums; with ``out_ptr`` store its ``E``."""
     peak, total, moment, squares, least, rivals, anchor = sums
     logits_ptr, out_ptr, offs_v, target, y_target, cap_scale, factor, f2 = row
     columns = start + offs_v
@@ -79,14 +79,14 @@ def _with_tile(
         tl.store(out_ptr + columns, e.to(out_ptr.dtype.element_ty), mask=mask_v)
     if EXTRAS:
         least = tl.minimum(least, -common.max_of(-above))
-        # of tiles before the target's; a greater one is no less of a rival
+        # only in tiles before the target's; a larger score is a rival, too
         rivals |= ((tile_peak >= y_target) & (start + BLOCK_V <= target)).to(tl.int32)
     return peak, total, moment, squares, least, rivals, anchor
 
 
 @triton.jit(
-    # rows of the gradient may be aligned where those of the logits are not: the statistics would
-    # be added up in another order than without it
+    # rows of the gradient may be aligned although rows of the logits are not; then the statistics
+    # would be summed in another order than without a gradient
     do_not_specialize=["stride_out_row"],
     do_not_specialize_on_alignment=[*common.PER_ROW, "unit_ptr"],
 )
@@ -124,10 +124,10 @@ def _row_stats_kernel(
     x_target = tl.load(logits_ptr + target)
     y_target = common.bounded(x_target, cap_scale)
 
-    # Sums are of bounded logits y, whose scores are ``factor * y``: to take the peak off before
-    # anything is scaled costs no digits where logits carry a large offset. A tile is (depth,
-    # threads, vector), and each thread has sums of its own: only the maximum, for the gradient's
-    # anchor, crosses threads before the row's end. Only the last tile may have an end in it.
+    # Sums are over bounded logits y with scores ``factor * y``: subtracting the peak before scaling
+    # costs no digits if logits have a large offset. A tile is (depth, threads, vector), and each
+    # thread has separate sums: only the maximum, for the gradient's anchor, crosses threads before
+    # the row's end. Only the last tile may contain the row's end.
     offs_v = common.tile_offsets(BLOCK_V, THREADS, VECTOR)
     peak = tl.full((THREADS,), float("-inf"), tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
@@ -161,7 +161,7 @@ def _row_stats_kernel(
             VECTOR=VECTOR,
         )
     thread_peak, total, moment, squares, least, rivals, anchor = sums
-    if EXTRAS:  # once more the columns beside the target
+    if EXTRAS:  # again the columns around the target
         columns = target // BLOCK_V * BLOCK_V + offs_v
         x = tl.load(logits_ptr + columns, mask=columns < target, other=float("-inf"))
         equal = (common.bounded(x, cap_scale) == y_target) & (columns < target)
@@ -200,7 +200,7 @@ def _row_stats_kernel(
         factor=factor,
         extras=extras,
     )
-    if out_ptr is not None:  # what is left of the gradient: the target, and a factor
+    if out_ptr is not None:  # the rest of the gradient: the target, and a factor
         at_target, unit, finite = common.at_the_target(
             logp=logp, anchor=anchor, peak=peak, total=total, factor=factor
         )
@@ -212,7 +212,7 @@ def _row_stats_kernel(
         tl.debug_barrier()  # the target's place was written by another thread
         if finite:
             tl.store(out_ptr + target, at_target.to(out_ptr.dtype.element_ty))
-        else:  # zeros and a NaN: without a weight the row adds nothing, and with one it shows
+        else:  # zeros and a NaN factor: the row adds nothing with weight 0, and NaN otherwise
             for start in range(0, num_columns, BLOCK_V):
                 columns = start + tl.arange(0, BLOCK_V)
                 zeros = tl.zeros((BLOCK_V,), tl.float32).to(out_ptr.dtype.element_ty)
@@ -223,7 +223,7 @@ def _row_stats_kernel(
 def row_stats(
     tile: Tile, extras: bool, config: RowConfig | None = None, gradient: TileGradient | None = None
 ) -> RowStats:
-    """Compute statistics of a tile with all targets; fill ``gradient``, perhaps over its logits."""
+    """Compute statistics of a tile with all targets; fill ``gradient``, maybe over its logits."""
     logits = tile.logits
     stats = empty_stats(len(tile.target), logits.device, extras)
     config = config or row_config(logits.device)
@@ -252,7 +252,7 @@ def logp_gradient_(tile: Tile, config: RowConfig | None = None) -> tuple[RowStat
 
 
 def weighted_gradient(gradient: TileGradient, dlogp: Tensor) -> TileGradient:
-    """Weigh what :func:`logp_gradient_` returns, in one kernel."""
+    """Weight the result of :func:`logp_gradient_`, in one kernel."""
     assert gradient.row_scale is not None
     return TileGradient(gradient.dlogits, *_weighing()(dlogp, gradient.row_scale))
 

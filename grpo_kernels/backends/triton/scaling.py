@@ -22,7 +22,7 @@ def _scale_block(
     scale,
     INTERPRETED: tl.constexpr,
 ):
-    """Scale the elements from two addresses on."""
+    """Scale elements, starting at two addresses."""
     x = tl.load(x_ptr, mask).to(tl.float32)
     tl.store(out_ptr, rounded(x * scale, out_ptr.dtype.element_ty, INTERPRETED), mask)
 
@@ -39,7 +39,7 @@ def _scale_kernel(
     scale = tl.load(scale_ptr).to(tl.float32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offs = tl.arange(0, BLOCK)
-    if start + BLOCK <= length:  # without a mask, so that 16 bytes are loaded and stored at once
+    if start + BLOCK <= length:  # no mask, so that 16 bytes are loaded and stored at once
         _scale_block(
             x_ptr=x_ptr + start + offs,
             out_ptr=out_ptr + start + offs,

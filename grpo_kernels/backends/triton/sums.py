@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_kernels.backends.base import Entries
 from grpo_kernels.backends.triton.common import OPTIONS
 
-_ELEMENTS, _MOST_COLUMNS = 4096, 1024  # gathered at a time, of at most so many columns
-_PIECE = 256  # entries of an id that are summed apart, if it has more
+_ELEMENTS, _MOST_COLUMNS = 4096, 1024  # gathered at a time, with at most this many columns
+_PIECE = 256  # entries of an id that are summed separately, if it has more
 _BLOCK_T = 1024  # tokens, in fp64
 _VECTORS = ["used_ptr", "bounds_ptr", "values_ptr", "factor_ptr", "places_ptr", "starts_ptr"]
 
@@ -54,7 +54,7 @@ def _rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     used = tl.load(used_ptr + row)
-    if used < 0:  # the row is computed in another way
+    if used < 0:  # a whole row, computed elsewhere
         return
     factor = tl.load(factor_ptr + row).to(tl.float32)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,7 +79,7 @@ def _rows_kernel(
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_VECTORS)
 def _flatten_kernel(
     used_ptr,  # (C,) int32, of rows without a gradient 0
-    starts_ptr,  # (C,) int64, where a row's entries begin among all
+    starts_ptr,  # (C,) int64, start of a row's entries among all entries
     ids_ptr,  # (C, slots) int32
     values_ptr,  # (C, slots) fp32
     factor_ptr,  # (C,)
@@ -117,7 +117,7 @@ def _pieces_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sum up each piece of entries that is of one id."""
+    """Sum each piece whose entries all belong to one id."""
     piece = tl.program_id(0).to(tl.int64)
     first = piece * PIECE
     end = piece * PIECE + PIECE
@@ -143,11 +143,11 @@ def _pieces_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def _columns_kernel(
-    bounds_ptr,  # (V + 1,) int64, of each id's entries
+    bounds_ptr,  # (V + 1,) int64, bounds of each id's entries
     places_ptr,  # (E,) int32, rows of the matrix
     values_ptr,  # (E,) fp32
     matrix_ptr,  # (C, N)
-    pieces_ptr,  # (E // PIECE, N) fp32, of which those of one id are sums
+    pieces_ptr,  # (E // PIECE, N) fp32, sums of the pieces with a single id
     out_ptr,  # (V, N)
     stride_row,
     stride_column,
@@ -167,7 +167,7 @@ def _columns_kernel(
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < num_columns
     offsets = offs_n * stride_column
-    # whole pieces are summed already; of a few entries there are none
+    # whole pieces are already summed; few entries have none
     whole = tl.cdiv(first, PIECE)
     last = end // PIECE
     head = tl.minimum(whole * PIECE, end)
@@ -267,7 +267,7 @@ def _by_id(entries: Entries, factor: Tensor, count: int) -> tuple[Tensor, Tensor
             BLOCK=_PIECE,
             **OPTIONS,
         )
-    ids, order = ids.sort(stable=True)  # an id's in the order of the rows
+    ids, order = ids.sort(stable=True)  # keeps the order of rows within an id
     return ids, rows[order], values[order]
 
 

@@ -1,4 +1,4 @@
-"""A torch function of (T,) vectors as one Triton kernel. Knows neither losses nor log-probs."""
+"""Compiles a torch function of (T,) vectors to one Triton kernel. Independent of losses."""
 
 from grpo_kernels.backends.triton.codegen.expressions import UntraceableError
 from grpo_kernels.backends.triton.codegen.trace import PointwiseKernel

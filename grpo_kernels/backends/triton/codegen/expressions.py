@@ -24,7 +24,7 @@ TRITON_DTYPES: dict[torch.dtype, str] = {
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
 
-# Names in braces are those of the aten schema; the operands have the result's dtype.
+# Names in braces are from the aten schema; the operands have the result's dtype.
 _ARITHMETIC: dict[str, str] = {
     "abs": "tl.abs({self})",
     "add": "{self} + {other}",
@@ -57,7 +57,7 @@ _COMPARISONS: dict[str, str] = {
     "lt": "{self} < {other}",
     "ne": "{self} != {other}",
 }
-# logical and bitwise ones, whose operands are converted to bool
+# logical and bitwise operations; operands are converted to bool
 _LOGICAL: dict[str, str] = {
     "and": "{self} & {other}",
     "mul": "{self} & {other}",
@@ -67,11 +67,11 @@ _LOGICAL: dict[str, str] = {
 }
 # results of these share memory with an operand
 VIEWS = frozenset(["_unsafe_view", "alias", "detach", "expand", "view"])
-# one operand passed on, with the dtype that the result has
+# return an operand, converted to the result's dtype
 _COPIES = VIEWS | {"_to_copy", "clone", "copy", "lift_fresh_copy"}
 # filled with a number; also as ``new_ones`` or ``ones_like``
 _FILLS = ("full", "ones", "scalar_tensor", "zeros")
-# arguments that say nothing about the values; any other unknown one is refused when it is set
+# arguments that do not affect values; any other unknown argument is an error if it is set
 _HARMLESS = frozenset(
     ["device", "dtype", "implicit", "layout", "memory_format", "non_blocking", "pin_memory", "size"]
 )
@@ -90,14 +90,14 @@ def operation_name(node: Node) -> str:
 
 
 def schema_of(node: Node) -> torch.FunctionSchema:
-    """Return the aten schema of a node; refuses what is no aten operation."""
+    """Return the aten schema of a node; raise UntraceableError if it is not an aten operation."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         raise UntraceableError(f"{node.op} {node.target}: not an operation on the inputs")
     return node.target._schema
 
 
 def render(node: Node, operand: Operand) -> str:
-    """Return the Triton expression of one aten node; refuses what has no rendering."""
+    """Return the Triton expression of an aten node; raise UntraceableError if there is none."""
     name = operation_name(node)
     dtype = node.meta["val"].dtype
     names = [argument.name for argument in schema_of(node).arguments]
@@ -127,18 +127,18 @@ def literal(value: Any, dtype: torch.dtype) -> str:
     if math.isnan(number) or math.isinf(number):
         return f'float("{number}")'
     if abs(number) < torch.finfo(torch.float32).tiny:
-        return "0.0"  # Triton would take a subnormal for fp64
+        return "0.0"  # Triton would make a subnormal an fp64 constant
     text = repr(float(value))
     return f"({text})" if value < 0 else text
 
 
 def value_of(node: Node) -> Tensor:
-    """Return the traced (fake) result of a node; refuses what is not a tensor of a known dtype."""
+    """Return the traced (fake) result of a node; it must be a tensor of a known dtype."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in TRITON_DTYPES:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         known = ", ".join(str(dtype) for dtype in TRITON_DTYPES)
-        raise UntraceableError(f"{node.target}: gives {kind}; expected a vector of {known}")
+        raise UntraceableError(f"{node.target}: expected a vector of {known}, got {kind}")
     return value
 
 

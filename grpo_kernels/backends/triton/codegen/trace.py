@@ -1,7 +1,7 @@
 """Compiles a torch function of (T,) vectors into one Triton kernel.
 
-The function is traced, with any ``torch.autograd.grad`` inside of it, and the trace is written as
-Triton source. So a loss and its derivative run in one launch without a second, hand-written copy.
+The function is traced, including any ``torch.autograd.grad`` inside it, and the trace is written as
+Triton source. So a loss and its derivative run in one launch without a hand-written copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_kernels.backends.triton.common import OPTIONS
 PointwiseFunction = Callable[..., tuple[Tensor, ...]]
 
 _BLOCK = 1024
-# Two lengths that no loss contains: a trace that differs between them depends on the length.
+# Two lengths that occur in no loss: if the traces differ, the function depends on the length.
 _TRACE_LENGTHS = (7, 11)
 KERNEL_NAME = "_pointwise_kernel"
 _TEMPLATE = """\
@@ -49,7 +49,7 @@ from grpo_kernels.backends.triton import math as tm
 
 
 @triton.jit(
-    do_not_specialize=["length"],  # no new compilation for a new length or a new slice
+    do_not_specialize=["length"],  # a new length or slice does not recompile
     do_not_specialize_on_alignment=[{quoted}],
 )
 def {name}({pointers}, length, BLOCK: tl.constexpr):
@@ -114,25 +114,25 @@ def _trace(fn: PointwiseFunction, num_inputs: int, length: int) -> Graph:
         fn,
         decomposition_table=dict(core_aten_decompositions()),
         tracing_mode="fake",
-        # a tensor that fn closes over becomes a node, which is refused by name
+        # a tensor that fn closes over becomes a node, which raises an error with its name
         _allow_non_fake_inputs=True,
     )
     try:
-        # whatever the caller's mode: fn may differentiate, which a checkpoint around must not count
+        # independent of the caller's mode: fn may differentiate, and a checkpoint must not count it
         with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(same, same):
             return trace(*(torch.empty(length) for _ in range(num_inputs))).graph
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
-    ) as error:  # Python branches on a value, indexes with it, makes a shape of it
+    ) as error:  # Python branches on a value, indexes with it, or uses it as a shape
         raise UntraceableError(f"the function's path depends on values: {error}") from error
 
 
 def _source(
     graph: Graph, input_names: Sequence[str], length: int
 ) -> tuple[str, tuple[torch.dtype, ...]]:
-    """Return the Triton module of what a graph's outputs need, and the outputs' dtypes."""
+    """Return the Triton module for a graph's outputs, and their dtypes."""
     (results,) = next(iter(reversed(graph.nodes))).args
     for index, node in enumerate(results):
         value = node.meta.get("val") if isinstance(node, Node) else node
@@ -147,7 +147,7 @@ def _source(
     variables: dict[str, str] = {}  # expression -> the variable that holds it
 
     def operand(value: Any, dtype: torch.dtype) -> str:
-        """Return an argument's text: a variable, converted where its dtype differs, or a number."""
+        """Return an argument's text: a variable, converted if its dtype differs, or a number."""
         if not isinstance(value, Node):
             return literal(value, dtype)
         name = names[value]
@@ -163,7 +163,7 @@ def _source(
         if shape not in ((), (length,)):
             raise UntraceableError(f"{node.target}: its result of shape {shape} is not (T,)")
         expression = render(node, operand)
-        if expression not in variables:  # copies and repeated expressions get no line of their own
+        if expression not in variables:  # copies and repeated expressions add no line
             name = f"v{len(lines) - len(input_names)}"
             lines.append(f"{name} = {expression}")
             variables[name] = variables[expression] = name
@@ -184,8 +184,8 @@ def _source(
 
 
 def _refuse_shared_mutation(graph: Graph) -> None:
-    """Raise where an in-place operation changes memory that a view or the caller's input shares."""
-    # on a value's own memory it is fine: the trace hands the changed value to its later readers
+    """Raise if an in-place operation changes memory that a view or the caller's input shares."""
+    # on unshared memory it is fine: in the trace, later readers get the changed value
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             changed = node.args[0] if schema_of(node).is_mutable else None
@@ -203,7 +203,7 @@ def _needed(graph: Graph, outputs: Sequence[Node]) -> set[Node]:
     for node in reversed(graph.nodes):  # readers come first
         if node in needed and node.op != "placeholder":
             name = operation_name(node)
-            # what only lends its shape has no part: the sum before a backward is never generated
+            # a node used only for its shape is skipped: the sum before a backward isn't generated
             if not name.startswith("new_") and not name.endswith("_like"):
                 needed.update(node.all_input_nodes[name == "copy" :])
     return needed
@@ -214,7 +214,7 @@ def _load(source: str) -> types.ModuleType:
     """Load a generated module, built once per content."""
     name = f"grpo_kernels_pointwise_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     filename = f"<{name}>"
-    # triton.jit reads the source back through inspect, which asks linecache
+    # triton.jit reads the source through inspect, which uses linecache
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(name)
     exec(compile(source, filename, "exec"), module.__dict__)
