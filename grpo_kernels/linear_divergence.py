@@ -44,7 +44,7 @@ class LinearDivergence(NamedTuple):
     entropy: Tensor  # (...) nats, of the student; 0 for masked tokens
 
 
-@_disable_dynamo  # torch.compiler's imports Triton at once
+@_disable_dynamo  # torch.compiler.disable imports Triton
 def linear_divergence(
     hidden: Tensor,
     head: Tensor | Head,

@@ -10,8 +10,8 @@ import torch
 
 Result = TypeVar("Result")
 
-# messages of errors that are no torch.OutOfMemoryError: of torch's CPU allocator, a Triton launch,
-# and cuBLAS, whose workspace is allocated next to torch's
+# messages of out-of-memory errors other than torch.OutOfMemoryError: from torch's CPU allocator, a
+# Triton launch, and cuBLAS, which allocates its workspace itself
 _MESSAGES = (
     "can't allocate memory",
     "Triton Error [CUDA]: out of memory",

@@ -11,7 +11,7 @@ from grpo_kernels.integrations import liger
 from grpo_kernels.integrations.probe import Probe, Use
 
 _PLUGIN = "axolotl.integrations.base:BasePlugin"
-# numbers are compared by liger.py, whose module this replaces
+# liger.py, which replaces the same module, compares numbers
 PROBE = Probe(
     host=HOSTS["axolotl"],
     uses=(

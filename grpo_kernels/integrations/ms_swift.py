@@ -39,7 +39,7 @@ def _with_ours(theirs: Any) -> Any:
     return prepare
 
 
-# numbers are compared by liger.py, whose module this replaces
+# liger.py, which replaces the same module, compares numbers
 PROBE = Probe(
     host=HOSTS["ms_swift"],
     replacements=lambda: [Replacement(_TRAINER, "_prepare_liger_loss", _with_ours, wraps=True)],

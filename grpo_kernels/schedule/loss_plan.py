@@ -234,7 +234,7 @@ def make_plan(
     """
     if options.metric_rows == "active" and config.scope() == "batch":
         raise ValueError(
-            "metric_rows: expected 'all' for a loss whose gate needs the entropy of every token, "
+            "metric_rows: expected 'all' for a loss with a gate on the entropy of every token, "
             "got 'active'"
         )
     route = choose_route(dtype, head, options, tiled=batch.sampling_mask is not None)

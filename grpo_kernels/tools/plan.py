@@ -94,7 +94,7 @@ def _add_backward(add: Callable[..., Any]) -> None:
         nargs="?",
         const=slots,
         metavar="SLOTS",
-        help=f"also plan a sparse backward with so many entries per row [{slots}]",
+        help=f"also plan a sparse backward with SLOTS entries per row [{slots}]",
     )
 
 

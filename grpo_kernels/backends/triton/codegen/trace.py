@@ -198,7 +198,7 @@ def _refuse_shared_mutation(graph: Graph) -> None:
 
 
 def _needed(graph: Graph, outputs: Sequence[Node]) -> set[Node]:
-    """Return the nodes whose values reach an output."""
+    """Return the nodes with values that reach an output."""
     needed = set(outputs)
     for node in reversed(graph.nodes):  # readers come first
         if node in needed and node.op != "placeholder":
