@@ -16,9 +16,9 @@
 namespace grpo {
 namespace {
 
-// A register holds sixteen rows of 64 bytes. Of weight: 32 elements of each of sixteen rows. Of
-// tokens: the elements 2i and 2i + 1 of sixteen tokens in row i. Of sums: a row per row of weight,
-// with sixteen tokens side by side. Subnormal bf16 counts as zero.
+// A register holds sixteen rows of 64 bytes. Weight: 32 elements of each of sixteen rows. Tokens:
+// row i has the elements 2i and 2i + 1 of sixteen tokens. Sums: a row per row of weight, with
+// sixteen tokens side by side. Subnormal bf16 counts as zero.
 constexpr int64_t kRows = 16, kRowBytes = 64, kStepElements = 32;
 constexpr int64_t kRegister = kRows * kRowBytes;
 constexpr int64_t kStepsAtATime = 16;  // 32 rows of weight stay in L1 for all tokens
@@ -82,14 +82,14 @@ GRPO_AMX void configure() {
   _tile_loadconfig(&config);
 }
 
-// Where the operands of a GEMM of 32 rows and 32 tokens begin.
+// Addresses of the operands of a GEMM with 32 rows and 32 tokens.
 struct Operands {
   const char* weight;
   const char* tokens;
-  int64_t stride;  // bytes from one sixteen of either to the next
+  int64_t stride;  // bytes between groups of sixteen rows or tokens
 };
 
-// 32 rows, and 32 tokens or sixteen: the sums of `count` steps, on top of those before.
+// 32 rows, and 32 or sixteen tokens: adds the products of `count` steps to the sums.
 template <bool kBothGroups>
 GRPO_AMX inline void tile_gemm(const Operands& from, int64_t count, bool add, float* out) {
   float* second = out + kGroupStride;

@@ -14,10 +14,10 @@
 namespace grpo {
 namespace {
 
-// A vector has a pair of elements of each of sixteen tokens. Subnormal bf16 counts as zero.
+// A vector holds a pair of elements of each of sixteen tokens. Subnormal bf16 counts as zero.
 constexpr int64_t kLanes = 16, kTileRows = 8, kTileVectors = 3;  // sums that fit the registers
 constexpr int64_t kPanel = kTileVectors * kLanes;
-constexpr int64_t kPairBlock = 64;  // summed apart, as in gemm_fp32-inl.h
+constexpr int64_t kPairBlock = 64;  // summed separately, as in gemm_fp32-inl.h
 constexpr int64_t kGroupStride = kBlockRows * kLanes;
 
 int64_t pairs_of(const Linear& linear) { return (linear.depth + 1) / 2; }
@@ -30,7 +30,7 @@ int64_t scratch_bytes(const Linear&) { return kBlockRows * kPairBlock * sizeof(u
 
 int64_t panel_width(const Chunk& chunk, int64_t at) { return std::min(kPanel, chunk.padded - at); }
 
-// Pairs of a row that begin with element `first`; one past the depth is filled up with a zero.
+// Pairs of a row starting at element `first`; an odd depth is padded with a zero.
 void load_pairs(const void* row, int64_t first, int64_t depth, int64_t pairs, uint32_t* to) {
   const auto* source = static_cast<const uint16_t*>(row) + first;
   to[pairs - 1] = 0;
@@ -93,7 +93,7 @@ void block(const Linear& linear, const Chunk& chunk, int64_t row, int64_t rows, 
                                               : tile_gemm<kTileVectors>;
       const uint32_t* x =
           static_cast<const uint32_t*>(chunk.packed) + at * pairs_of(linear) + begin * width;
-      for (int64_t i = 0; i < rows; i += kTileRows) {  // rows past the last give what nobody reads
+      for (int64_t i = 0; i < rows; i += kTileRows) {  // results past the last row are not read
         gemm(weight + i * kPairBlock, x, pairs, begin > 0, out + at * kBlockRows + i * kLanes);
       }
     }

@@ -1,4 +1,4 @@
-// Loads and stores of the tile dtypes, in plain bit operations so that they run anywhere.
+// Loads and stores of the tile dtypes, by plain bit operations, which run anywhere.
 #pragma once
 
 #include <cstring>
@@ -69,7 +69,7 @@ GRPO_INLINE void store(Float16* target, Float x) { store_halves(target, float16_
 GRPO_INLINE Float to_bfloat16(Float x) { return from_bfloat16(bfloat16_bits(x)); }
 GRPO_INLINE Float to_float16(Float x) { return from_float16(float16_bits(x)); }
 
-// Calls work(element) with an element of a tile's dtype, for its type.
+// Calls work(element) with an element of the type for a tile's dtype.
 template <class Work>
 GRPO_INLINE auto with_dtype(int32_t dtype, const Work& work) {
   switch (dtype) {
@@ -77,10 +77,10 @@ GRPO_INLINE auto with_dtype(int32_t dtype, const Work& work) {
     case kBFloat16: return work(BFloat16{});
     case kFloat16: return work(Float16{});
   }
-  __builtin_unreachable();  // native_library.py passes no other
+  __builtin_unreachable();  // native_library.py passes no other value
 }
 
-// The first `count` < kLanes lanes; the rest are `fill`, and nothing beyond them is read.
+// The first `count` < kLanes lanes; the others are `fill`, and nothing beyond `count` is read.
 template <class T>
 GRPO_INLINE Float load_some(const T* source, int64_t count, float fill) {
   T lanes[kLanes] = {};
@@ -97,7 +97,7 @@ GRPO_INLINE void store_some(T* target, Float x, int64_t count) {
   std::memcpy(target, lanes, count * sizeof(T));
 }
 
-// All lanes, or the first `count` where there are fewer.
+// All lanes, or the first `count` if there are fewer.
 template <class T>
 GRPO_INLINE void store_lanes(T* target, Float x, int64_t count) {
   if (count >= kLanes) {

@@ -1,5 +1,5 @@
-// The divergence of a student's row from a teacher's, and its gradient by the student's logits.
-// What each kind adds per id, and logp_grad, its derivative by log s, are those of
+// The divergence of a student's row from a teacher's, and the gradient of the student's logits. The
+// term of each id, and logp_grad, its derivative with respect to log s, mirror
 // grpo_kernels/backends/divergence.py.
 #pragma once
 
@@ -35,7 +35,7 @@ GRPO_INLINE Float log1p(Float y) {
   return k * 0.693359375f + ((z * zz) * p + (z + z) + k * -2.12194440e-4f);
 }
 
-// log p of a row's ids: z - lse, by an anchor near lse that is fp32 as the logits are.
+// log p of a row's ids: z - lse, through an fp32 anchor near lse.
 struct LogProbs {
   Scores scores;
   float anchor, rest;
@@ -71,7 +71,7 @@ GRPO_INLINE OfIds of_ids(Float log_s, Float log_t, float beta) {
     const Float each = -s * delta;
     return {s, each, each};
   }
-  // log(s / m) and log(t / m), by the larger of the two
+  // log(s / m) and log(t / m), from the larger of the two
   const Float size = positive(delta) + positive(-delta);
   const Float weight = delta > 0.0f ? splat(1.0f - beta) : splat(beta);
   const Float below = -log1p(weight * expm1(-size));
@@ -79,7 +79,7 @@ GRPO_INLINE OfIds of_ids(Float log_s, Float log_t, float beta) {
   return {s, logp_grad + beta * t * (below - positive(-delta)), logp_grad};
 }
 
-// Calls `take(at, count, log_s, log_t, u)` with a vector of ids at a time, u the student's.
+// Calls `take(at, count, log_s, log_t, u)` with a vector of ids at a time; u is the student's.
 template <class Take>
 GRPO_INLINE void walk(const Tile& tile, const Divergence& of, int64_t row, const Take& take) {
   const LogProbs student(tile, row, of.lse[row]);

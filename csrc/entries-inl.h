@@ -1,5 +1,5 @@
-// The pass over a row of logits that chooses the entries of its gradient, and the sums of products
-// with entries.
+// The pass over a row of logits that chooses the entries of its gradient, and the sums of sparse
+// products. The method: grpo_kernels/backends/entries.py.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace grpo::GRPO_ISA {
 
-// A block of strands is one of the blocks that a row is walked in.
+// A block of strands is one of the blocks in which a row is processed.
 static_assert(kStrands == kBlock);
 
 constexpr uint32_t kGolden = 0x9E3779B9u;
@@ -22,8 +22,8 @@ GRPO_INLINE Bits mixed(Bits x) {
   return x ^ x >> 16;
 }
 
-// A row's entries but for that of the target, negated, each times a factor: with a gradient of the
-// entropy that of log p, d + rest, is a factor, too. d is as in RowGradient.
+// A row's entries except the target's, negated, each times a factor; with a gradient of the
+// entropy, log p = d + rest is a factor, too. d is as in RowGradient.
 struct Others {
   Scores scores;
   float anchor;
@@ -46,13 +46,13 @@ struct Others {
     Float result = exp(d) * factor;
     if (kEntropy) result *= d * dentropy + constant;
     if (!scores.softcapped) return result;
-    const Float inside = at_least(u, -1.0f);  // -inf, which is no tanh, has no share: 0 * inf
+    const Float inside = at_least(u, -1.0f);  // u = -inf, which no tanh can be, would give 0 * inf
     return result * ((1.0f - inside) * (1.0f + inside));
   }
 };
 
-// The entries of a row's columns from `begin` on, in whole vectors: 0 at the target and past the
-// end. The block that comes `next` is fetched meanwhile. Returns how many there are.
+// The entries of a row's columns starting at `begin`, in whole vectors: 0 at the target and past
+// the end. Prefetches the block `next`. Returns how many there are.
 template <class T>
 int64_t block_others(const Tile& tile, int64_t row, int64_t begin, int64_t next,
                      const Others& others, float* out) {
@@ -79,7 +79,7 @@ int64_t block_others(const Tile& tile, int64_t row, int64_t begin, int64_t next,
 
 GRPO_INLINE Float size_of(Float x) { return (Float)((Bits)x & 0x7fffffffu); }
 
-// The derivative of u at the row's target, but for Scores::cap_scale.
+// The derivative of u at the row's target, except for the factor Scores::cap_scale.
 double target_curve(const Tile& tile, int64_t row) {
   if (tile.softcap == 0) return 1;
   return with_dtype(tile.dtype, [&](auto element) {
@@ -90,7 +90,7 @@ double target_curve(const Tile& tile, int64_t row) {
   });
 }
 
-// A row on its way to its entries. Sizes are in units of its cut.
+// The state of a row while its entries are chosen. Sizes are in units of its cut.
 class Choice {
  public:
   Choice(const Extraction& extraction, int64_t row, float cut)
@@ -141,12 +141,12 @@ class Choice {
   int64_t count = 0, num_large = 0;
   double tail = 0, squares = 0;  // of sizes up to the cut
   double large_squares = 0;
-  double drawn_excess = 0;  // by what drawing changes the first two, which is the same
+  double drawn_excess = 0;  // the change of both by drawing
 
  private:
   static double total(Float x) { return sum(widen(x)); }
 
-  // Hits are rare: most vectors have none.
+  // Draws are rare: most vectors have none.
   void list_hits(const float* hits, int64_t first, int64_t stop, int32_t begin) {
     for (int64_t i = first; i < stop; i += kLanes) {
       if (!any((Bits)(size_of(load(hits + i)) > 0.0f))) continue;
@@ -168,10 +168,10 @@ class Choice {
   const float cut_;
   int32_t* ids_;
   float* values_;
-  float left_[kStrands];  // of each strand, until it draws
+  float left_[kStrands];  // of each strand, until its next draw
 };
 
-// By the target's score.
+// With respect to the target's score.
 double gradient_at_target(const Extraction& extraction, int64_t row) {
   const double logp = extraction.logp[row], others = -std::expm1(logp), p = std::exp(logp);
   const GradStats& grad_stats = extraction.grad_stats;
@@ -194,7 +194,7 @@ void extract(const Tile& tile, const Extraction& extraction, int64_t row) {
   Choice choice(extraction, row, cut);
   const int64_t target = tile.target[row];
   double at_target = 0;
-  const bool here = target >= 0 && target < tile.columns;  // else in another rank's columns
+  const bool here = target >= 0 && target < tile.columns;  // otherwise on another rank
   if (here) {
     const double curve = target_curve(tile, row);
     at_target = gradient_at_target(extraction, row) * others.scores.dlogit * curve;
@@ -245,7 +245,7 @@ GRPO_INLINE Float load_lanes(const T* source, int64_t count) {
   return count >= kLanes ? load(source) : load_some(source, count, 0.0f);
 }
 
-// sums += the kCount summands; those that come `next`, as many, are fetched meanwhile.
+// sums += the kCount summands; prefetches the same number at `next`.
 template <int64_t kCount, class T>
 GRPO_INLINE void add_summands(const Product& product, const Summand* summands, bool next,
                               float* sums) {
@@ -269,7 +269,7 @@ GRPO_INLINE void add_summands(const Product& product, const Summand* summands, b
 template <class T, class Out>
 void combine_row(const Product& product, const Summand* summands, int64_t count, int64_t row,
                  float* sums) {
-  constexpr int64_t kAtATime = 4;  // rows that are read side by side
+  constexpr int64_t kAtATime = 4;  // rows that are read in parallel
   const int64_t width = product.width;
   for (int64_t i = 0; i < width; i += kLanes) store(sums + i, Float{});
   int64_t k = 0;

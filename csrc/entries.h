@@ -1,13 +1,13 @@
-// The entries of a row's gradient that matter, and products with them: the C ABI, and what one
-// instruction set provides. `grpo_kernels/backends/entries.py` says what entries are, and how they
-// are chosen; `grpo_kernels/backends/native_library.py` mirrors the structs of the ABI.
+// The entries of a row's gradient that matter, and products with them: the C ABI, and the kernels
+// of an instruction set. `grpo_kernels/backends/entries.py` defines entries and how they are
+// chosen; `grpo_kernels/backends/native_library.py` mirrors the structs of the ABI.
 #pragma once
 
 #include "rows.h"
 
 namespace grpo {
 
-// Row t has the first used[t] of its `slots` entries, or with -1 none: it is computed whole.
+// Row t has the first used[t] of its `slots` entries; -1: none, the row is computed whole.
 struct Entries {
   int32_t* ids;    // (rows, slots)
   float* values;   // (rows, slots)
@@ -16,14 +16,14 @@ struct Entries {
   int64_t slots;
 };
 
-// Of what the entries are the gradient: of log-probabilities, or of a loss with these gradients.
+// Entries are of the gradient of log-probabilities, or of a loss with these gradients.
 struct GradStats {
   const float* entropy;   // (rows,), or null with the rest
   const float* dlogp;     // (rows,)
   const float* dentropy;  // (rows,)
 };
 
-// What the choice needs besides the tile, and its result.
+// Inputs of the choice in addition to the tile, and its result.
 struct Extraction {
   GradStats grad_stats;
   const float* logp;    // (rows,)
@@ -41,11 +41,11 @@ struct Extraction {
 struct TailSums {
   GradStats grad_stats;
   const double* lse;    // (rows,)
-  const float* weight;  // (rows,), of a row's sizes
+  const float* weight;  // (rows,), factor of a row's sizes
   const float* cuts;    // (num_cuts,), ascending
   float* sums;          // (rows, 2, num_cuts)
   int64_t num_cuts;
-  int64_t blocks;   // of kStrands columns in a row
+  int64_t blocks;   // blocks of kStrands columns in a row
   int64_t sampled;  // how many of them are read
 };
 
@@ -63,20 +63,20 @@ struct Product {
   int32_t add;        // to `out`
 };
 
-// A summand of a row of a product: a row of the source, and its factor.
+// A summand in a row of a product: a row of the source, and its factor.
 struct Summand {
   int32_t row;
   float weight;
 };
 
-constexpr int64_t kStrands = 2048;  // of `grpo_kernels/backends/entries.py`
+constexpr int64_t kStrands = 2048;  // as in `grpo_kernels/backends/entries.py`
 constexpr int32_t kWhole = -1;
-constexpr float kAnyError = 1e30f;  // or more as a cut: the row has no gradient
+constexpr float kAnyError = 1e30f;  // a cut of this or more: the row has no gradient
 
 struct EntryKernels {
   void (*extract)(const Tile&, const Extraction&, int64_t row);
   void (*tail_sums)(const Tile&, const TailSums&, int64_t row);
-  // The sum of `count` summands, to `row` of the product's output; `sums` has room for a row.
+  // Writes the sum of `count` summands to `row` of the product's output; `sums` has room for a row.
   void (*combine)(const Product&, const Summand*, int64_t count, int64_t row, float* sums);
 };
 

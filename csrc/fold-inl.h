@@ -1,4 +1,4 @@
-// Blocks of logits folded into the sums of their tokens, which lie side by side in a vector.
+// Folds blocks of logits into the sums of their tokens, which are side by side in a vector.
 #pragma once
 
 #include <cfloat>
@@ -30,7 +30,7 @@ GRPO_INLINE void put(void* target, Vector x) {
   std::memcpy(target, &x, sizeof(x));
 }
 
-// Rounded GEMM plus bias, rounded, as a tile of the dtype would hold it.
+// The rounded GEMM plus bias, rounded again, as a tile in the dtype would hold it.
 template <Float (*rounded)(Float)>
 GRPO_INLINE void round_logits(const float* bias, int64_t rows, float* u) {
   for (int64_t row = 0; row < rows; ++row, u += kLanes) {
@@ -44,8 +44,8 @@ void add_bias(const float* bias, int64_t rows, float* u) {
   for (int64_t row = 0; row < rows; ++row, u += kLanes) store(u, load(u) + bias[row]);
 }
 
-// The update of a group that begins with `token`, four rows at a time: one sum would wait for
-// itself. Rows past the last repeat it, and nobody reads them.
+// The update of the group that starts at `token`, four rows at a time: a single sum would wait for
+// itself. Rows past the last repeat it and are not read.
 void add_update(const Update& update, int64_t token, int64_t row, int64_t rows, float* u) {
   constexpr int64_t kAtATime = 4;
   static_assert(kBlockRows % kAtATime == 0);
@@ -115,13 +115,13 @@ struct GroupSums : SoftmaxSums {
 
   Float anchor() const { return at_least(top, -FLT_MAX); }
 
-  // Makes `to`, no less than top, the top. Lanes where it is top already keep their bits.
+  // Makes `to` >= top the new top. Lanes where it equals top keep their bits.
   void raise(Float to, Float score_scale) {
     const Doubles from_anchor = widen(anchor());
     top = to;
     const Doubles shift = widen(score_scale) * (from_anchor - widen(anchor()));
     const Doubles scale = exp(shift);
-    const Doubles bounded = shift < -708.0 ? Doubles{} - 708.0 : shift;  // no 0 * inf
+    const Doubles bounded = shift < -708.0 ? Doubles{} - 708.0 : shift;  // avoids 0 * inf
     moment = (moment + total * bounded) * scale;
     total *= scale;
     squares *= scale * scale;

@@ -8,7 +8,7 @@
 
 namespace grpo::GRPO_ISA {
 
-// Summed apart: a panel's share stays in L1, and fewer terms are rounded one after the other.
+// Summed separately: a panel's share stays in L1, and fewer terms are rounded in sequence.
 constexpr int64_t kDepthBlock = 128;
 #if GRPO_LANES == 16
 constexpr int64_t kTileRows = 8, kTileVectors = 3;  // sums that fit the registers
@@ -20,11 +20,11 @@ constexpr int64_t kTileRows = 8, kTileVectors = 2;
 constexpr int64_t kTileRows = 4, kTileVectors = 2;
 #endif
 constexpr int64_t kPanel = kTileVectors * kLanes;
-constexpr int64_t kChunkTokens = 384;  // whole panels of every set
+constexpr int64_t kChunkTokens = 384;  // whole panels in every instruction set
 static_assert(kChunkTokens % kPanel == 0);
 constexpr int64_t kGroupStride = kBlockRows * kLanes;  // between the groups of a block
 
-// Tokens of the panel that begins at `at`, whole groups.
+// Tokens of the panel that starts at `at`, in whole groups.
 GRPO_INLINE int64_t panel_width(const Chunk& chunk, int64_t at) {
   const int64_t left = (chunk.count - at + kLanes - 1) / kLanes * kLanes;
   return left < kPanel ? left : kPanel;

@@ -1,5 +1,5 @@
-// All kernels of one instruction set. A file defines before it includes this: GRPO_ISA, their
-// namespace, GRPO_LANES, the floats of a vector, and GRPO_TARGET, the set's name for the compiler.
+// All kernels of one instruction set. Before including this, a file defines GRPO_ISA, the
+// namespace; GRPO_LANES, the floats of a vector; and GRPO_TARGET, the set's name for the compiler.
 #pragma once
 
 #include <cfloat>

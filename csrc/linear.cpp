@@ -1,5 +1,5 @@
-// The forward of a linear head, chunk of tokens by chunk: pack the tokens, let the vocabulary
-// stream past in splits, merge the sums of these in order.
+// The forward of a linear head, one chunk of tokens at a time: pack the tokens, stream the
+// vocabulary past them in splits, and merge the sums of the splits in order.
 #include "linear.h"
 
 #include <memory>
@@ -10,7 +10,7 @@
 namespace grpo {
 namespace {
 
-constexpr int64_t kLine = 64;  // bytes; a vector that starts on one is loaded whole
+constexpr int64_t kLine = 64;  // bytes; an aligned vector is loaded from one line
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -28,7 +28,7 @@ class Array {
   std::unique_ptr<T, Free> start_;
 };
 
-// What is prepared for each token of the call, in whole groups.
+// Prepared once for each token of the call, in whole groups.
 struct Tokens {
   int64_t padded;
   Array<int32_t> target{padded};
@@ -43,7 +43,7 @@ struct Tokens {
   }
 };
 
-// What one chunk needs; the next uses it again.
+// The workspace of a chunk; the next chunk reuses it.
 struct Workspace {
   int64_t padded, splits, packed_bytes;
   int64_t sums = splits * padded;
@@ -60,7 +60,7 @@ struct Workspace {
   AtTarget at_target() const { return {u.get(), first.get()}; }
 };
 
-// One call, of whose work each thread of a team takes its share.
+// A call; the threads of a team share its work.
 struct Call {
   const Linear& linear;
   const LinearKernels& kernels;
@@ -98,10 +98,10 @@ struct Call {
   }
 };
 
-// Threads that have something to do: to start one and to meet it takes some tens of microseconds.
+// The useful number of threads: starting and joining one costs some tens of microseconds.
 int64_t useful(const Linear& linear, int64_t threads) {
   constexpr int64_t kWorkPerThread = 1 << 21;  // multiply-adds
-  constexpr int64_t kFold = 32;                // as many as take as long as to fold a logit
+  constexpr int64_t kFold = 32;                // cost of folding a logit, in multiply-adds
   const int64_t work = linear.tile.rows * linear.tile.columns * (linear.depth + kFold);
   return std::min(threads, work / kWorkPerThread);
 }

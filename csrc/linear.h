@@ -1,13 +1,13 @@
-// Statistics of a linear head without its logits in memory: the C ABI, and what one instruction set
-// provides for it.
+// Statistics of a linear head without its logits in memory: the C ABI, and the kernels of an
+// instruction set.
 //
-// Logits are formed transposed, tokens side by side in a vector: every sum over the vocabulary is
-// then a sum of vectors. A block of logits lives in the cache between GEMM and fold:
+// Logits are computed transposed, with tokens side by side in a vector, so that every sum over the
+// vocabulary is a sum of vectors. A block of logits stays in the cache between GEMM and fold:
 //
 //   block[group][row][lane]: vocabulary row `row`, token `group * lanes + lane`
 //
-// Tokens share nothing, and the vocabulary is cut at the same places for any number of them: the
-// bits of a token's results depend neither on the other tokens nor on threads.
+// Tokens share nothing, and the vocabulary is cut at the same places for any number of tokens: the
+// bits of a token's results do not depend on other tokens or on threads.
 #pragma once
 
 #include "rows.h"
@@ -15,10 +15,10 @@
 namespace grpo {
 
 constexpr int64_t kBlockRows = 128;   // vocabulary rows of a block
-constexpr int64_t kSplitRows = 1024;  // whole blocks, whose sums one thread folds
+constexpr int64_t kSplitRows = 1024;  // whole blocks, folded by one thread
 
-// A low-rank update of the logits: logits += lora_u^T @ lora_b^T. A vector of tokens that begins at
-// any whole group can be loaded.
+// A low-rank update of the logits: logits += lora_u^T @ lora_b^T. A vector of tokens can be loaded
+// at any whole group.
 struct Update {
   const float* lora_u;  // (rank, tokens), or null: no update
   const float* lora_b;  // (columns, rank)
@@ -36,14 +36,13 @@ struct Linear {
   int64_t depth;
   int64_t hidden_stride;
   int64_t weight_stride;
-  int32_t dtype;          // of hidden and weight
-  int32_t rounded;        // the GEMM with its update, then plus bias, are rounded to `dtype`
+  int32_t dtype;          // of `hidden` and `weight`
+  int32_t rounded;        // round the GEMM plus update to `dtype`, and again after the bias
   Update update;
-  Tile tile;              // its rows are the tokens; its fp32 logits are written, unless null
+  Tile tile;              // its rows are the tokens; its fp32 logits are written unless null
 };
 
-// Tokens [first, first + count), and what is prepared for them once. Vectors are padded to whole
-// groups.
+// Tokens [first, first + count), and their prepared inputs. Vectors are padded to whole groups.
 struct Chunk {
   int64_t first;
   int64_t count;
@@ -53,23 +52,23 @@ struct Chunk {
   const float* score_scale;  // Scores::score_scale
 };
 
-// One way to form logits.
+// An implementation of the GEMM of the logits.
 struct Gemm {
   int64_t chunk_tokens;  // whole panels; they stay in L2 while the vocabulary streams past
-  int64_t panel_tokens;  // whole groups, which are packed together
-  // Bytes of `padded` packed tokens, and of what a thread needs in `block`.
+  int64_t panel_tokens;  // whole groups that are packed together
+  // Bytes of `padded` packed tokens, and of a thread's scratch memory in `block`.
   int64_t (*packed_bytes)(const Linear&, int64_t padded);
   int64_t (*scratch_bytes)(const Linear&);
-  // Packs the panel that begins with the chunk's token `at`; tokens past the last are zeros.
+  // Packs the panel that starts at the chunk's token `at`; tokens past the last are zeros.
   void (*pack)(const Linear&, const Chunk&, int64_t at, void* packed);
-  // The block of rows [row, row + rows), without bias. Of hidden and weight only elements are read,
-  // nothing beside them.
+  // The block of rows [row, row + rows), without bias. Reads only elements of hidden and weight, no
+  // bytes around them.
   void (*block)(const Linear&, const Chunk&, int64_t row, int64_t rows, void* scratch,
                 float* block);
 };
 
 // Sums of each token of a chunk over each split: (splits, padded tokens). `best` is the first block
-// that holds `top`.
+// that contains `top`.
 struct Partials {
   double* total;
   double* moment;
@@ -79,19 +78,19 @@ struct Partials {
   int32_t* best;
 };
 
-// What is known of each token's target.
+// Facts about each token's target.
 struct AtTarget {
   float* u;
-  int32_t* first;  // no row before it in its block is as large
+  int32_t* first;  // whether no earlier row in its block is as large
 };
 
 struct LinearKernels {
   int64_t lanes;
   const Gemm* (*gemm)(int32_t dtype);
-  // Folds a block into the sums that begin at `sums`, or starts them with it; uses the block up.
+  // Folds a block into the sums at `sums`, or starts them with it; overwrites the block.
   void (*fold)(const Linear&, const Chunk&, int64_t row, int64_t rows, float* block,
                const Partials&, int64_t sums, bool extras, const AtTarget&);
-  // Results of the group that begins with the chunk's token `at`.
+  // Results of the group that starts at the chunk's token `at`.
   void (*merge)(const Linear&, const Chunk&, int64_t at, const Partials&, const AtTarget&,
                 const Stats&);
 };
@@ -101,9 +100,9 @@ void linear_stats(const Linear&, const Stats&, const LinearKernels&, int32_t thr
 #if defined(__x86_64__)
 // GEMMs of bf16 in the matrix registers, in groups of sixteen tokens.
 extern const Gemm kAmxGemm;
-// Whether this machine has them, the compiler knew them and the system lets this process use them.
+// Whether this machine and the compiler support them, and the system lets this process use them.
 bool amx_granted();
-// The same by AVX-512's dot product of pairs; of a machine that has AVX-512 at all.
+// The same by AVX-512's dot product of pairs, for a machine that has AVX-512.
 extern const Gemm kBf16Gemm;
 bool has_bf16();
 #endif

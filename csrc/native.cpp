@@ -1,5 +1,5 @@
-// The C entry points: pick the instruction set, spread the rows over threads. No exception leaves
-// them.
+// The C entry points: choose the instruction set, and spread the rows over threads. They throw no
+// exceptions.
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -17,7 +17,7 @@
 namespace grpo {
 namespace {
 
-// What this machine can run, best first.
+// The kernels that this machine can run, best first.
 std::vector<const RowKernels*> runnable() {
   std::vector<const RowKernels*> found;
 #if defined(__x86_64__)
@@ -38,7 +38,7 @@ const std::vector<const RowKernels*>& kernels() {
   return found;
 }
 
-// Threads that have something to do for a tile.
+// The useful number of threads for a tile.
 int64_t useful(const Tile& tile, int32_t threads) {
   constexpr int64_t kElementsPerThread = 1 << 16;
   return std::min<int64_t>(threads, tile.rows * tile.columns / kElementsPerThread);
@@ -65,7 +65,7 @@ Status status_of(const Work& work) {
 }  // namespace
 }  // namespace grpo
 
-// The bytes of a struct of the C ABI, by its name; 0 for another name.
+// The bytes of a struct of the C ABI, by name; 0 for an unknown name.
 GRPO_EXPORT int64_t grpo_struct_size(const char* name) {
   using namespace grpo;
 #define GRPO_SIZE(type) {#type, sizeof(type)}
@@ -82,7 +82,7 @@ GRPO_EXPORT int64_t grpo_struct_size(const char* name) {
 
 GRPO_EXPORT int64_t grpo_threads_started() { return grpo::threads_started; }
 
-// The name of the rank-th best instruction set of this machine, from 0; null beyond the last.
+// The name of this machine's rank-th best instruction set, from 0; null past the last.
 GRPO_EXPORT const char* grpo_isa(int32_t rank) {
   const auto& found = grpo::kernels();
   return rank < static_cast<int32_t>(found.size()) ? found[rank]->isa : nullptr;
@@ -112,7 +112,7 @@ GRPO_EXPORT int32_t grpo_divergence(const grpo::Tile* tile, const grpo::Divergen
   });
 }
 
-// Fills what `out` has pointers for, and the tile of logits if `linear` has one.
+// Fills the results that `out` has pointers for, and the tile of logits if `linear` has one.
 GRPO_EXPORT int32_t grpo_linear(const grpo::Linear* linear, const grpo::Stats* out, int32_t rank,
                                 int32_t threads) {
   const auto* kernels = grpo::kernels()[rank]->linear;

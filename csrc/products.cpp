@@ -1,4 +1,4 @@
-// How products with entries are shared out among threads.
+// Distributes products with entries over threads.
 #include <cstring>
 #include <memory>
 
@@ -10,12 +10,12 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// Room for the sums of a row of the product, in whole vectors.
+// Memory for the sums of a row of the product, in whole vectors.
 std::unique_ptr<float[]> room(const Product& product) {
   return std::unique_ptr<float[]>(new float[product.width + kMaxLanes]);
 }
 
-// Threads that have something to do for so many numbers multiplied.
+// The useful number of threads for this many multiplications.
 int64_t useful(int64_t threads, int64_t numbers) {
   constexpr int64_t kNumbersPerThread = 1 << 16;
   return std::min(threads, numbers / kNumbersPerThread);
@@ -34,7 +34,7 @@ void for_each_entry(const Entries& entries, int64_t row, const Work& work) {
   }
 }
 
-// All entries by their columns, those of a column by their rows.
+// All entries, sorted by column, then by row.
 struct Columns {
   std::vector<int64_t> starts;
   std::unique_ptr<Summand[]> summands;
@@ -47,7 +47,7 @@ struct Columns {
     int64_t before = 0;
     for (int64_t& start : starts) {
       before += start;
-      start = before;  // for now the end; it moves to the start as entries are put down
+      start = before;  // the end, for now; it moves to the start as entries are placed
     }
     for (int64_t row = entries.rows; row-- > 0;) {
       const float factor = product.factor[row];
@@ -82,7 +82,7 @@ void matmul(const Entries& entries, const Product& product, const EntryKernels& 
 
 void transposed_matmul(const Entries& entries, const Product& product, const EntryKernels& kernels,
                        int32_t threads) {
-  constexpr int64_t kRange = 64;  // rows of the output that a thread takes at a time
+  constexpr int64_t kRange = 64;  // rows of the output per work item of a thread
   const Columns columns(entries, product);
   const int64_t ranges = (product.out_rows + kRange - 1) / kRange;
   const int64_t row_bytes = bytes_of(product.out_dtype) * product.width;

@@ -12,14 +12,14 @@
 
 namespace grpo::GRPO_ISA {
 
-constexpr int64_t kBlock = 2048;  // a row is walked in blocks that stay in L1
+constexpr int64_t kBlock = 2048;  // a row is processed in blocks that stay in L1
 
 GRPO_INLINE int64_t block_size(const Tile& tile, int64_t begin) {
   return tile.columns - begin < kBlock ? tile.columns - begin : kBlock;
 }
 
-// `count` <= kBlock logits in fp32, padded with -inf to whole vectors: in `buffer`, unless they are
-// that already.
+// `count` <= kBlock logits in fp32, padded with -inf to whole vectors; copied to `buffer` only if
+// they are not in that form already.
 template <class T>
 GRPO_INLINE const float* load_block(const T* logits, int64_t count, float* buffer) {
   if constexpr (std::is_same_v<T, float>) {
@@ -31,7 +31,7 @@ GRPO_INLINE const float* load_block(const T* logits, int64_t count, float* buffe
   return buffer;
 }
 
-// u of the logits of a block. The padding becomes a score of its own and is made -inf again.
+// u of the logits of a block. The transform changes the padding, which is reset to -inf.
 template <class T>
 GRPO_INLINE const float* score_block(const T* logits, int64_t count, const Scores& scores,
                                      float* buffer) {
@@ -50,13 +50,13 @@ GRPO_INLINE float score_one(const T* logit, const Scores& scores) {
   return (scores.softcapped ? tanh(x * scores.cap_scale) : x)[0];
 }
 
-// z relative to the anchor's, at least `floor`. The difference first: its rounding error is
+// z minus the anchor's z, at least `floor`. The difference comes first: its rounding error is
 // relative to the result, not to z, which may be 1e4.
 GRPO_INLINE Float relative(Float u, const Scores& scores, float anchor, float floor = kExpFloor) {
   return at_least((u - anchor) * scores.score_scale, floor);
 }
 
-// Four maxima at a time: one would wait for itself.
+// Four maxima at a time: a single one would wait for itself.
 GRPO_INLINE float block_max(const float* u, int64_t count) {
   Float a = splat(-INFINITY), b = a, c = a, d = a;
   int64_t i = 0;
@@ -81,9 +81,9 @@ struct SoftmaxSums {
   Doubles total{}, moment{}, squares{};
 };
 
-// A few terms, of d <= 0. Those of the maximum itself, 1 each, are counted apart: added to a 1, the
-// others would lose the digits of which log p consists as p -> 1. They stay in registers only where
-// no function is called.
+// A few terms, of d <= 0. Terms of the maximum, 1 each, are counted separately: added to a 1, the
+// others would lose the digits that make up log p as p -> 1. They stay in registers only if no
+// function is called.
 struct Terms {
   Float ones{}, total{}, moment{}, squares{};
 
@@ -105,12 +105,12 @@ struct Terms {
   }
 };
 
-// A few terms at a time are summed in fp32, and these sums in fp64: the error does not grow with
-// the vocabulary.
+// A few terms at a time are summed in fp32, and these sums in fp64, so that the error does not grow
+// with the vocabulary.
 struct RowSums : SoftmaxSums {
   float anchor = -FLT_MAX;
 
-  // `next`, the row's next block, is fetched meanwhile. Beyond the row that has no effect.
+  // Prefetches `next`, the row's next block; past the row's end this has no effect.
   template <class T>
   void add(const float* u, int64_t count, const Scores& scores, const T* next) {
     constexpr int64_t kGroup = 16 * kLanes;
@@ -135,7 +135,7 @@ struct RowSums : SoftmaxSums {
   }
 };
 
-// What the whole row comes to.
+// The results of a whole row.
 struct Totals {
   double total, moment, squares;  // relative to top
   float top, bottom;
@@ -184,7 +184,7 @@ void stats_row(const Tile& tile, const Stats& out, int64_t row) {
           score_one(logits + target, scores), argmax == target});
 }
 
-// d logit of the target. 1 - p comes from expm1, without the cancellation as p -> 1.
+// d logit of the target. 1 - p is computed by expm1, which does not cancel as p -> 1.
 GRPO_INLINE float target_gradient(const Gradient& grad, int64_t row, float dentropy, float u,
                                   const Scores& scores) {
   const double logp = grad.logp[row];
@@ -194,19 +194,19 @@ GRPO_INLINE float target_gradient(const Gradient& grad, int64_t row, float dentr
   return float(dz * scores.dlogit * (scores.softcapped ? (1.0 - u) * (1.0 + u) : 1.0));
 }
 
-// A probability p_v < 2^-64 (1 - p) has no gradient. All of them together are less than the
-// rounding of the row's gradient; and as factors in a GEMM they would give subnormal products and
-// sums, each of which costs a CPU as much as a hundred others.
+// A probability p_v < 2^-64 (1 - p) gets gradient 0. All of them together are less than the rounding
+// of the row's gradient, and as factors in a GEMM they would give subnormal products and sums, each
+// of which costs a CPU as much as a hundred others.
 constexpr double kNegligible = -64 * 0.6931471805599453;
 
 // Off the target dlogit = -p (dlogp + dentropy (log p + H)) dz/dlogit, where log p = d + rest: d is
-// relative to an anchor near lse that is fp32 as the logits are, and the rest is what that leaves.
+// relative to an fp32 anchor near lse, and the rest is the remainder.
 struct RowGradient {
   float anchor;
   float factor;    // of exp(d)
   float dentropy;  // of d
-  float constant;  // beside d * dentropy
-  float floor;     // of d: from here down the gradient is 0
+  float constant;  // added to d * dentropy
+  float floor;     // of d: at or below it the gradient is 0
 
   RowGradient(const Gradient& grad, int64_t row, const Scores& scores) {
     anchor = float(grad.lse[row] / scores.score_scale);
@@ -232,8 +232,8 @@ GRPO_INLINE void dlogits_block(const float* u, int64_t count, const Scores& scor
   }
 }
 
-// Walks forward: the write position never passes the read position, which is what allows a 16-bit
-// row to overwrite the fp32 row it is computed from.
+// Runs forward: the write position never passes the read position, so a 16-bit row can overwrite
+// the fp32 row that it is computed from.
 template <class T, class Out>
 void dlogits_row(const Tile& tile, const Gradient& grad, int64_t row) {
   const T* logits = static_cast<const T*>(tile.logits) + row * tile.row_stride;

@@ -1,4 +1,4 @@
-// The kernels in sixteen lanes, for AVX-512; of bf16 also with GEMMs of their own.
+// The kernels in sixteen lanes, for AVX-512; also with special GEMMs for bf16.
 #if defined(__x86_64__)
 #define GRPO_ISA avx512
 #define GRPO_LANES 16

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifndef GRPO_ISA  // the set of every machine, which an editor sees, too
+#ifndef GRPO_ISA  // the set that every machine has; also for editors
 #define GRPO_ISA baseline
 #define GRPO_LANES 4
 #endif
@@ -24,7 +24,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * GRPO_LANES)));
 
 GRPO_INLINE Float splat(float value) { return value - Float{}; }
 
-// `floor` where x is below it; NaN passes through. In this order it is one instruction.
+// max(x, floor); NaN passes through. In this order it is one instruction.
 GRPO_INLINE Float at_least(Float x, float floor) {
   const Float least = splat(floor);
   return least > x ? least : x;
@@ -47,8 +47,8 @@ GRPO_INLINE double sum(Doubles x) {
   return total;
 }
 
-// exp of a score relative to a maximum is 0 from here down. It is the smallest argument whose
-// exponential is a normal float.
+// exp of a score relative to a maximum is 0 at or below this: the smallest argument with a normal
+// float as its exponential.
 constexpr float kExpFloor = -87.336f;
 
 // e^x as power * (1 + rest), for x in [kExpFloor, 88].
@@ -72,8 +72,8 @@ GRPO_INLINE Exponential exponential(Float x) {
   return {power, (p * r) * r + r};
 }
 
-// e^x to about 1 ulp for x in [kExpFloor, 88], exactly 0 at kExpFloor, NaN for NaN. Where `zero` is
-// set it is 0.
+// e^x to about 1 ulp for x in [kExpFloor, 88], exactly 0 at kExpFloor, NaN for NaN; 0 where `zero`
+// is set.
 GRPO_INLINE Float exp(Float x, Ints zero) {
   const Exponential e = exponential(x);
   return zero ? Float{} : (e.rest + 1.0f) * e.power;
@@ -81,9 +81,9 @@ GRPO_INLINE Float exp(Float x, Ints zero) {
 
 GRPO_INLINE Float exp(Float x) { return exp(x, x <= kExpFloor); }
 
-// tanh to about 2 ulp, +-1 at +-inf, NaN for NaN. Small arguments: x (1 + y P(y)) with y = x^2, P
-// found as in `exponential`, for |1 + y P(y) - tanh(x) / x| on y <= 0.55^2, which is 1e-9. Else
-// 1 - 2 / (e^(2|x|) + 1).
+// tanh to about 2 ulp, +-1 at +-inf, NaN for NaN. Small arguments: x (1 + y P(y)) with y = x^2, and
+// P found as in `exponential`, for |1 + y P(y) - tanh(x) / x| on y <= 0.55^2, which is 1e-9.
+// Otherwise 1 - 2 / (e^(2|x|) + 1).
 GRPO_INLINE Float tanh(Float x) {
   const Bits sign = (Bits)x & 0x80000000u;
   const Float size = (Float)((Bits)x ^ sign);
@@ -123,7 +123,7 @@ GRPO_INLINE Doubles exp(Doubles x) {
   return x < -708.0 ? Doubles{} : p * (Doubles)power;
 }
 
-// Whether any bit is set.
+// Returns whether any bit is set.
 GRPO_INLINE bool any(Bits x) {
   uint64_t words[sizeof(Bits) / 8], all = 0;
   std::memcpy(words, &x, sizeof(x));

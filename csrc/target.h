@@ -1,8 +1,8 @@
-// GRPO_TARGET_BEGIN and GRPO_TARGET_END: the functions between them are compiled for the
-// instruction sets that GRPO_TARGET names, or where it is not defined for every machine.
+// GRPO_TARGET_BEGIN and GRPO_TARGET_END: functions between them are compiled for the instruction
+// sets in GRPO_TARGET, or for every machine if it is not defined.
 //
-// Headers outside of a set come before: their functions must stay callable on every machine. With
-// g++ the set lasts to the end of the file, because templates are compiled there.
+// Include other headers first: their functions must stay callable on every machine. With g++ the
+// set lasts to the end of the file, because templates are compiled there.
 #pragma once
 
 #define GRPO_PRAGMA_OF(...) _Pragma(#__VA_ARGS__)

@@ -17,9 +17,9 @@
 
 namespace grpo {
 
-// Takes numbers too small for fp32's normal range as 0, for as long as it lives. Of a peaked
-// distribution most probabilities or their squares are such, each costs some hundred cycles, and
-// those of a gradient would slow down the GEMMs that follow. (Elsewhere than on x86 they are fast.)
+// Treats subnormal numbers as 0 during its lifetime. In a peaked distribution most probabilities,
+// or their squares, are subnormal. Each costs about a hundred cycles, and subnormal gradients would
+// slow down the following GEMMs. (Subnormals are only slow on x86.)
 class FlushSubnormals {
  public:
 #if defined(__x86_64__)
@@ -35,15 +35,15 @@ class FlushSubnormals {
 #endif
 };
 
-// How many threads were started so far: tests count them.
+// The number of threads started so far, for tests.
 inline std::atomic<int64_t> threads_started{0};
 
-// The threads of one call. Starting one takes tens of microseconds, a tile milliseconds; and there
-// is no pool that would spin beside torch's, or be lost in a fork.
+// The threads of one call. Starting one costs tens of microseconds, a tile milliseconds. There is
+// no pool, which would spin next to torch's pool, or get lost in a fork.
 class Team {
  public:
-  // Each of `threads` calls work(team) once. Where the system starts no more of them, those that
-  // run do the work. Throws std::bad_alloc, once all have ended, if one of them did.
+  // Each of `threads` calls work(team) once. If the system cannot start more threads, the running
+  // ones do the work. If one throws std::bad_alloc, this rethrows it after all have ended.
   template <class Work>
   static void run(int64_t threads, const Work& work) {
     Team team(std::max<int64_t>(threads, 1));
@@ -62,12 +62,12 @@ class Team {
     if (team.starved_) throw std::bad_alloc();
   }
 
-  // The next of `items` since the last meeting, or `items` where there is none left.
+  // The next of `items` since the last meeting, or `items` if none is left.
   int64_t next(int64_t items) {
     return std::min(taken_.fetch_add(1, std::memory_order_relaxed), items);
   }
 
-  // Returns once every thread has called it. Throws std::bad_alloc if one of them did.
+  // Returns after every thread has called it. Throws std::bad_alloc if one of them did.
   void meet() {
     std::unique_lock<std::mutex> lock(mutex_);
     const int64_t meeting = meetings_;
@@ -90,7 +90,7 @@ class Team {
     }
   }
 
-  // No meeting waits for `count` of the members any more.
+  // Meetings no longer wait for `count` of the members.
   void leave(int64_t count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     members_ -= count;
