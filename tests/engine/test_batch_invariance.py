@@ -105,7 +105,7 @@ def test_a_library_that_does_not_keep_a_rows_bits_is_an_error(
     monkeypatch.setattr(invariance, "_proven", set())
     spoiled = lambda hidden, head, out: spoil(hidden, right(hidden, head, out))  # noqa: E731
     monkeypatch.setattr(invariance, "project", spoiled)
-    message = f"batch_invariant: expected .* all 16 places .* got .* at {wrong}"
+    message = f"batch_invariant: expected .* all 16 positions .* got .* at {wrong}"
     options = dict(backend="chunked", max_workspace_bytes=16 * 9 * 4)
     for _ in range(2):  # a failure is not forgotten
         with pytest.raises(RuntimeError, match=message):

@@ -128,7 +128,7 @@ def check_errors() -> None:
     nan = "advantages: expected finite values on valid tokens, got NaN or infinity"
     heard = nan if odd else f"sequence_group: rank 1 raised an error: {nan}"
     expect(heard, lambda: make(cu_seqlens, advantages / 0 if odd else advantages, group))
-    expect("one dimension, got 'cp'$", partial(make, cu_seqlens, advantages, "cp"))
+    expect("one-dimensional device mesh, got 'cp'$", partial(make, cu_seqlens, advantages, "cp"))
 
 
 @cache
