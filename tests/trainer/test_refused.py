@@ -137,7 +137,7 @@ UNTRAINABLE = [
     ({"train_dataset": None}, "train_dataset: .*prompts to train on .* got None"),
     (OVERLAP | {"rollout_engine": BackgroundEngine(make_tokenizer())},
      "generation_batches_ahead: .*reports log-probabilities"),
-    ({"loss_type": "dppo_tv"}, "rollout_logprobs: .*ratio of dppo_tv is against"),
+    ({"loss_type": "dppo_tv"}, "rollout_logprobs: .*dppo_tv computes its ratio from"),
 ]  # fmt: skip
 
 
