@@ -447,7 +447,7 @@ CASES: list[tuple[Callable[[], object], str, str]] = [
         "'exact' for an entropy bonus in two passes, got 'sparse'",
     ),
     (lambda: loss(backward="dense"), "backward", "'exact', 'sparse' or a Bounded, got 'dense'"),
-    (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss with a gate"),
+    (lambda: loss(config=GATED, metric_rows="active"), "metric_rows", "'all' for a loss with"),
     (lambda: loss(weight=Head(WEIGHT), bias=WEIGHT[:, 0]), "bias", "None when weight is a Head"),
     (lambda: loss(weight=Head(WEIGHT), softcap=2.0), "softcap", "None when weight is a Head"),
     (
