@@ -67,7 +67,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
     home = (site / "index.html").read_text()
     assert 'href="getting-started' in home
-    for linked in ("blob/HEAD/docs/examples/lora.py", "tree/HEAD/tests/vllm"):
+    for linked in ("blob/HEAD/docs/examples/lora.py", "tree/HEAD/tests/integrations"):
         assert f'href="{config["repo_url"]}/{linked}"' in shown
 
 

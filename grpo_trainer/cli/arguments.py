@@ -67,7 +67,7 @@ class ModelConfig:
     use_dora: bool = setting(False, "Train magnitudes and directions separately (DoRA).")
     load_in_8bit: bool = setting(False, "Quantize the frozen weights to 8 bits; needs use_peft.")
     load_in_4bit: bool = setting(False, "Quantize the frozen weights to 4 bits; needs use_peft.")
-    bnb_4bit_quant_type: str = setting("nf4", "4-bit number format: nf4 or fp4.")
+    bnb_4bit_quant_type: str = setting("nf4", "Number format of 4-bit weights: nf4 or fp4.")
     use_bnb_nested_quant: bool = setting(False, "Quantize the scales of 4-bit weights too.")
     bnb_4bit_quant_storage: str | None = setting(
         None, "Dtype in which 4-bit weights are stored; None: uint8."
