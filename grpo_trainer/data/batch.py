@@ -167,14 +167,13 @@ class MicroBatch:
     attention_mask: Tensor  # (B, L) int64
     target: Tensor  # (B, L) int64
     advantages: Tensor  # (B,) fp32, or (B, L): one per element of `target`
-    # as in Divisors
-    num_items: Tensor
-    num_tokens: Tensor
-    num_sequences: Tensor | float | None = None
-    num_prompts: Tensor | None = None
-    share: float = 1.0
-    old_logprobs: Tensor | None = None  # (B, L)
-    ref_logprobs: Tensor | None = None  # (B, L)
+    num_items: Tensor  # () tokens in the loss, per micro-step of the optimizer step
+    num_tokens: Tensor  # () tokens in the loss of this micro-step
+    num_sequences: Tensor | float | None = None  # of this micro-step; None: count the batch's
+    num_prompts: Tensor | None = None  # () per micro-step of the optimizer step
+    share: float = 1.0  # the micro-batch's share of its micro-step
+    old_logprobs: Tensor | None = None  # (B, L) from the policy before its update
+    ref_logprobs: Tensor | None = None  # (B, L) from the reference model
     rollout_logprobs: Tensor | None = None  # (B, L) from the engine that sampled the tokens
     sampling_mask: SamplingMask | None = None  # B * L rows: the ids that its filters kept
     # (B, L, layers, K) int16: experts that the policy replays; -1: the policy's own choice
@@ -185,10 +184,10 @@ class MicroBatch:
     packed: Tensor | None = None
     # (B, L) int16: the row whose packed token represents each element; None: its own
     owners: Tensor | None = None
-    # B numbers each, so a step need not read them from a device: each row's tokens in the loss, and
-    # how many of them have an advantage other than 0; None: unknown on the CPU
+    # B numbers: each row's tokens in the loss, so a step need not read them from a device; None:
+    # unknown on the CPU
     lengths: list[int] | None = None
-    active_lengths: list[int] | None = None
+    active_lengths: list[int] | None = None  # the same with an advantage other than 0
     samples: Sequence[Sample] | None = None  # one per row, while columns run
 
     def at_targets(self, rows: Sequence[Sequence[float]]) -> Tensor:  # (B, L) fp32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from typing import Any
@@ -296,6 +297,14 @@ def test_the_guide_names_fields_of_a_micro_batch():
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert len(named) > 5
     assert named <= {item.name for item in fields(MicroBatch)}
+
+
+def test_every_field_of_a_micro_batch_is_documented():
+    """By the comment that the reference shows."""
+    lines = inspect.getsource(MicroBatch).splitlines()
+    for item in fields(MicroBatch):
+        (number,) = [n for n, line in enumerate(lines) if line.startswith(f"    {item.name}:")]
+        assert "#" in lines[number] or lines[number - 1].startswith("    #"), item.name
 
 
 def test_rewards_are_calculated_by_the_subclass(make_trainer):
