@@ -64,7 +64,7 @@ SETTINGS: dict[str, Any] = {
 # as they are sent; a second Ctrl-C follows the first after a moment
 WAYS = ((signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGINT))
 PATIENCE = 120.0  # seconds until a start counts as one that hangs
-NOTICE = "this step ends and is saved first"
+NOTICE = "finishing and saving this step"
 LOST = "Exception ignored in"  # Python loses a KeyboardInterrupt within a weak reference's callback
 
 

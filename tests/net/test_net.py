@@ -1,4 +1,7 @@
-"""Some two thousand generated cases, the same in every run; ``python -m tests.fuzz`` has more."""
+"""Some two thousand generated cases; ``python -m tests.fuzz`` has more.
+
+They are the same in every run but for a few: Hypothesis also draws constants of loaded modules.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_by_ctrl_c(tmp_path, straight, moment, step, saved, capfd):
     stopped.add_callback(At(moment, step, presses()))
     with pytest.raises(KeyboardInterrupt, match=f"after step {saved}; .*/checkpoint-{saved}; "):
         stopped.train()
-    assert "this step ends and is saved first" in capfd.readouterr().err
+    assert "finishing and saving this step" in capfd.readouterr().err
     assert_goes_on(tmp_path, straight[0], saved)
 
 
