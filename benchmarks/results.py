@@ -123,10 +123,12 @@ class Group:
 
     @property
     def where(self) -> str:
-        """Name the device, and the number of threads on a CPU."""
-        threads = self.environment["threads"]
-        count = f", {threads} thread{'' if threads == 1 else 's'}"
-        return self.environment["device"] + (count if self.environment["kind"] == "cpu" else "")
+        """Name the device and, on a CPU, its instruction set and the number of threads."""
+        facts = self.environment
+        if facts["kind"] != "cpu":
+            return str(facts["device"])
+        threads = f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"
+        return f"{facts['device']} ({facts['isa']}), {threads}"
 
     @property
     def source(self) -> str:

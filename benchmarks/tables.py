@@ -310,10 +310,17 @@ def caption(groups: Sequence[Group]) -> str:
         facts["dtype"] if len(dtypes) == 1 else "",
         facts["inputs"] + " inputs" if "inputs" in facts else "",
         one.about,
-        one.where,
-        one.source,
+        *_measured(groups),
     ]
     return f"{'; '.join(filter(None, said))}."
+
+
+def _measured(groups: Sequence[Group]) -> list[str]:
+    """Name device, date and commit once, or for each dtype if they differ."""
+    places = {group.facts["dtype"]: f"{group.where}; {group.source}" for group in groups}
+    if len(set(places.values())) == 1:
+        return [*places.values()][:1]
+    return [f"{dtype}: {place}" for dtype, place in places.items()]
 
 
 def missing(groups: Sequence[Group]) -> str:

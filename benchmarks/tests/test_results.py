@@ -287,3 +287,14 @@ def test_ratios_are_those_of_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.append(case("real-text", "bf16", 0.02))
     said = report.ratio_errors("cpu")
     assert " is 2% on average (up to 20%) with grpo-kernels (" in said and "30%" not in said
+
+
+def test_a_caption_names_the_place_of_each_dtype_if_they_differ() -> None:
+    groups = [group(Row("ours", seconds=[1.0])) for _ in range(2)]
+    groups[1].facts["dtype"] = "bf16"
+    one = f"{groups[0].where}; {groups[0].source}"
+    assert "(" in groups[0].where and tables.caption(groups).endswith(f"; {one}.")
+    groups[1].environment = groups[1].environment | {"isa": "OTHER"}
+    other = f"{groups[1].where}; {groups[1].source}"
+    assert "(OTHER)" in other
+    assert tables.caption(groups).endswith(f"; fp32: {one}; bf16: {other}.")
