@@ -1,6 +1,6 @@
 """Some two thousand generated cases; ``python -m tests.fuzz`` has more.
 
-They are the same in every run but for a few: Hypothesis also draws constants of loaded modules.
+They are the same in every run, except a few: Hypothesis also draws constants from loaded modules.
 """
 
 from __future__ import annotations

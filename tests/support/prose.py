@@ -94,12 +94,16 @@ def readable(path: Path) -> str:
     """Return what people read of a file, each line at its place."""
     source = path.read_text()
     if path.suffix == ".md":
-        blank = lambda match: "\n" * match[0].count("\n")  # noqa: E731
-        text = _FENCED.sub(blank, _GENERATED.sub(blank, source))
+        text = _FENCED.sub(_blank, _GENERATED.sub(_blank, source))
         return re.sub(r"`[^`\n]*`|\]\([^)\n]*\)", "``", text)
     if path.suffix == ".py":
         return _python(source)
     return "\n".join(line.partition("//")[2] for line in source.splitlines())
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return as many empty lines as a block has, so line numbers stay."""
+    return "\n" * match[0].count("\n")
 
 
 def _python(source: str) -> str:
