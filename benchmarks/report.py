@@ -355,8 +355,8 @@ def curve_differences(kind: str) -> str:
             said.append(f"{text.error(max(differences))} {label} ({len(differences)} steps)")
     if not said:
         return ""
-    said_of = "The largest relative difference from TRL's gradient norm in any step is"
-    return f"{said_of} {', '.join(said)}."
+    largest = "The largest relative difference from TRL's gradient norm in any step"
+    return f"{largest} is {', '.join(said)}."
 
 
 def step_ratios(kind: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import report, tables, text
+from benchmarks import figure, report, tables, text
 from benchmarks.results import RESULTS, Group, Recorder, Row, load, load_run, slug
 from benchmarks.shapes import REAL
 
@@ -298,3 +299,47 @@ def test_a_caption_names_the_place_of_each_dtype_if_they_differ() -> None:
     other = f"{groups[1].where}; {groups[1].source}"
     assert "(OTHER)" in other
     assert tables.caption(groups).endswith(f"; fp32: {one}; bf16: {other}.")
+
+
+def test_two_schedules_are_compared_with_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cases that have steady times of all."""
+    sizes = {
+        "ours": (2.0, 60),
+        "ours-two-pass": (3.0, 6),
+        "trl": (4.0, 100),
+        "liger-triton": (1.0, 30),
+    }
+    errors = {"dhidden": 1e-3, "dweight": 2e-3}
+
+    def case(tokens: int, **seconds: list[float]) -> Group:
+        rows = [
+            Row(name, seconds=seconds.get(name, [time]), errors=errors, info={"extra_bytes": size})
+            for name, (time, size) in sizes.items()
+        ]
+        return group(*rows, tokens=tokens, dtype="bf16")
+
+    cases = [case(64, trl=[1.0, 9.0]), case(32), case(16, ours=[1.0])]
+    monkeypatch.setattr(report, "newest", lambda kind: (kind, cases))
+    said = report.next_to_others("cpu").splitlines()
+    assert "heads of Tiny, bf16, 16 to 32 tokens:" in said[0]
+    assert "25% to 50% of the time of TRL's fused head, and 60% to 60% of its memory" in said[2]
+    assert "75% to 75% of its time, and 6% to 6% of its memory" in said[3]
+    assert "2e-3" in said[4]
+    assert "needs 50% to 100% of the time of our default, and 50% to 50% of its memory" in said[5]
+    assert "needs 20% to 20% of the memory of Liger's loss" in said[5]
+    del cases[1:]
+    assert report.next_to_others("cpu") == ""
+
+
+def test_bars_beyond_the_axis_are_broken() -> None:
+    def row(name: str, seconds: float, size: int) -> Row:
+        errors = {"dhidden": 1e-3, "dweight": 1e-3}
+        return Row(name, seconds=[seconds], errors=errors, info={"extra_bytes": size})
+
+    drawn = figure.draw("light", "wide", [group(row("bare-gemms", 1, 1), row("ours", 2, 2**20))])
+    assert "<path" not in drawn and ">2.00<" in drawn
+    far = [row("bare-gemms", 1, 1), row("ours", 2, 2**20), row("eager", 30, 2**40)]
+    drawn = figure.draw("light", "wide", [group(*far)])
+    assert drawn.count("<path") == 2 and ">30.00<" in drawn and ">1,048,576<" in drawn
+    widths = sorted(float(x) for x in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn))
+    assert widths == pytest.approx([0.1, 2 / 3 * 200, 185, 200], abs=0.1)
