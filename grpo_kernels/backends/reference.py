@@ -61,18 +61,22 @@ def reference_divergence(
     precision: str,
     divergence: Divergence,
 ) -> tuple[Tensor, Tensor]:
-    """Compute divergence and entropy (T,), differentiable like :func:`reference_logprobs`."""
+    """Compute divergence and entropy (T,), differentiable like :func:`reference_logprobs`.
+
+    Scores are compared in fp64: probabilities that nearly agree would lose their difference.
+    """
     scores = _scores(hidden, head, precision)
+    dtype, scores = scores.dtype, scores.double()
     logp = scores.log_softmax(-1)
     entropy = -(logp.exp() * logp.clamp(min=LEAST_LOGP)).sum(-1)
     if isinstance(teacher, TopK):
-        tail = _lse_without(scores, teacher.indices) - scores.logsumexp(-1, keepdim=True)
-        logp = torch.cat([logp.gather(-1, teacher.indices), tail], -1)
-        teacher_logp = teacher.with_tail.to(logp.dtype)
+        tail = _lse_without(scores, teacher.indices)
+        logp = torch.cat([scores.gather(-1, teacher.indices), tail], -1).log_softmax(-1)
+        teacher_logp = teacher.with_tail
     else:
-        teacher_logp = _scores(*teacher, precision).log_softmax(-1).to(logp.dtype)
+        teacher_logp = _scores(*teacher, precision).double().log_softmax(-1)
     terms, _ = divergence.terms(_AtLeast.apply(logp), teacher_logp.clamp(min=LEAST_LOGP))
-    return terms.sum(-1), entropy
+    return terms.sum(-1).to(dtype), entropy.to(dtype)
 
 
 class _AtLeast(torch.autograd.Function):
