@@ -356,7 +356,9 @@ def _surrogate(
         return each, {"cispo_clip_ratio": means.mean()}
     if c.loss_type == "sapo":
         tau = _choose(advantages > 0, c.sapo_temperature_pos, c.sapo_temperature_neg, ratio)
-        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
+        above = tau * (ratio - 1)  # of a large number, the sigmoid's derivative rounds to 0
+        gate = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
+        return -gate * 4 / tau * advantages, {}
     if c.loss_type == "gmpo":
         sign = _choose(up, 1.0, -1.0, ratio)
         held = sign * (sign * log_ratio).clamp(max=c.gmpo_clip)
