@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from pandas import Series
 
 from benchmarks import text
@@ -98,7 +99,9 @@ def _over_tokens(
     """Draw a panel per head and dtype: a curve for each provider, or bars if there is one T."""
     panels: dict[str, dict[str, dict[int, float]]] = {}  # by title, provider and T
     for group in groups:
-        title = f"{group.facts['model']}, {group.facts['dtype']}"
+        isa = group.environment.get("isa")  # of a CPU
+        facts = (group.facts["model"], group.facts["dtype"], isa)
+        title = ", ".join(filter(None, facts))
         for row in group.rows:
             if row.runs and (found := value(group, row)) is not None:
                 curves = panels.setdefault(title, {})
@@ -125,13 +128,14 @@ def _over_tokens(
             )  # fmt: skip
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.set_xticks(sorted(tokens))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         for scale in (axis.xaxis, axis.yaxis):
             scale.set_major_formatter("{x:g}")
-            scale.set_minor_formatter("{x:g}")
-        axis.tick_params(labelsize=7, which="both")
+            scale.set_minor_locator(NullLocator())
         axis.set(xlabel="T, tokens", ylabel=unit)
         axis.grid(linewidth=0.4, alpha=0.5)
-        axis.legend(ncols=2)
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

@@ -57,8 +57,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def percents(shares: Sequence[float]) -> str:
-    """Write the smallest and the largest: 62% to 81%."""
-    return f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
+    """Write the smallest and the largest, 62% to 81%, or one number if they are equal."""
+    least, most = (f"{100 * share:.0f}%" for share in (min(shares), max(shares)))
+    return least if least == most else f"{least} to {most}"
 
 
 def spread(values: Sequence[float]) -> str:

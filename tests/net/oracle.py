@@ -356,7 +356,7 @@ def _surrogate(
         return each, {"cispo_clip_ratio": means.mean()}
     if c.loss_type == "sapo":
         tau = _choose(advantages > 0, c.sapo_temperature_pos, c.sapo_temperature_neg, ratio)
-        above = tau * (ratio - 1)  # of a large number, the sigmoid's derivative rounds to 0
+        above = tau * (ratio - 1)  # autograd's sigmoid has slope 0 where it rounds to 1
         gate = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
         return -gate * 4 / tau * advantages, {}
     if c.loss_type == "gmpo":

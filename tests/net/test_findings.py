@@ -44,7 +44,7 @@ FINDINGS = {
         top_k=1,
         backend="reference",
     ),
-    "and those of probabilities that nearly agree": Case(
+    "the reference lost the digits of probabilities that nearly agree": Case(
         seed=3,
         divergence="jsd",
         settings={"temperature": 0.6},
